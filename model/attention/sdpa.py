@@ -1,0 +1,102 @@
+"""Attention through torch's scaled_dot_product_attention, one dense batch for each group of equal segments.
+
+Prompts that start from nothing attend to the rows at hand; what has a past gathers its pages first. The gather costs a
+copy of the cache each step: the native backends exist to avoid it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
+from model.config import AttentionConfig
+from model.kv_cache import LayerCache
+
+
+class SdpaBackend:
+    """Runs wherever torch does, differentiably where there is no cache."""
+
+    name = "sdpa"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        if cache is not None and metadata.slot_mapping is not None:
+            key, value = given(key), given(value)
+            cache.write(metadata.slot_mapping, key, value)
+        output: Tensor | None = None
+        for group in metadata.groups:
+            q = _take(query, group.rows, group.size)  # [B, Q, H, D]
+            if cache is not None and metadata.block_tables is not None:
+                k, v = cache.read(metadata.block_tables[group.segments], group.kv_len)
+            else:
+                key, value = given(key), given(value)
+                k, v = _take(key, group.key_rows, group.size), _take(value, group.key_rows, group.size)
+            mixed = _attend(q, k, v, group, metadata.causal, config, bias).flatten(0, 1)  # [B * Q, H, D]
+            if group.rows is None:
+                return mixed
+            output = torch.empty_like(query) if output is None else output
+            output = output.index_copy(0, group.rows, mixed) if mixed.requires_grad else _put(output, group.rows, mixed)
+        return query if output is None else output
+
+
+def _take(packed: Tensor, rows: Tensor | None, size: int) -> Tensor:
+    """`[size, L, heads, D]` of the packed rows."""
+    taken = packed if rows is None else packed.index_select(0, rows)
+    return taken.unflatten(0, (size, -1))
+
+
+def _put(output: Tensor, rows: Tensor, mixed: Tensor) -> Tensor:
+    return output.index_copy_(0, rows, mixed)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: SegmentGroup,
+    causal: bool,
+    config: AttentionConfig,
+    bias: ScoreBias | None,
+) -> Tensor:
+    """`[B, Q, H, D]` from q of that shape and k, v `[B, S, K, D]`."""
+    plain = bias is None and not group.ragged and (config.window is None or config.window >= group.kv_len)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before length
+    if plain and (group.q_len == 1 or not causal):
+        mixed = _sdpa(q, k, v, config, None, False)
+    elif plain and group.q_len == group.kv_len:
+        mixed = _sdpa(q, k, v, config, None, True)
+    else:
+        mixed = _sdpa(q, k, v, config, _mask(q, group, causal, config, bias), False)
+    return mixed.transpose(1, 2)
+
+
+def _mask(q: Tensor, group: SegmentGroup, causal: bool, config: AttentionConfig, bias: ScoreBias | None) -> Tensor:
+    """`[B, 1, Q, S]` of bool, or `[B, H, Q, S]` of scores to add."""
+    seen = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
+    if bias is None:
+        return seen[:, None]
+    return bias(q.transpose(1, 2), group).to(q.dtype).masked_fill(~seen[:, None], float("-inf"))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor | None, causal: bool) -> Tensor:
+    heads_per_kv = config.num_heads // config.num_kv_heads
+    if heads_per_kv > 1 and q.shape[2] == 1:
+        # A single query: its heads become the queries of their shared key head, and no key is repeated.
+        grouped = q.unflatten(1, (config.num_kv_heads, heads_per_kv)).squeeze(3)  # [B, K, G, D]
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.unflatten(1, (config.num_kv_heads, heads_per_kv)).squeeze(3)
+        mixed = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=config.scale)
+        return mixed.flatten(1, 2).unsqueeze(2)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=config.scale, enable_gqa=heads_per_kv > 1
+    )

@@ -1,0 +1,42 @@
+"""The families that are served, each a table: how its config.json reads and how its tensors are named. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from model.config import ConfigError, ModelConfig
+from model.families import albert, bart, bert, distilbert, gpt2, gpt_neox, llama, t5, transformer, vit, xlnet
+from model.families.common import generation_rules
+from model.settings import Settings
+from model.weights import Family
+
+FAMILIES: dict[str, Family] = {
+    name: family
+    for table in (albert, bart, bert, distilbert, gpt2, gpt_neox, llama, t5, transformer, vit, xlnet)
+    for name, family in table.FAMILIES.items()
+}
+
+
+def family_of(raw: dict[str, Any]) -> Family:
+    """The table for a raw config.json; raises `ConfigError` naming the type and those that are served."""
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(f"model_type {model_type!r} is not served; served are {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]
+
+
+def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -> ModelConfig:
+    """The `ModelConfig` of a raw config.json and, where known, the tensor names of the checkpoint."""
+    family = family_of(raw)
+    settings = Settings(raw)
+    try:
+        config = family.config(settings, None if names is None else {family.canonical(name) for name in names})
+        config = replace(config, generation=generation_rules(settings))
+    except KeyError as error:
+        raise ConfigError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"config.json of a {raw['model_type']} has a value of the wrong kind: {error}") from None
+    settings.refuse_unread()
+    return config

@@ -1,0 +1,80 @@
+"""ALBERT: one block for all layers, and a narrow token table that is projected up (Lan et al. 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config import (
+    AttentionConfig,
+    ConfigError,
+    EmbeddingConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules, has_pooler
+from model.families.common import activation, affine, refuse_unless, self_attention, split_width
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, position_embedding_type="absolute", inner_group_num=1)
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if raw.get("num_hidden_groups", 1) != 1:
+        raise ConfigError(f"num_hidden_groups = {raw['num_hidden_groups']} is not served for 'albert', only 1")
+    dim = split_width(size, heads)
+    encoder = StackConfig(
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=size,
+        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
+        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu_new")),
+        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
+        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
+        causal=False,
+        pre_norm=False,
+        post_norm=True,
+        final_norm=False,
+        embed_norm=True,
+        token_types=raw.get("type_vocab_size", 2),
+        unique_layers=1,
+    )
+    labels = classifier(raw, names)
+    return ModelConfig(
+        model_type="albert",
+        embedding=EmbeddingConfig(raw["vocab_size"], raw["embedding_size"]),
+        encoder=encoder,
+        classifier=labels,
+        pooler=has_pooler(labels, names, "pooler.weight"),
+        max_positions=raw["max_position_embeddings"],
+        pad_token_id=raw.get("pad_token_id", 0),
+    )
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.encoder is not None
+    yield WeightRule("embeddings.word_embeddings.weight", "tokens.weight")
+    yield WeightRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    yield WeightRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
+    yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+    if config.embedding.embedding_size != config.encoder.hidden_size:
+        yield from affine("encoder.embedding_hidden_mapping_in", "encoder.project")
+    here, there = "encoder.albert_layer_groups.0.albert_layers.0", "encoder.layers.0"
+    names = (f"{here}.attention.{part}" for part in ("query", "key", "value", "dense"))
+    yield from self_attention(config.encoder.attention, f"{there}.attn", *names)
+    yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_out")
+    yield from affine(f"{here}.ffn", f"{there}.mlp.up")
+    yield from affine(f"{here}.ffn_output", f"{there}.mlp.down")
+    yield from affine(f"{here}.full_layer_layer_norm", f"{there}.ffn_out")
+    if config.pooler:
+        yield from affine("pooler", "pooler")
+    yield from classifier_rules(config)
+
+
+FAMILIES = {
+    "albert": Family(config, rules, "albert.", ("embeddings.position_ids", "predictions.*", "sop_classifier.*"))
+}

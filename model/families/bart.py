@@ -1,0 +1,149 @@
+"""The 2017 encoder-decoder (Vaswani et al.) and those shaped like it, under different norms and positions.
+
+Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, a norm behind each sublayer. BART (Lewis et
+al. 2020) learns its positions and norms the embeddings; mBART, M2M-100 (and NLLB) and Pegasus norm before each sublayer
+and once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+
+from model.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.common import (
+    activation,
+    affine,
+    cross_attention,
+    ids,
+    refuse_unless,
+    self_attention,
+    split_width,
+    tied,
+)
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+# What starts the decoder where the folder does not say.
+_START = {"bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}
+
+
+def config(
+    raw: Settings,
+    names: Collection[str] | None,
+    *,
+    positions: PositionKind = PositionKind.SINUSOIDAL,
+    offset: int = 0,
+    inclusive: bool = False,
+    pre_norm: bool = False,
+    embed_norm: bool = False,
+    head_bias: bool = True,
+) -> ModelConfig:
+    """Defaults are Marian's."""
+    learned = positions is PositionKind.LEARNED
+    refuse_unless(
+        raw,
+        static_position_embeddings=not learned,
+        normalize_before=pre_norm,
+        normalize_embedding=embed_norm,
+        add_final_layer_norm=pre_norm,
+        share_encoder_decoder_embeddings=True,
+        extra_pos_embeddings=offset if learned else raw.get("extra_pos_embeddings"),
+        decoder_vocab_size=raw["vocab_size"],
+    )
+    raw.get("num_hidden_layers")  # encoder_layers again
+    longest = raw.get("max_position_embeddings", 1024)
+    position = PositionConfig(positions, max_positions=longest if learned else 0, offset=offset, inclusive=inclusive)
+    size = raw["d_model"]
+    start = raw.get("decoder_start_token_id")
+    has_bias = head_bias and (names is None or "final_logits_bias" in names)  # folders of the bare model lack it
+
+    def stack(side: str) -> StackConfig:
+        heads = raw[f"{side}_attention_heads"]
+        dim = split_width(size, heads)
+        return StackConfig(
+            num_layers=raw[f"{side}_layers"],
+            hidden_size=size,
+            attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
+            mlp=MLPConfig(raw[f"{side}_ffn_dim"], activation(raw, "activation_function", "gelu")),
+            norm=NormConfig(NormKind.LAYER, 1e-5),
+            position=position,
+            causal=side == "decoder",
+            pre_norm=pre_norm,
+            post_norm=not pre_norm,
+            final_norm=pre_norm,
+            cross_attention=side == "decoder",
+            embed_norm=embed_norm,
+        )
+
+    return ModelConfig(
+        model_type=raw["model_type"],
+        embedding=EmbeddingConfig(raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding") else 1.0),
+        encoder=stack("encoder"),
+        decoder=stack("decoder"),
+        head=HeadConfig(tied=tied(raw, names), bias=has_bias),
+        max_positions=longest,
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=ids(raw.get("eos_token_id")),
+        pad_token_id=raw.get("pad_token_id"),
+        decoder_start_token_id=raw.get(_START.get(raw["model_type"], "pad_token_id")) if start is None else start,
+    )
+
+
+def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Its positions count from the padding id + 1, in sinusoids that end at exactly 10000."""
+    raw = raw.otherwise(pad_token_id=1)
+    offset = raw["pad_token_id"] + 1
+    return config(raw, names, offset=offset, inclusive=True, pre_norm=True, head_bias=False)
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.head is not None
+    yield WeightRule("shared.weight", "tokens.weight")
+    for side, stack in config.stacks.items():
+        slot = "in" if stack.pre_norm else "out"
+        yield WeightRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
+        if stack.position.kind is PositionKind.LEARNED:
+            yield WeightRule(f"{side}.embed_positions.weight", f"{side}.positions.weight")
+        if stack.embed_norm:
+            yield from affine(f"{side}.layernorm_embedding", f"{side}.embed_norm")
+        for i in range(stack.num_layers):
+            here = there = f"{side}.layers.{i}"
+            names = (f"{here}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
+            yield from self_attention(stack.attention, f"{there}.attn", *names)
+            yield from affine(f"{here}.self_attn_layer_norm", f"{there}.attn_{slot}")
+            if stack.cross_attention:
+                names = (f"{here}.encoder_attn.{part}_proj" for part in ("q", "k", "v", "out"))
+                yield from cross_attention(stack.attention, f"{there}.cross", *names)
+                yield from affine(f"{here}.encoder_attn_layer_norm", f"{there}.cross_{slot}")
+            yield from affine(f"{here}.fc1", f"{there}.mlp.up")
+            yield from affine(f"{here}.fc2", f"{there}.mlp.down")
+            yield from affine(f"{here}.final_layer_norm", f"{there}.ffn_{slot}")
+        if stack.final_norm:
+            yield from affine(f"{side}.layer_norm", f"{side}.final_norm")
+    if config.head.bias:
+        yield WeightRule("final_logits_bias", "head.bias", shape=(1, config.embedding.vocab_size))
+    if not config.head.tied:
+        yield WeightRule("lm_head.weight", "head.weight")
+
+
+_LEARNED = partial(config, positions=PositionKind.LEARNED, offset=2, embed_norm=True)
+_TABLES = ("*.embed_positions.weight", "*.embed_positions.weights")  # sinusoids are computed, a copy carries nothing
+FAMILIES = {
+    "marian": Family(config, rules, "model.", _TABLES),
+    "bart": Family(_LEARNED, rules, "model."),
+    "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model."),
+    "m2m_100": Family(m2m_100, rules, "model.", _TABLES),
+    "pegasus": Family(partial(config, pre_norm=True), rules, "model.", _TABLES),
+}

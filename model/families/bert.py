@@ -1,0 +1,106 @@
+"""BERT and those shaped like it: learned positions and segments, LayerNorm post-norm, GELU (Devlin et al. 2019).
+
+RoBERTa and XLM-RoBERTa count positions from the padding id + 1 and know one segment (Liu et al. 2019); ELECTRA may have
+narrower embeddings (Clark et al. 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from model.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules, has_pooler
+from model.families.common import activation, affine, refuse_unless, self_attention, split_width
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim = split_width(size, heads)
+    encoder = StackConfig(
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=size,
+        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
+        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
+        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
+        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
+        causal=False,
+        pre_norm=False,
+        post_norm=True,
+        final_norm=False,
+        embed_norm=True,
+        token_types=raw.get("type_vocab_size", 2),
+    )
+    labels = classifier(raw, names)
+    return ModelConfig(
+        model_type=raw["model_type"],
+        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        encoder=encoder,
+        pooler=has_pooler(labels, names, "pooler.dense.weight"),
+        classifier=labels,
+        max_positions=raw["max_position_embeddings"],
+        pad_token_id=raw.get("pad_token_id", 0),
+    )
+
+
+def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Its table holds rows for the padding id and those before it."""
+    base = config(raw.otherwise(pad_token_id=1), names)
+    assert base.encoder is not None and base.pad_token_id is not None
+    offset = base.pad_token_id + 1
+    longest = raw["max_position_embeddings"] - offset
+    position = replace(base.encoder.position, max_positions=longest, offset=offset)
+    return replace(base, encoder=replace(base.encoder, position=position), max_positions=longest)
+
+
+def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = config(raw, names)
+    width = raw.get("embedding_size", raw["hidden_size"])
+    return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False)
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.encoder is not None
+    yield WeightRule("embeddings.word_embeddings.weight", "tokens.weight")
+    yield WeightRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    if config.encoder.token_types:
+        yield WeightRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
+    yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+    if config.embedding.embedding_size != config.encoder.hidden_size:
+        yield from affine("embeddings_project", "encoder.project")
+    for i in range(config.encoder.num_layers):
+        here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
+        parts = ("self.query", "self.key", "self.value", "output.dense")
+        names = (f"{here}.attention.{part}" for part in parts)
+        yield from self_attention(config.encoder.attention, f"{there}.attn", *names)
+        yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_out")
+        yield from affine(f"{here}.intermediate.dense", f"{there}.mlp.up")
+        yield from affine(f"{here}.output.dense", f"{there}.mlp.down")
+        yield from affine(f"{here}.output.LayerNorm", f"{there}.ffn_out")
+    if config.pooler:
+        yield from affine("pooler.dense", "pooler")
+    yield from classifier_rules(config)
+
+
+# Pre-training heads are not served by /encode.
+_DROPPED = ("embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
+_ROBERTA = Family(roberta, rules, "roberta.", _DROPPED)
+FAMILIES = {
+    "bert": Family(config, rules, "bert.", _DROPPED),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "electra": Family(electra, rules, "electra.", _DROPPED),
+}

@@ -1,0 +1,80 @@
+"""GPT-2: learned positions, LayerNorm pre-norm, a tanh GELU, matrices stored transposed (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules
+from model.families.common import activation, affine, ids, refuse_unless, split_width, tied
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    size, heads = raw["n_embd"], raw["n_head"]
+    dim = split_width(size, heads)
+    scale = dim**-0.5 if raw.get("scale_attn_weights", True) else 1.0
+    decoder = StackConfig(
+        num_layers=raw["n_layer"],
+        hidden_size=size,
+        attention=AttentionConfig(heads, heads, dim, scale, qkv_bias=True, out_bias=True),
+        mlp=MLPConfig(raw.get("n_inner") or 4 * size, activation(raw, "activation_function", "gelu_new")),
+        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5)),
+        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["n_positions"]),
+        causal=True,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+    )
+    labels = classifier(raw, names)
+    return ModelConfig(
+        model_type="gpt2",
+        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        decoder=decoder,
+        head=None if labels else HeadConfig(tied=tied(raw, names)),
+        classifier=labels,
+        max_positions=raw["n_positions"],
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=ids(raw.get("eos_token_id")),
+        pad_token_id=raw.get("pad_token_id"),
+    )
+
+
+def _conv1d(source: str, target: str) -> Iterator[WeightRule]:
+    yield WeightRule(f"{source}.weight", f"{target}.weight", transpose=True)
+    yield WeightRule(f"{source}.bias", f"{target}.bias")
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.decoder is not None
+    yield WeightRule("wte.weight", "tokens.weight")
+    yield WeightRule("wpe.weight", "decoder.positions.weight")
+    for i in range(config.decoder.num_layers):
+        here, there = f"h.{i}", f"decoder.layers.{i}"
+        yield from affine(f"{here}.ln_1", f"{there}.attn_in")
+        yield from _conv1d(f"{here}.attn.c_attn", f"{there}.attn.qkv")
+        yield from _conv1d(f"{here}.attn.c_proj", f"{there}.attn.out")
+        yield from affine(f"{here}.ln_2", f"{there}.ffn_in")
+        yield from _conv1d(f"{here}.mlp.c_fc", f"{there}.mlp.up")
+        yield from _conv1d(f"{here}.mlp.c_proj", f"{there}.mlp.down")
+    yield from affine("ln_f", "decoder.final_norm")
+    yield from classifier_rules(config)
+    if config.head is not None and not config.head.tied:
+        yield WeightRule("lm_head.weight", "head.weight")
+
+
+# Old folders carry the causal mask as tensors.
+FAMILIES = {"gpt2": Family(config, rules, "transformer.", ("h.*.attn.bias", "h.*.attn.masked_bias"))}

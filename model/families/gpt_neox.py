@@ -1,0 +1,81 @@
+"""GPT-NeoX and Pythia: rotary positions on a part of each head, attention and MLP side by side (Black et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules
+from model.families.common import activation, affine, ids, split_width, tied
+from model.families.rope import rotary
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+_HEAD = "embed_out.weight"
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim = split_width(size, heads)
+    bias = bool(raw.get("attention_bias", True))
+    turning = rotary(raw, dim, share=raw.get("rotary_pct", 0.25), theta=raw.get("rotary_emb_base", 10_000.0))
+    decoder = StackConfig(
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=size,
+        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias),
+        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
+        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5)),
+        position=PositionConfig(PositionKind.ROTARY, rotary=turning),
+        causal=True,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+        parallel=raw.get("use_parallel_residual", True),
+    )
+    labels = classifier(raw, names)
+    return ModelConfig(
+        model_type="gpt_neox",
+        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        decoder=decoder,
+        head=None if labels else HeadConfig(tied=tied(raw.otherwise(tie_word_embeddings=False), names, _HEAD)),
+        classifier=labels,
+        max_positions=raw.get("max_position_embeddings", 2048),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=ids(raw.get("eos_token_id")),
+        pad_token_id=raw.get("pad_token_id"),
+    )
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.decoder is not None
+    attention = config.decoder.attention
+    yield WeightRule("embed_in.weight", "tokens.weight")
+    for i in range(config.decoder.num_layers):
+        here, there = f"layers.{i}", f"decoder.layers.{i}"
+        yield from affine(f"{here}.input_layernorm", f"{there}.attn_in")
+        for kind in ("weight", "bias") if attention.qkv_bias else ("weight",):
+            name, target = f"{here}.attention.query_key_value.{kind}", f"{there}.attn.qkv.{kind}"
+            yield WeightRule(name, target, interleaved=(attention.num_heads, 3))
+        yield from affine(f"{here}.attention.dense", f"{there}.attn.out", bias=attention.out_bias)
+        yield from affine(f"{here}.post_attention_layernorm", f"{there}.ffn_in")
+        yield from affine(f"{here}.mlp.dense_h_to_4h", f"{there}.mlp.up")
+        yield from affine(f"{here}.mlp.dense_4h_to_h", f"{there}.mlp.down")
+    yield from affine("final_layer_norm", "decoder.final_norm")
+    yield from classifier_rules(config)
+    if config.head is not None and not config.head.tied:
+        yield WeightRule(_HEAD, "head.weight")
+
+
+_DROPPED = ("layers.*.attention.bias", "layers.*.attention.masked_bias", "layers.*.attention.rotary_emb.inv_freq")
+FAMILIES = {"gpt_neox": Family(config, rules, "gpt_neox.", _DROPPED)}

@@ -1,0 +1,164 @@
+"""Llama and those shaped like it: rotary positions, RMS pre-norm, a gated MLP, grouped-query attention.
+
+Llama (Touvron et al. 2023), Mistral (a sliding window), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k), Phi-3
+(fused projections, partial rotation), Gemma (scaled embeddings, norms stored as distances from 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from model.config import (
+    AttentionConfig,
+    ConfigError,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules
+from model.families.common import activation, affine, fused, ids, refuse_unless, self_attention, split_width, tied
+from model.families.rope import rotary
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, mlp_bias=False, pretraining_tp=1)
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim = raw.get("head_dim") or split_width(size, heads)
+    bias = bool(raw.get("attention_bias", False))
+    decoder = StackConfig(
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=size,
+        attention=AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=dim,
+            scale=dim**-0.5,
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "silu"), gated=True, bias=False),
+        norm=NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6)),
+        position=PositionConfig(PositionKind.ROTARY, rotary=rotary(raw, dim)),
+        causal=True,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+    )
+    labels = classifier(raw, names)
+    return ModelConfig(
+        model_type=raw["model_type"],
+        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        decoder=decoder,
+        head=None if labels else HeadConfig(tied=tied(raw, names)),
+        classifier=labels,
+        max_positions=raw.get("max_position_embeddings", 2048),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=ids(raw.get("eos_token_id")),
+        pad_token_id=raw.get("pad_token_id"),
+    )
+
+
+def _with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+    assert config.decoder is not None
+    attention = replace(config.decoder.attention, **changes)
+    return replace(config, decoder=replace(config.decoder, attention=attention))
+
+
+def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    return _with_attention(config(raw, names), window=raw.get("sliding_window"))
+
+
+def _full_attention(raw: Settings) -> None:
+    """Refuse Qwen's windows over some of the layers."""
+    refuse_unless(raw, use_sliding_window=False)
+    raw.get("sliding_window"), raw.get("max_window_layers")  # how wide and from where on, if they were on
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ConfigError(f"layer_types {', '.join(sorted(kinds))} are not served for {raw['model_type']!r}")
+
+
+def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    _full_attention(raw)
+    return _with_attention(config(raw, names), qkv_bias=True, out_bias=False)
+
+
+def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    _full_attention(raw)
+    return _with_attention(config(raw.otherwise(head_dim=128), names), qk_norm=True)
+
+
+def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw.get("original_max_position_embeddings")  # for rope types that `rotary` refuses
+    return _with_attention(config(raw, names), window=raw.get("sliding_window"))
+
+
+def gemma(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+    # The first folders say "gelu" and mean the tanh approximation, as the reference library has it.
+    base = config(raw.but(hidden_act="gelu_pytorch_tanh" if act == "gelu" else act, head_dim=raw["head_dim"]), names)
+    assert base.decoder is not None
+    norm = replace(base.decoder.norm, unit_offset=True)
+    embedding = replace(base.embedding, scale=raw["hidden_size"] ** 0.5)
+    return replace(base, embedding=embedding, decoder=replace(base.decoder, norm=norm))
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.decoder is not None
+    attention, mlp = config.decoder.attention, config.decoder.mlp
+    yield from _outside(config)
+    for i in range(config.decoder.num_layers):
+        here, there = f"layers.{i}", f"decoder.layers.{i}"
+        names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
+        yield from self_attention(attention, f"{there}.attn", *names)
+        if attention.qk_norm:
+            yield WeightRule(f"{here}.self_attn.q_norm.weight", f"{there}.attn.q_norm.weight")
+            yield WeightRule(f"{here}.self_attn.k_norm.weight", f"{there}.attn.k_norm.weight")
+        gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
+        yield from fused(gated, f"{there}.mlp.up", bias=False)
+        yield from _rest(here, there)
+
+
+def phi3_rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.decoder is not None
+    yield from _outside(config)
+    for i in range(config.decoder.num_layers):
+        here, there = f"layers.{i}", f"decoder.layers.{i}"
+        yield WeightRule(f"{here}.self_attn.qkv_proj.weight", f"{there}.attn.qkv.weight")
+        yield WeightRule(f"{here}.self_attn.o_proj.weight", f"{there}.attn.out.weight")
+        yield WeightRule(f"{here}.mlp.gate_up_proj.weight", f"{there}.mlp.up.weight")
+        yield from _rest(here, there)
+
+
+def _rest(here: str, there: str) -> Iterator[WeightRule]:
+    yield from affine(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+    yield WeightRule(f"{here}.input_layernorm.weight", f"{there}.attn_in.weight")
+    yield WeightRule(f"{here}.post_attention_layernorm.weight", f"{there}.ffn_in.weight")
+
+
+def _outside(config: ModelConfig) -> Iterator[WeightRule]:
+    yield WeightRule("embed_tokens.weight", "tokens.weight")
+    yield WeightRule("norm.weight", "decoder.final_norm.weight")
+    yield from classifier_rules(config)
+    if config.head is not None and not config.head.tied:
+        yield WeightRule("lm_head.weight", "head.weight")
+
+
+_DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq",)
+FAMILIES = {
+    "llama": Family(config, rules, "model.", _DROPPED),
+    "mistral": Family(mistral, rules, "model.", _DROPPED),
+    "qwen2": Family(qwen2, rules, "model.", _DROPPED),
+    "qwen3": Family(qwen3, rules, "model.", _DROPPED),
+    "phi3": Family(phi3, phi3_rules, "model.", _DROPPED),
+    "gemma": Family(gemma, rules, "model.", _DROPPED),
+}

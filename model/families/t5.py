@@ -1,0 +1,113 @@
+"""T5: bucketed relative bias shared by a stack's layers, RMS pre-norm, no scaling of scores (Raffel et al. 2020).
+
+mT5, ByT5 and Flan-T5 are T5 with a gated MLP and a head of their own; umT5 has a bias table in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.common import activation, affine, cross_attention, fused, ids, self_attention, tied
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def _stack(raw: Settings, side: str) -> StackConfig:
+    decoder = side == "decoder"
+    heads = raw["num_heads"]
+    projection = raw.get("feed_forward_proj", "relu")
+    gated = projection.startswith("gated-")
+    name = projection.removeprefix("gated-")
+    act = {"act": "gelu_new" if gated and name == "gelu" else name}  # gated-gelu means the tanh approximation
+    for derived in ("dense_act_fn", "is_gated_act"):
+        raw.get(derived)  # said again by feed_forward_proj
+    for trained in ("n_positions", "scalable_attention"):
+        raw.get(trained)  # how it was trained: buckets have no end, and the reference library knows but one attention
+    layers = raw["num_layers"]
+    return StackConfig(
+        num_layers=(raw.get("num_decoder_layers") or layers) if decoder else layers,
+        hidden_size=raw["d_model"],
+        attention=AttentionConfig(heads, heads, raw["d_kv"], scale=1.0),
+        mlp=MLPConfig(raw["d_ff"], activation(act, "act", "relu"), gated=gated, bias=False),
+        norm=NormConfig(NormKind.RMS, raw.get("layer_norm_epsilon", 1e-6)),
+        position=PositionConfig(
+            PositionKind.T5_BUCKETS,
+            num_buckets=raw.get("relative_attention_num_buckets", 32),
+            max_distance=raw.get("relative_attention_max_distance", 128),
+            per_layer=raw["model_type"] == "umt5",
+        ),
+        causal=decoder,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+        cross_attention=decoder,
+    )
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    size = raw["d_model"]
+    is_tied = tied(raw, names)
+    # Who was trained with a head of its own says so, and was trained without scaling, as mT5 always is. For umT5 the
+    # reference library has forgotten it (5.x scales); versions before and the original code have not.
+    says_tied = raw.get("tie_word_embeddings", True) is not False
+    scaled = raw.get("scale_decoder_outputs", says_tied and raw["model_type"] != "mt5")
+    start = raw.get("decoder_start_token_id")
+    return ModelConfig(
+        model_type=raw["model_type"],
+        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        encoder=_stack(raw, "encoder"),
+        decoder=_stack(raw, "decoder"),
+        head=HeadConfig(tied=is_tied, scale=size**-0.5 if scaled else 1.0),
+        eos_token_ids=ids(raw.get("eos_token_id", 1)),
+        pad_token_id=raw.get("pad_token_id", 0),
+        decoder_start_token_id=raw.get("pad_token_id", 0) if start is None else start,
+    )
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.head is not None
+    yield WeightRule("shared.weight", "tokens.weight")
+    for side, stack in config.stacks.items():
+        yield WeightRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
+        for i in range(stack.num_layers):
+            here, there = f"{side}.block.{i}.layer", f"{side}.layers.{i}"
+            if stack.position.per_layer or i == 0:
+                table = f"{there}.bias.weight" if stack.position.per_layer else f"{side}.bias.weight"
+                yield WeightRule(f"{here}.0.SelfAttention.relative_attention_bias.weight", table)
+            names = (f"{here}.0.SelfAttention.{part}" for part in "qkvo")
+            yield from self_attention(stack.attention, f"{there}.attn", *names)
+            yield from affine(f"{here}.0.layer_norm", f"{there}.attn_in", bias=False)
+            if stack.cross_attention:
+                names = (f"{here}.1.EncDecAttention.{part}" for part in "qkvo")
+                yield from cross_attention(stack.attention, f"{there}.cross", *names)
+                yield from affine(f"{here}.1.layer_norm", f"{there}.cross_in", bias=False)
+            yield from _mlp(stack, f"{here}.{2 if stack.cross_attention else 1}", there)
+        yield WeightRule(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight")
+    if not config.head.tied:
+        yield WeightRule("lm_head.weight", "head.weight")
+
+
+def _mlp(stack: StackConfig, here: str, there: str) -> Iterator[WeightRule]:
+    dense = f"{here}.DenseReluDense"
+    inner = ("wi_0", "wi_1") if stack.mlp.gated else ("wi",)
+    sizes = {f"{dense}.{name}": stack.mlp.intermediate_size for name in inner}
+    yield from fused(sizes, f"{there}.mlp.up", bias=False)
+    yield from affine(f"{dense}.wo", f"{there}.mlp.down", bias=False)
+    yield from affine(f"{here}.layer_norm", f"{there}.ffn_in", bias=False)
+
+
+# Early checkpoints carry a bias table for cross attention, which no T5 computes with.
+_FAMILY = Family(config, rules, dropped=("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",))
+FAMILIES = {"t5": _FAMILY, "mt5": _FAMILY, "umt5": _FAMILY}

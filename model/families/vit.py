@@ -1,0 +1,82 @@
+"""ViT: an image as a sequence of patches, LayerNorm pre-norm, learned positions (Dosovitskiy et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config import (
+    AttentionConfig,
+    ConfigError,
+    EmbeddingConfig,
+    ImageConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules, has_pooler
+from model.families.common import activation, affine, refuse_unless, self_attention, split_width
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, pooler_act="tanh")
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if raw.get("pooler_output_size", size) != size:
+        raise ConfigError(f"pooler_output_size = {raw['pooler_output_size']} is not served for 'vit', only {size}")
+    dim = split_width(size, heads)
+    image = ImageConfig(raw.get("image_size", 224), raw.get("patch_size", 16), raw.get("num_channels", 3))
+    encoder = StackConfig(
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=size,
+        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=raw.get("qkv_bias", True), out_bias=True),
+        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
+        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
+        position=PositionConfig(PositionKind.LEARNED, max_positions=image.num_tokens),
+        causal=False,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+    )
+    labels = classifier(raw, names)
+    return ModelConfig(
+        model_type="vit",
+        embedding=EmbeddingConfig(0, size),
+        encoder=encoder,
+        image=image,
+        classifier=labels,
+        pooler=has_pooler(labels, names, "pooler.dense.weight"),
+        max_positions=image.num_tokens,
+    )
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.encoder is not None
+    assert config.image is not None
+    size, image = config.encoder.hidden_size, config.image
+    patch = (size, image.channels, image.patch, image.patch)
+    yield WeightRule("embeddings.cls_token", "patches.first", shape=(1, 1, size))
+    yield WeightRule("embeddings.patch_embeddings.projection.weight", "patches.project.weight", shape=patch)
+    yield WeightRule("embeddings.patch_embeddings.projection.bias", "patches.project.bias")
+    positions = (1, image.num_tokens, size)
+    yield WeightRule("embeddings.position_embeddings", "encoder.positions.weight", shape=positions)
+    for i in range(config.encoder.num_layers):
+        here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
+        parts = ("attention.query", "attention.key", "attention.value", "output.dense")
+        names = (f"{here}.attention.{part}" for part in parts)
+        yield from self_attention(config.encoder.attention, f"{there}.attn", *names)
+        yield from affine(f"{here}.layernorm_before", f"{there}.attn_in")
+        yield from affine(f"{here}.layernorm_after", f"{there}.ffn_in")
+        yield from affine(f"{here}.intermediate.dense", f"{there}.mlp.up")
+        yield from affine(f"{here}.output.dense", f"{there}.mlp.down")
+    yield from affine("layernorm", "encoder.final_norm")
+    if config.pooler:
+        yield from affine("pooler.dense", "pooler")
+    yield from classifier_rules(config)
+
+
+FAMILIES = {"vit": Family(config, rules, "vit.")}

@@ -1,0 +1,77 @@
+"""XLNet: scores from relative positions and segments, LayerNorm post-norm (Yang et al. 2019). Its encoder alone:
+no memory of earlier segments, no permutations, which belong to its training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.classifiers import classifier, classifier_rules
+from model.families.common import activation, affine, refuse_unless
+from model.settings import Settings
+from model.weights import Family, WeightRule
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, attn_type="bi", bi_data=False, clamp_len=-1, same_length=False)
+    labels = classifier(raw, names)
+    if labels is not None and not labels.per_token:
+        refuse_unless(raw, summary_type="last", summary_use_proj=True, summary_activation="tanh")
+    heads, dim = raw["n_head"], raw.get("d_head") or raw["d_model"] // raw["n_head"]
+    encoder = StackConfig(
+        num_layers=raw["n_layer"],
+        hidden_size=raw["d_model"],
+        attention=AttentionConfig(heads, heads, dim, dim**-0.5, query_offset=True),
+        mlp=MLPConfig(raw["d_inner"], activation(raw, "ff_activation", "gelu")),
+        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
+        position=PositionConfig(PositionKind.XLNET_RELATIVE),
+        causal=False,
+        pre_norm=False,
+        post_norm=True,
+        final_norm=False,
+        token_types=3,  # two texts, and the classifier's token by itself
+    )
+    return ModelConfig(
+        model_type="xlnet",
+        embedding=EmbeddingConfig(raw["vocab_size"], raw["d_model"]),
+        encoder=encoder,
+        classifier=labels,
+        pad_token_id=raw.get("pad_token_id", 5),
+    )
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.encoder is not None
+    attention, size = config.encoder.attention, config.encoder.hidden_size
+    stored = (size, attention.num_heads, attention.head_dim)
+    yield WeightRule("word_embedding.weight", "tokens.weight")
+    for i in range(config.encoder.num_layers):
+        here, there = f"layer.{i}.rel_attn", f"encoder.layers.{i}"
+        for part, name in enumerate("qkv"):
+            rows = (part * attention.query_size, (part + 1) * attention.query_size)
+            yield WeightRule(f"{here}.{name}", f"{there}.attn.qkv.weight", rows, transpose=True, shape=stored)
+        yield WeightRule(f"{here}.o", f"{there}.attn.out.weight", shape=stored)
+        yield WeightRule(f"{here}.r", f"{there}.relative.project.weight", transpose=True, shape=stored)
+        yield WeightRule(f"{here}.r_w_bias", f"{there}.attn.offset")
+        yield WeightRule(f"{here}.r_r_bias", f"{there}.relative.position_offset")
+        yield WeightRule(f"{here}.r_s_bias", f"{there}.relative.segment_offset")
+        yield WeightRule(f"{here}.seg_embed", f"{there}.relative.segments")
+        yield from affine(f"{here}.layer_norm", f"{there}.attn_out")
+        yield from affine(f"layer.{i}.ff.layer_1", f"{there}.mlp.up")
+        yield from affine(f"layer.{i}.ff.layer_2", f"{there}.mlp.down")
+        yield from affine(f"layer.{i}.ff.layer_norm", f"{there}.ffn_out")
+    yield from classifier_rules(config)
+
+
+# The mask vector and the language head serve its pre-training.
+FAMILIES = {"xlnet": Family(config, rules, "transformer.", ("mask_emb", "lm_loss.*"))}

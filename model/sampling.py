@@ -1,0 +1,152 @@
+"""Logits to tokens, over the whole batch; each row depends on nothing but its own request.
+
+Order, as in the literature's usual chain: logit bias and bans, repetition, presence and frequency penalties,
+temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), typical-p, draw. Randomness is
+counter-based: one uniform number for (seed, sequence, output position), so a token is the same whatever the neighbours
+or the history of the process. Temperature 0 is argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.request import SamplingParams, TokenLogprob
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What one row of logits is sampled by."""
+
+    params: SamplingParams
+    index: int  # which of the request's n sequences
+    token_ids: Rows[int]  # prompt and output so far
+    num_prompt_tokens: int
+    banned_token_ids: Rows[int] = ()
+    forced_token_id: int | None = None  # the only one allowed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def uniform(seed: int, index: int, counter: int) -> float:
+    """A number in [0, 1) of (seed, index, counter): three rounds of the splitmix64 finaliser (Steele et al. 2014)."""
+    state = 0
+    for word in (seed, index, counter):
+        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+    """Token ids `[B]` of logits `[B, V]`, which are left as they are."""
+    logits = _process(logits.float(), rows)
+    tokens = logits.argmax(dim=-1)
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn:
+        at = torch.tensor(drawn, device=logits.device)
+        tokens[at] = _draw(logits[at], [rows[i] for i in drawn])
+    return tokens
+
+
+def _draw(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
+    params = [row.params for row in rows]
+    scaled = logits / column([p.temperature for p in params])
+    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(dim=-1, dtype=torch.float64)
+    rank = torch.arange(probs.shape[1], device=logits.device)
+    probs = probs.masked_fill(rank >= column([p.top_k or probs.shape[1] for p in params]), 0.0)
+    before = probs.cumsum(dim=-1) - probs  # mass of what is likelier
+    limit = column([p.top_p for p in params], torch.float64) * probs.sum(dim=-1, keepdim=True)
+    probs = probs.masked_fill((before >= limit) & (rank > 0), 0.0)
+    probs = probs.masked_fill(probs < column([p.min_p for p in params], torch.float64) * probs[:, :1], 0.0)
+    if any(p.typical_p < 1.0 for p in params):
+        probs = _typical(probs, column([p.typical_p for p in params], torch.float64))
+    mass = probs.cumsum(dim=-1)
+    points = [uniform(row.params.seed, row.index, row.num_output_tokens) for row in rows]
+    target = column(points, torch.float64) * mass[:, -1:]
+    chosen = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[1] - 1)
+    return tokens.gather(1, chosen)[:, 0]
+
+
+def _typical(probs: Tensor, share: Tensor) -> Tensor:
+    """The tokens whose surprise is nearest to the entropy, as many as hold `share` (Meister et al. 2023)."""
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    surprise = -probs.log()  # infinite for what is out already
+    entropy = (probs * surprise).nansum(dim=-1, keepdim=True)
+    order = (surprise - entropy).abs().argsort(dim=-1, stable=True)
+    ordered = probs.gather(1, order)
+    outside = (ordered.cumsum(dim=-1) - ordered >= share) & (share < 1.0)  # the share was reached before
+    return probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
+
+
+def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+    """Bias, bans and penalties of the rows that have any, on a copy."""
+    touched = [i for i, row in enumerate(rows) if _needs_processing(row)]
+    if touched:
+        logits = logits.clone()
+    for i in touched:
+        _process_row(logits[i], rows[i])
+    return logits
+
+
+def _needs_processing(row: SamplingRow) -> bool:
+    p = row.params
+    penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+    return bool(penalties or p.logit_bias or row.banned_token_ids or row.forced_token_id is not None)
+
+
+def _process_row(logits: Tensor, row: SamplingRow) -> None:
+    params, device = row.params, logits.device
+    if params.logit_bias:
+        logits[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(
+            list(params.logit_bias.values()), device=device
+        )
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(row.token_ids, dtype=torch.int64, device=device).unique()
+        scores = logits[seen]
+        factor = params.repetition_penalty
+        logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+    if row.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
+        used, counts = torch.tensor(row.token_ids[row.num_prompt_tokens :], device=device).unique(return_counts=True)
+        logits[used] -= params.presence_penalty + params.frequency_penalty * counts
+    if row.banned_token_ids:
+        logits[torch.tensor(list(row.banned_token_ids), device=device)] = float("-inf")
+    if row.forced_token_id is not None:
+        logits.fill_(float("-inf"))[row.forced_token_id] = 0.0
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: Rows[int]) -> list[TokenLogprob]:
+    """Tokens `[N]` under the model's own distribution (logits `[N, V]`), each with the `top[i]` likeliest."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(max(max(top), 1), logprobs.shape[1]), dim=-1)
+    ranked = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [
+        TokenLogprob(token, value, tuple(best[:count]))
+        for token, value, best, count in zip(tokens.tolist(), chosen, ranked, top, strict=True)
+    ]
+
+
+def likeliest(logits: Tensor, rows: Rows[SamplingRow], counts: Rows[int]) -> list[list[tuple[int, float]]]:
+    """For each beam of logits `[B, V]` its `counts[i]` likeliest tokens with their log-probabilities, best first.
+
+    Bans and penalties act on log-probabilities, as they do in the reference library's beam search.
+    """
+    scores = _process(logits.float().log_softmax(dim=-1), rows)
+    values, tokens = scores.topk(min(max(counts), scores.shape[1]), dim=-1)
+    return [
+        list(zip(ids[:count], found[:count], strict=True))
+        for ids, found, count in zip(tokens.tolist(), values.tolist(), counts, strict=True)
+    ]

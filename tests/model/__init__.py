@@ -1,0 +1,1 @@
+"""What a Transformer computes: networks, checkpoints, sampling, text."""

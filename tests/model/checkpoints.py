@@ -1,0 +1,263 @@
+"""Tiny random checkpoints, written by the reference library and read by our loader: one row of `KINDS` for each kind.
+
+Weights are drawn anew with a standard deviation of about 0.3, because the library's own initialisation is so small that
+all outputs look alike. A checkpoint is made once a test run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionBackend
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.loader import load_model
+from model.transformer import Transformer
+
+torch.set_num_threads(1)
+
+VOCAB = 97
+START = 0  # decoder_start_token_id of the encoder-decoders
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint folder and the reference library's model that wrote it."""
+
+    path: Path
+    reference: Any
+
+
+def _model(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
+    """How to make a random model of the reference library's class `architecture`."""
+
+    def make() -> Any:
+        import transformers
+
+        model_class = getattr(transformers, architecture)
+        model = model_class(model_class.config_class(**{**settings, **changes}))
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+        return model
+
+    return make
+
+
+def _marian(**changes: Any) -> Callable[[], Any]:
+    """With a head of its own the library also unties the stacks' tables, which no published folder does."""
+
+    def make() -> Any:
+        silu = dict(decoder_vocab_size=VOCAB, activation_function="silu")
+        model = _model("MarianMTModel", {**BART, **silu}, **changes)()
+        model.model.encoder.embed_tokens.weight = model.model.decoder.embed_tokens.weight = model.model.shared.weight
+        return model
+
+    return make
+
+
+def _t5_untied(architecture: str, **changes: Any) -> Callable[[], Any]:
+    """The library ties whatever the configuration says; published untied folders hold a matrix of their own."""
+
+    def make() -> Any:
+        model = _model(architecture, T5, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **changes)()
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, 32))
+        return model
+
+    return make
+
+
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return dict(rope_parameters=dict(rope_type=kind, rope_theta=1000.0, **settings))
+
+
+_SIZES = dict(vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=48)
+LLAMA = dict(
+    **_SIZES,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+NEOX = dict(**_SIZES, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+GPT2 = dict(
+    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
+)
+BERT = dict(**_SIZES, max_position_embeddings=64, type_vocab_size=2)
+ROBERTA = dict(**_SIZES, max_position_embeddings=64, type_vocab_size=1)
+DISTILBERT = dict(vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64)
+XLNET = dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48)
+VIT = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
+)
+BART = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=3,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    max_position_embeddings=128,
+    scale_embedding=True,
+    pad_token_id=1,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=START,
+)
+T5 = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    d_kv=12,  # of its own: heads x d_kv is not d_model
+    d_ff=48,
+    num_layers=2,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    decoder_start_token_id=START,
+    eos_token_id=2,
+    pad_token_id=START,
+)
+
+Rows = dict[str, Callable[[], Any]]
+_DECODERS: Rows = {
+    "llama": _model("LlamaForCausalLM", LLAMA, num_key_value_heads=4),
+    "llama-tied": _model("LlamaForCausalLM", LLAMA, tie_word_embeddings=True),
+    "llama-gqa": _model("LlamaForCausalLM", LLAMA, rope_theta=500.0),
+    "llama-mqa-head-dim": _model("LlamaForCausalLM", LLAMA, num_key_value_heads=1, head_dim=12),
+    "llama-bias": _model("LlamaForCausalLM", LLAMA, attention_bias=True),
+    "llama-sharded": _model("LlamaForCausalLM", LLAMA, num_key_value_heads=4, num_hidden_layers=3),
+    "llama-linear": _model("LlamaForCausalLM", LLAMA, **_rope("linear", factor=4.0)),
+    "llama-dynamic": _model("LlamaForCausalLM", LLAMA, **_rope("dynamic", factor=2.0)),
+    "llama-llama3": _model(
+        "LlamaForCausalLM",
+        LLAMA,
+        **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+    ),
+    "llama-yarn": _model("LlamaForCausalLM", LLAMA, **_rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "mistral": _model("MistralForCausalLM", LLAMA, sliding_window=4),
+    "qwen2": _model("Qwen2ForCausalLM", LLAMA),
+    "qwen3": _model("Qwen3ForCausalLM", LLAMA, head_dim=12),
+    "phi3": _model("Phi3ForCausalLM", LLAMA, partial_rotary_factor=0.5),
+    "gemma": _model("GemmaForCausalLM", LLAMA, head_dim=16, tie_word_embeddings=True),
+    "gpt2": _model("GPT2LMHeadModel", GPT2),
+    "gpt-neox": _model("GPTNeoXForCausalLM", NEOX, rotary_pct=0.5),
+    "gpt-neox-sequential": _model("GPTNeoXForCausalLM", NEOX, use_parallel_residual=False, attention_bias=False),
+}
+_ENCODER_DECODERS: Rows = {
+    "marian": _marian(),
+    "marian-unscaled-relu": _marian(scale_embedding=False, activation_function="relu"),
+    "marian-untied": _marian(tie_word_embeddings=False),
+    "bart": _model("BartForConditionalGeneration", BART, scale_embedding=False),
+    "mbart": _model("MBartForConditionalGeneration", BART),
+    "m2m-100": _model("M2M100ForConditionalGeneration", BART),
+    "m2m-100-other-pad": _model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),
+    "pegasus": _model("PegasusForConditionalGeneration", BART),
+    "t5-relu": _model("T5ForConditionalGeneration", T5),
+    "t5-gated-untied": _t5_untied("T5ForConditionalGeneration", num_decoder_layers=3),
+    "mt5": _t5_untied("MT5ForConditionalGeneration"),
+    "mt5-tied": _model("MT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
+    "umt5": _t5_untied("UMT5ForConditionalGeneration"),
+    "umt5-tied": _model("UMT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
+}
+_ENCODERS: Rows = {
+    "bert": _model("BertModel", BERT),
+    "bert-no-pooler": _model("BertForMaskedLM", BERT),
+    "roberta": _model("RobertaModel", ROBERTA),
+    "xlm-roberta": _model("XLMRobertaModel", ROBERTA),
+    "distilbert": _model("DistilBertModel", DISTILBERT),
+    "albert": _model("AlbertModel", BERT, embedding_size=12),
+    "electra": _model("ElectraModel", BERT, embedding_size=12),
+    "xlnet": _model("XLNetModel", XLNET),
+    "vit": _model("ViTModel", VIT),
+}
+_LABELS = dict(num_labels=3)
+_CLASSIFIERS: Rows = {
+    "bert-sequence": _model("BertForSequenceClassification", BERT, **_LABELS),
+    "bert-token": _model("BertForTokenClassification", BERT, **_LABELS),
+    "roberta-sequence": _model("RobertaForSequenceClassification", ROBERTA, **_LABELS),
+    "roberta-token": _model("RobertaForTokenClassification", ROBERTA, **_LABELS),
+    "distilbert-sequence": _model("DistilBertForSequenceClassification", DISTILBERT, **_LABELS),
+    "distilbert-token": _model("DistilBertForTokenClassification", DISTILBERT, **_LABELS),
+    "albert-sequence": _model("AlbertForSequenceClassification", BERT, embedding_size=12, **_LABELS),
+    "albert-token": _model("AlbertForTokenClassification", BERT, embedding_size=12, **_LABELS),
+    "electra-sequence": _model("ElectraForSequenceClassification", BERT, embedding_size=12, **_LABELS),
+    "electra-token": _model("ElectraForTokenClassification", BERT, embedding_size=12, **_LABELS),
+    "xlnet-sequence": _model("XLNetForSequenceClassification", XLNET, **_LABELS),
+    "llama-sequence": _model("LlamaForSequenceClassification", LLAMA, **_LABELS),
+    "gpt2-sequence": _model("GPT2ForSequenceClassification", GPT2, **_LABELS),
+    "vit-image": _model("ViTForImageClassification", VIT, **_LABELS),
+}
+KINDS: Rows = {**_DECODERS, **_ENCODER_DECODERS, **_ENCODERS, **_CLASSIFIERS}
+DECODERS, ENCODER_DECODERS, ENCODERS, CLASSIFIERS = map(tuple, (_DECODERS, _ENCODER_DECODERS, _ENCODERS, _CLASSIFIERS))
+
+
+@cache
+def saved(kind: str) -> Saved:
+    """The checkpoint of a kind; tests share it, so they must not write into its folder (see `copied`)."""
+    torch.manual_seed(len(kind))
+    model = KINDS[kind]()
+    # T5 does not scale its scores: 0.3 is all softmax
+    randomise(model, std=0.2 if kind.startswith(("t5", "mt5", "umt5")) else 0.3)
+    path = _root() / kind
+    model.save_pretrained(path, max_shard_size="20KB" if kind.endswith("sharded") else "1GB")
+    return Saved(path, model.float().eval().requires_grad_(False))
+
+
+def copied(kind: str, into: Path) -> Path:
+    """A copy of the folder for a test to spoil."""
+    return Path(shutil.copytree(saved(kind).path, into / kind))
+
+
+@cache
+def _root() -> Path:
+    root = tempfile.mkdtemp(prefix="triptych-tests-")
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return Path(root)
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
+    """All weights anew, norms around one; sinusoidal tables are no weights and stay."""
+    computed = {f"{name}.weight" for name, module in model.named_modules() if "Sinusoidal" in type(module).__name__}
+    for name, parameter in model.named_parameters():
+        if name not in computed:
+            is_norm = ("norm" in name.lower() or ".ln_" in name) and name.endswith("weight")
+            parameter.normal_(mean=1.0 if is_norm else 0.0, std=std)
+
+
+def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The kind's checkpoint through our own loader."""
+    return load_model(read_checkpoint(saved(kind).path), backend or SdpaBackend(), dtype, CPU)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random ids without the special ones."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+
+
+def reference_logits(kind: str, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+    """The reference library's logits `[L, V]` after each of the decoder's `ids`, in one full forward."""
+    reference = saved(kind).reference
+    rows = torch.tensor([list(ids)])
+    with torch.inference_mode():
+        if not source:
+            return reference(input_ids=rows).logits[0]
+        return reference(input_ids=torch.tensor([list(source)]), decoder_input_ids=rows).logits[0]

@@ -1,0 +1,106 @@
+"""Ours against the reference library's, packed with neighbours of other lengths, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata
+from model.config import ImageConfig
+from model.engine.model_runner import packed_input
+from model.transformer import CrossInput, StackInput, Transformer
+from tests.model.checkpoints import CPU, START, prompt, reference_logits, saved
+
+LENGTHS = (5, 1, 23, 5, 12)  # equal and unequal neighbours, and a single token
+SOURCE_LENGTHS = (7, 19, 1, 7, 30)
+
+
+def decoder_prompts() -> list[tuple[int, ...]]:
+    return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def sources() -> list[tuple[int, ...]]:
+    return [prompt(length, 50 + seed) for seed, length in enumerate(SOURCE_LENGTHS)]
+
+
+@torch.inference_mode()
+def decoder_logits(model: Transformer, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Packed logits `[T, V]` of a decoder."""
+    return model.logits(model.decode(packed_input(prompts, CPU, causal=True)))
+
+
+@torch.inference_mode()
+def encoder_decoder_logits(
+    model: Transformer, sources: Sequence[Sequence[int]], begins: Sequence[Sequence[int]]
+) -> Tensor:
+    """Packed logits `[T, V]` of the decoder over each source's own memory."""
+    memory = model.encode(packed_input(sources, CPU, causal=False))
+    cross = AttentionMetadata(tuple(map(len, begins)), tuple(map(len, sources)), causal=False)
+    return model.logits(model.decode(packed_input(begins, CPU, causal=True), cross=CrossInput(cross, memory)))
+
+
+def ours_and_theirs(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
+    """What the model is for, of both sides for the same inputs: packed logits over the vocabulary, class scores, or
+    hidden states."""
+    if model.config.classifier is not None:
+        return _class_scores(kind, model)
+    if model.config.form == "decoder-only":
+        prompts = decoder_prompts()
+        return decoder_logits(model, prompts), torch.cat([reference_logits(kind, ids) for ids in prompts])
+    if model.config.form == "encoder-only":
+        return _encoded(kind, model)
+    begins = [(START, *ids) for ids in decoder_prompts()]
+    theirs = [reference_logits(kind, ids, source) for ids, source in zip(begins, sources(), strict=True)]
+    return encoder_decoder_logits(model, sources(), begins), torch.cat(theirs)
+
+
+@torch.inference_mode()
+def hidden_states(model: Transformer) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Each input's hidden states `[L, d]`, packed with its neighbours, and the inputs as the reference library's."""
+    inputs, theirs = _images(model.config.image) if model.config.image else _texts(model)
+    hidden = model.encode(inputs) if model.encoder is not None else model.decode(inputs)
+    return list(hidden.split(inputs.metadata.q_lens)), theirs
+
+
+def _texts(model: Transformer) -> tuple[StackInput, list[dict[str, Tensor]]]:
+    """Texts, cut into as many segments as the model tells apart."""
+    texts = decoder_prompts()
+    count = model.encoder.config.token_types if model.encoder is not None else 0
+    types = [tuple(at * count // len(ids) for at in range(len(ids))) for ids in texts]
+    inputs = packed_input(texts, CPU, causal=model.encoder is None, token_types=types if count else None)
+    theirs = [dict(input_ids=torch.tensor([ids])) for ids in texts]
+    if count:
+        for given, segments in zip(theirs, types, strict=True):
+            given["token_type_ids"] = torch.tensor([segments])
+    return inputs, theirs
+
+
+def _images(image: ImageConfig) -> tuple[StackInput, list[dict[str, Tensor]]]:
+    pixels = torch.randn(3, image.channels, image.size, image.size, generator=torch.Generator().manual_seed(0))
+    inputs = packed_input([range(image.num_tokens)] * len(pixels), CPU, causal=False)
+    return replace(inputs, pixels=pixels), [dict(pixel_values=one[None]) for one in pixels]
+
+
+def _encoded(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
+    ours, inputs = hidden_states(model)
+    reference = saved(kind).reference.base_model
+    return torch.cat(ours), torch.cat([reference(**given).last_hidden_state[0] for given in inputs])
+
+
+def _class_scores(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
+    ours, inputs = hidden_states(model)
+    theirs = [saved(kind).reference(**given).logits.flatten(0, -2) for given in inputs]
+    return torch.cat([model.classify(hidden) for hidden in ours]), torch.cat(theirs)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return (ours.float() - theirs.float()).abs().max().item()
+
+
+def is_varied(values: Tensor) -> bool:
+    """Whether a comparison can tell anything: the columns vary from row to row."""
+    return values.std(dim=0).mean().item() > 0.1

@@ -1,0 +1,85 @@
+"""Counts and costs derived from a configuration, against figures that others published or that follow by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from model.anatomy import describe_stack, dissect
+from model.families import config_from_raw
+
+BERT_BASE = {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+}
+T5_SMALL = {
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+}
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "published"), [(BERT_BASE, 109_482_240), (T5_SMALL, 60_506_624), (LLAMA_2_7B, 6_738_415_616)]
+)
+def test_parameters_are_the_published_ones(raw: dict[str, object], published: int) -> None:
+    anatomy = dissect(config_from_raw(raw))
+    assert anatomy.total_parameters == published
+    assert anatomy.weight_bytes("bfloat16") == 2 * published
+
+
+def test_kv_bytes_are_two_vectors_a_layer() -> None:
+    anatomy = dissect(config_from_raw(LLAMA_2_7B))
+    assert anatomy.kv_bytes_per_token("float16") == 2 * 32 * 4096 * 2
+    assert anatomy.sequences_that_fit(1 << 30, 1024, "float16") == 2
+
+
+def test_flops_are_twice_the_parameters_plus_attention() -> None:
+    anatomy = dissect(config_from_raw(LLAMA_2_7B))
+    matrices = anatomy.parameters["decoder attention"] + anatomy.parameters["decoder MLP"] + anatomy.parameters["head"]
+    assert anatomy.flops_per_token("decoder", 0) == 2 * matrices
+    assert anatomy.flops_per_token("decoder", 1000) - anatomy.flops_per_token("decoder", 0) == 4 * 1000 * 4096 * 32
+
+
+def test_a_causal_prompt_token_sees_half_of_the_prompt() -> None:
+    causal, both = dissect(config_from_raw(LLAMA_2_7B)), dissect(config_from_raw(BERT_BASE))
+    assert causal.flops_per_prompt_token("decoder", 101) == causal.flops_per_token("decoder", 51)
+    assert both.flops_per_prompt_token("encoder", 100) == both.flops_per_token("encoder", 100)
+
+
+def test_shared_layers_cost_nothing_to_keep_but_as_much_to_run() -> None:
+    config = config_from_raw(BERT_BASE)
+    assert config.encoder is not None
+    shared = replace(config, encoder=replace(config.encoder, unique_layers=1))
+    full, small = dissect(config), dissect(shared)
+    assert small.parameters["encoder MLP"] * 12 == full.parameters["encoder MLP"]
+    assert small.flops_per_token("encoder", 128) == full.flops_per_token("encoder", 128)
+
+
+def test_a_stack_is_described_in_words() -> None:
+    config = config_from_raw(T5_SMALL)
+    assert config.decoder is not None
+    words = describe_stack(config.decoder)
+    assert words["attention"] == "causal + cross"
+    assert words["positions"] == "t5 buckets"
+    assert words["norms"] == "rms pre-norm, final norm"

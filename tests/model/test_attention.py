@@ -1,0 +1,186 @@
+"""Every fast backend against the reference one, over what a step can ask of attention."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, visible
+from model.attention.reference import ReferenceBackend
+from model.attention.sdpa import SdpaBackend
+from model.config import (
+    Activation,
+    AttentionConfig,
+    MLPConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.kv_cache import KVCache, LayerCache
+from tests.model.checkpoints import CPU
+
+FAST = (SdpaBackend(),)
+HEADS, DIM, BLOCK = 4, 8, 4
+
+# (queries, keys) of each segment: what the packed path and the paged path meet.
+SHAPES = {
+    "full": [(5, 5), (9, 9), (1, 1), (5, 5)],
+    "one-shape": [(6, 6), (6, 6)],
+    "decode": [(1, 3), (1, 17), (1, 8)],
+    "chunk": [(4, 11), (3, 3), (7, 16)],
+    "mixed": [(1, 9), (5, 5), (1, 4), (3, 10), (1, 1), (3, 10)],
+    "one": [(1, 1)],
+}
+
+
+def bias_of(query: Tensor, group: SegmentGroup) -> Tensor:
+    """Of the distance and of the query itself: `[B, Q, H, D]` to `[B, H, Q, S]`."""
+    distance = (group.k_positions[None, None, :] - group.q_positions[:, :, None]).float()  # [B, Q, S]
+    by_head = torch.stack([distance * 0.05 * (head + 1) for head in range(HEADS)], dim=1)
+    return by_head * query[..., 0].transpose(1, 2)[..., None]
+
+
+def stack_of(config: AttentionConfig) -> StackConfig:
+    return StackConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        attention=config,
+        mlp=MLPConfig(8, Activation.RELU),
+        norm=NormConfig(NormKind.RMS, 1e-6),
+        position=PositionConfig(PositionKind.NONE),
+        causal=True,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+    )
+
+
+def pool_with_past(config: AttentionConfig, shapes: list[tuple[int, int]]) -> tuple[LayerCache, Tensor, Tensor]:
+    """A pool full of noise in shuffled pages: `(layer, block tables [B, M], slots of this step's keys [T])`."""
+    widths = [-(-kv_len // BLOCK) for _, kv_len in shapes]
+    cache = KVCache(stack_of(config), sum(widths) + 3, BLOCK, torch.float32, CPU)
+    cache.keys.normal_()
+    cache.values.normal_()
+    ids = iter((torch.randperm(sum(widths)) + 1).tolist())
+    tables = torch.zeros(len(shapes), max(widths), dtype=torch.int64)
+    slots = []
+    for row, ((q_len, kv_len), width) in enumerate(zip(shapes, widths, strict=True)):
+        tables[row, :width] = torch.tensor([next(ids) for _ in range(width)])
+        slots += [int(tables[row, at // BLOCK]) * BLOCK + at % BLOCK for at in range(kv_len - q_len, kv_len)]
+    return cache.layers[0], tables, torch.tensor(slots)
+
+
+CASES = [
+    (shapes, kv_heads, causal, window, with_bias, paged)
+    for shapes, kv_heads, causal, window, with_bias, paged in product(
+        SHAPES, (4, 2, 1), (True, False), (None, 4), (False, True), (True, False)
+    )
+    if (paged or shapes in ("full", "one-shape", "one")) and not (with_bias and kv_heads == 1)
+]
+
+
+@pytest.mark.parametrize("backend", FAST, ids=lambda backend: backend.name)
+@pytest.mark.parametrize(("shapes", "kv_heads", "causal", "window", "with_bias", "paged"), CASES)
+def test_a_fast_backend_equals_the_reference(
+    backend: SdpaBackend, shapes: str, kv_heads: int, causal: bool, window: int | None, with_bias: bool, paged: bool
+) -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(HEADS, kv_heads, DIM, DIM**-0.5, window=window)
+    bias: ScoreBias | None = bias_of if with_bias else None
+    segments = SHAPES[shapes]
+    rows = sum(q_len for q_len, _ in segments)
+    query, key, value = (
+        torch.randn(rows, HEADS, DIM),
+        torch.randn(rows, kv_heads, DIM),
+        torch.randn(rows, kv_heads, DIM),
+    )
+    q_lens, kv_lens = zip(*segments, strict=True)
+    layer, tables, slots = pool_with_past(config, segments)
+    metadata = AttentionMetadata(q_lens, kv_lens, causal=causal)
+    if paged:
+        metadata = AttentionMetadata(q_lens, kv_lens, causal=causal, block_tables=tables, slot_mapping=slots)
+    caches = [LayerCache(layer.keys.clone(), layer.values.clone()) if paged else None for _ in range(2)]
+    fast = backend.forward(query, key, value, caches[0], metadata, config, bias)
+    slow = ReferenceBackend().forward(query, key, value, caches[1], metadata, config, bias)
+    assert fast.shape == query.shape
+    torch.testing.assert_close(fast, slow, atol=2e-6, rtol=1e-5)
+    if caches[0] is not None and caches[1] is not None:
+        assert torch.equal(caches[0].keys, caches[1].keys)
+
+
+@pytest.mark.parametrize("backend", [*FAST, ReferenceBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("memory_in_pool", [True, False])
+def test_cross_attention_reads_all_of_its_own_source(backend: SdpaBackend, memory_in_pool: bool) -> None:
+    torch.manual_seed(1)
+    config = AttentionConfig(HEADS, HEADS, DIM, DIM**-0.5)
+    lens = [(1, 7), (3, 2), (1, 12), (3, 2)]
+    q_lens, kv_lens = zip(*lens, strict=True)
+    query, key, value = torch.randn(8, HEADS, DIM), torch.randn(23, HEADS, DIM), torch.randn(23, HEADS, DIM)
+    if memory_in_pool:
+        layer, tables, _ = pool_with_past(config, lens)
+        slots = [int(tables[b, at // BLOCK]) * BLOCK + at % BLOCK for b, n in enumerate(kv_lens) for at in range(n)]
+        layer.write(torch.tensor(slots), key, value)
+        metadata = AttentionMetadata(q_lens, kv_lens, causal=False, block_tables=tables)
+        ours = backend.forward(query, None, None, layer, metadata, config)
+    else:
+        ours = backend.forward(query, key, value, None, AttentionMetadata(q_lens, kv_lens, causal=False), config)
+    segments = zip(query.split(q_lens), key.split(kv_lens), value.split(kv_lens), strict=True)
+    expected = [
+        torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5).softmax(-1), v)
+        for q, k, v in segments
+    ]
+    torch.testing.assert_close(ours, torch.cat(expected), atol=2e-6, rtol=1e-5)
+
+
+def test_control_a_wrong_page_changes_the_output() -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(HEADS, 2, DIM, DIM**-0.5)
+    layer, tables, slots = pool_with_past(config, SHAPES["decode"])
+    inputs = torch.randn(3, HEADS, DIM), torch.randn(3, 2, DIM), torch.randn(3, 2, DIM)
+    q_lens, kv_lens = zip(*SHAPES["decode"], strict=True)
+
+    def run(tables: Tensor) -> Tensor:
+        metadata = AttentionMetadata(q_lens, kv_lens, causal=True, block_tables=tables, slot_mapping=slots)
+        return SdpaBackend().forward(*inputs, layer, metadata, config)
+
+    right = run(tables)
+    tables = tables.clone()
+    tables[1, 2] = 0
+    wrong = run(tables)
+    assert torch.equal(wrong[[0, 2]], right[[0, 2]])
+    assert (wrong[1] - right[1]).abs().max() > 1e-2
+
+
+def test_the_pool_gives_back_what_was_written_where_it_was_written() -> None:
+    config = AttentionConfig(HEADS, 2, DIM, 1.0)
+    cache = KVCache(stack_of(config), 6, BLOCK, torch.float32, CPU)
+    layer, length = cache.layers[0], 7
+    table = torch.tensor([[5, 2]])
+    slots = torch.tensor([int(table[0, at // BLOCK]) * BLOCK + at % BLOCK for at in range(length)])
+    keys, values = torch.randn(length, 2, DIM), torch.randn(length, 2, DIM)
+    layer.write(slots, keys, values)
+    read_keys, read_values = layer.read(table, length)
+    assert torch.equal(read_keys[0], keys)
+    assert torch.equal(read_values[0], values)
+    untouched = [0, 1, 3, 4]
+    assert not cache.keys[0][untouched].any()
+    assert not cache.keys[0][2, length - BLOCK :].any()
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "expected"),
+    [
+        (True, None, ["1110", "1111"]),  # two queries, the last two of four keys
+        (True, 2, ["0110", "0011"]),  # itself and one before
+        (True, 1, ["0010", "0001"]),
+        (False, None, ["1111", "1111"]),
+    ],
+)
+def test_which_keys_a_query_sees(causal: bool, window: int | None, expected: list[str]) -> None:
+    seen = visible(torch.tensor([[2, 3]]), torch.arange(4), torch.tensor([4]), causal=causal, window=window)
+    assert ["".join(str(int(key)) for key in row) for row in seen[0]] == expected

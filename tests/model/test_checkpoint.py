@@ -1,0 +1,302 @@
+"""Folders that can be served, and those that cannot: one clear error, before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.config import ConfigError, PositionKind
+from model.families import FAMILIES
+from model.loader import load_model, stored_tensors
+from model.request import Pooling
+from model.transformer import Transformer
+from model.weights import CheckpointError
+from tests.model.checkpoints import CPU, KINDS, copied, loaded, saved
+
+# Heads of pre-training, and sinusoids that are stored although they are computed.
+NOT_SERVED = ("cls.", "mask_emb", "lm_loss.")
+COMPUTED = ("encoder.embed_positions.weight", "decoder.embed_positions.weight")
+
+
+def read_and_load(path: Path) -> Transformer:
+    return load_model(read_checkpoint(path), SdpaBackend(), torch.float32, CPU)
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_tensors_are_the_checkpoints_own_bit_for_bit(kind: str) -> None:
+    model = loaded(kind)
+    family = FAMILIES[model.config.model_type]
+    originals = {family.canonical(name): tensor for name, tensor in stored(saved(kind).path).items()}
+    ours = dict(stored_tensors(model))
+    not_served = {name for name in originals if family.drops(name)}
+    assert ours.keys() == originals.keys() - not_served
+    sinusoidal = any(stack.position.kind is PositionKind.SINUSOIDAL for stack in model.config.stacks.values())
+    computed = {name for name in originals if name in COMPUTED} if sinusoidal else set()
+    assert not_served == {name for name in originals if name.startswith(NOT_SERVED)} | computed
+    for name, tensor in ours.items():
+        assert tensor.shape == originals[name].shape, name
+        assert torch.equal(tensor, originals[name]), name
+
+
+def test_one_error_lists_all_that_is_missing_extra_and_misshaped(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors["model.layers.0.surprise.weight"] = torch.zeros(3)
+        tensors["lm_head.weight"] = torch.zeros(97, 31)
+        tensors["model.layers.1.input_layernorm.weight"] = torch.zeros(5)
+
+    edit_tensors(folder, spoil)
+    with pytest.raises(CheckpointError) as error:
+        read_and_load(folder)
+    text = str(error.value)
+    for offender in (
+        "norm.weight",
+        "layers.0.mlp.up_proj.weight",
+        "model.layers.0.surprise.weight",
+        "lm_head.weight: found [97, 31], expected [97, 32]",
+        "model.layers.1.input_layernorm.weight: found [5], expected [32]",
+    ):
+        assert offender in text
+    assert all(word in text for word in ("missing", "extra", "misshaped"))
+
+
+def test_a_tensor_stored_under_both_its_names_is_extra(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.update({"norm.weight": torch.zeros(32)}))
+    with pytest.raises(CheckpointError, match=r"extra: (model\.)?norm\.weight"):
+        read_and_load(folder)
+
+
+def test_too_few_layers_in_the_configuration_is_an_error(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"extra: .*layers\.1\."):
+        read_and_load(folder)
+
+
+@pytest.mark.parametrize("kind", ["t5-relu", "marian"])
+def test_a_tied_table_stored_twice_is_read_if_equal(kind: str, tmp_path: Path) -> None:
+    folder, table = copied(kind, tmp_path), loaded(kind).tokens.weight
+    name = "encoder.embed_tokens.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: table.clone()}))
+    assert torch.equal(read_and_load(folder).tokens.weight, table)
+    edit_tensors(folder, lambda tensors: tensors.update({name: table + 1}))
+    with pytest.raises(CheckpointError, match=name):
+        read_and_load(folder)
+
+
+def test_norms_under_their_old_names_are_read(tmp_path: Path) -> None:
+    """As the first BERT folders have them."""
+    folder = copied("bert", tmp_path)
+
+    def age(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors[old] = tensors.pop(name)
+
+    edit_tensors(folder, age)
+    expected = loaded("bert").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read_and_load(folder).state_dict().items())
+
+
+def test_a_folder_of_a_bare_encoder_decoder_generates_without_a_heads_bias(tmp_path: Path) -> None:
+    """As bart-base and bart-large are published."""
+    folder = copied("bart", tmp_path)
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["final_logits_bias"]
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(folder, strip)
+    model, whole = read_and_load(folder), loaded("bart")
+    assert model.head is not None and model.head.bias is None
+    hidden = torch.randn(2, 32)
+    torch.testing.assert_close(model.logits(hidden) + whole.head.bias, whole.logits(hidden))
+
+
+def test_integer_tensors_are_refused(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
+    with pytest.raises(CheckpointError, match=r"norm\.weight: expected floating point"):
+        read_and_load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "last.ckpt"])
+def test_pickles_are_refused_by_name_and_never_opened(name: str, tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ConfigError, match=name):
+        read_checkpoint(folder)
+
+
+def _drop_shard(folder: Path) -> None:
+    next(iter(sorted(folder.glob("model-*.safetensors")))).unlink()
+
+
+def _point_outside(folder: Path) -> None:
+    edit_json(folder / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
+
+
+def _truncate(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _garble(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"not a tensor file at all, whatever it is called")
+
+
+def _empty(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"")
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard missing": (_drop_shard, "shards that are missing: model-00001"),
+    "index points outside": (_point_outside, r"outside the folder: \.\./model"),
+    "index holds no map": (
+        lambda f: edit_json(f / "model.safetensors.index.json", weight_map=["a"]),
+        "weight_map",
+    ),
+    "truncated": (_truncate, "not a valid safetensors file"),
+    "garbage": (_garble, "not a valid safetensors file"),
+    "empty": (_empty, "not a valid safetensors file"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold an object, found list"),
+    "unknown type": (
+        lambda f: edit_json(f / "config.json", model_type="rwkv"),
+        "'rwkv' is not served; served are .*bert.*llama.*marian.*t5",
+    ),
+    "rope scaling": (
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        "rope type 'longrope'.* served are default, linear",
+    ),
+    "old rope scaling": (
+        lambda f: edit_json(f / "config.json", rope_parameters=None, rope_scaling={"type": "su", "factor": 2.0}),
+        "rope type 'su'",
+    ),
+    "rope setting": (
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "tilt": 1}),
+        "rope settings tilt",
+    ),
+    "unknown activation": (lambda f: edit_json(f / "config.json", hidden_act="snake"), "hidden_act 'snake'"),
+    "a size that is text": (lambda f: edit_json(f / "config.json", hidden_size="32"), "config.json"),
+    "no heads": (lambda f: edit_json(f / "config.json", num_attention_heads=0, head_dim=8), "num_heads"),
+    "heads do not divide": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "multiple of num_kv_heads"),
+    "a key is missing": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "lacks 'hidden_size'"),
+    "mlp bias": (lambda f: edit_json(f / "config.json", mlp_bias=True), "mlp_bias = True is not served"),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_spoiled_folder_gets_one_clear_error(fault: str, tmp_path: Path) -> None:
+    spoil, message = SPOILED[fault]
+    folder = copied("llama-sharded", tmp_path)
+    spoil(folder)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_and_load(folder)
+    assert str(tmp_path) not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("generation", "defaults"),
+    [
+        ({}, {}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 5}, {}),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9}),
+        ({"do_sample": True, "top_k": 5}, {"temperature": 1.0, "top_k": 5}),
+        ({"max_new_tokens": 9, "repetition_penalty": 1.2}, {"max_tokens": 9, "repetition_penalty": 1.2}),
+    ],
+)
+def test_sampling_defaults_come_from_the_generation_config(
+    generation: dict[str, object], defaults: dict[str, object], tmp_path: Path
+) -> None:
+    folder = copied("llama", tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert read_checkpoint(folder).sampling_defaults == defaults
+
+
+def test_generation_config_overrules_token_ids(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert read_checkpoint(folder).config.eos_token_ids == (2, 7)
+
+
+def make_sentence_transformer(folder: Path, modes: dict[str, bool], *modules: str) -> None:
+    chain = [
+        {"type": f"sentence_transformers.models.{name}", "path": f"{at}_{name}"} for at, name in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(chain))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+
+
+@pytest.mark.parametrize(
+    ("modes", "pooling"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, Pooling.MEAN),
+        ({"pooling_mode_cls_token": True}, Pooling.CLS),
+        ({"pooling_mode_lasttoken": True}, Pooling.LAST),
+    ],
+)
+def test_pooling_comes_from_the_module_folders(modes: dict[str, bool], pooling: Pooling, tmp_path: Path) -> None:
+    folder = copied("bert", tmp_path)
+    make_sentence_transformer(folder, modes, "Transformer", "Pooling", "Normalize")
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.pooling, checkpoint.normalize) == (pooling, True)
+
+
+def test_a_pooling_that_is_not_served_is_refused(tmp_path: Path) -> None:
+    folder = copied("bert", tmp_path)
+    make_sentence_transformer(folder, {"pooling_mode_max_tokens": True}, "Transformer", "Pooling")
+    with pytest.raises(ConfigError, match="pooling_mode_max_tokens"):
+        read_checkpoint(folder)
+
+
+def test_a_module_that_is_not_served_is_refused(tmp_path: Path) -> None:
+    folder = copied("bert", tmp_path)
+    make_sentence_transformer(folder, {"pooling_mode_mean_tokens": True}, "Transformer", "Pooling", "Dense")
+    with pytest.raises(ConfigError, match="Dense"):
+        read_checkpoint(folder)
+
+
+def test_banned_words_of_one_token_are_suppressed_and_longer_ones_kept_whole(tmp_path: Path) -> None:
+    folder = copied("marian", tmp_path)
+    edit_json(folder / "config.json", bad_words_ids=[[0], [9], [0, 9, 4]])
+    (folder / "generation_config.json").unlink()
+    rules = read_checkpoint(folder).config.generation
+    assert (rules.suppressed, rules.banned_sequences) == ((0, 9), ((0, 9, 4),))
+    edit_json(folder / "config.json", bad_words_ids=[[0], []])
+    with pytest.raises(ConfigError, match="bad_words_ids"):
+        read_checkpoint(folder)

@@ -1,0 +1,163 @@
+"""Image files to pixels: the reference library's to 1/255, and nothing decoded that could hurt."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from contextlib import suppress
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from model.config import ConfigError, ImageConfig
+from model.images import MAX_PIXELS, ImageError, decode, processing
+
+CONFIG = ImageConfig(size=32, patch=8)
+SQUARE = {"size": {"height": 32, "width": 32}}
+
+
+def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    """Noise over a gradient."""
+    channels = {"RGB": 3, "L": 1, "RGBA": 4}[mode]
+    noise = np.random.default_rng(0).integers(0, 128, (height, width, channels))
+    values = (noise + np.linspace(0, 127, width)[None, :, None]).astype(np.uint8)
+    return Image.fromarray(values[..., 0] if channels == 1 else values)
+
+
+def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def normalised(raw: dict[str, Any], data: bytes) -> np.ndarray:
+    """Pixels `[3, S, S]` as the model gets them."""
+    made = processing(raw, CONFIG)
+    pixels = np.frombuffer(made.prepare(data), np.uint8).reshape(3, CONFIG.size, CONFIG.size)
+    return pixels * np.array(made.scale)[:, None, None] + np.array(made.shift)[:, None, None]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize(("width", "height"), [(32, 32), (50, 70), (90, 40), (20, 20)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SQUARE,
+        {**SQUARE, "resample": 3},
+        {**SQUARE, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+        {**SQUARE, "do_normalize": False},
+        {**SQUARE, "do_rescale": False, "do_normalize": False},
+        {"size": {"shortest_edge": 40}, "do_center_crop": True, "crop_size": {"height": 32, "width": 32}},
+    ],
+    ids=str,
+)
+def test_pixels_are_the_reference_librarys(kind: str, width: int, height: int, settings: dict[str, Any]) -> None:
+    from transformers import ViTImageProcessorPil
+
+    data = file(picture(width, height), kind)
+    theirs = ViTImageProcessorPil(**settings)(Image.open(BytesIO(data)), return_tensors="np")["pixel_values"][0]
+    made = processing(settings, CONFIG)
+    step = max(made.scale)  # of one level of 255, as the model sees it
+    assert np.abs(normalised(settings, data) - theirs).max() <= 1.001 * step
+    assert theirs.std() > step
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA"])
+def test_other_modes_become_rgb(mode: str) -> None:
+    image = picture(32, 32, mode)
+    pixels = np.frombuffer(processing(SQUARE, CONFIG).prepare(file(image)), np.uint8).reshape(3, 32, 32)
+    np.testing.assert_array_equal(pixels, np.asarray(image.convert("RGB")).transpose(2, 0, 1))
+
+
+def test_of_a_cameras_several_pictures_the_first_is_taken() -> None:
+    first = picture(32, 32)
+    data = file(first, "MPO", save_all=True, append_images=[Image.new("RGB", (32, 32))])
+    assert np.abs(np.asarray(decode(data), int) - np.asarray(first, int)).mean() < 30
+
+
+def test_without_settings_the_image_is_brought_into_the_models_shape() -> None:
+    assert normalised({}, file(picture(50, 70))).shape == (3, 32, 32)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A few bytes that claim to be an image of any size."""
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(b"\0" * 100)) + _chunk(b"IEND", b"")
+
+
+ANIMATED = dict(save_all=True, append_images=[picture(8, 8).rotate(90)], duration=50)
+REFUSED = {
+    "nothing": (b"", "not an image file of JPEG or PNG"),
+    "text": (b"hello" * 20, "not an image file of JPEG or PNG"),
+    "gif": (file(picture(8, 8), "GIF"), "not an image file of JPEG or PNG"),
+    "animated gif": (file(picture(8, 8), "GIF", **ANIMATED), "not an image file of JPEG or PNG"),
+    "animated png": (file(picture(8, 8), "PNG", **ANIMATED), "an animated image is not taken"),
+    "webp": (file(picture(8, 8), "WEBP"), "not an image file of JPEG or PNG"),
+    "bmp": (file(picture(8, 8), "BMP"), "not an image file of JPEG or PNG"),
+    "half a png": (file(picture(64, 64))[:2000], "the image file is broken"),
+    "half a jpeg": (file(picture(64, 64), "JPEG")[:900], "the image file is broken"),
+    "less than it claims": (png_of(100, 100), "the image file is broken"),
+    "too many pixels": (png_of(100_000, 1000), "100000 x 1000 pixels, more than 32,000,000 are not taken"),
+    "far too many pixels": (png_of(2**31 - 1, 2**31 - 1), "more than 32,000,000 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_image_for_us_is_refused_in_words(name: str) -> None:
+    data, message = REFUSED[name]
+    with pytest.raises(ImageError, match=message):
+        decode(data)
+
+
+def test_a_bomb_is_refused_by_its_header_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_decoding(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Image.Image, "convert", no_decoding)
+    with pytest.raises(ImageError, match="pixels"):
+        decode(png_of(MAX_PIXELS // 1000 + 1, 1000))
+
+
+def test_any_byte_changed_gives_an_image_or_a_refusal() -> None:
+    whole = [file(picture(16, 16), kind) for kind in ("PNG", "JPEG")]
+    random = np.random.default_rng(0)
+    for data in whole * 150:
+        spoiled = bytearray(data)
+        for at in random.integers(0, len(data), 3):
+            spoiled[at] = random.integers(256)
+        with suppress(ImageError):
+            decode(bytes(spoiled))
+
+
+@pytest.mark.parametrize(
+    ("settings", "image", "message"),
+    [
+        ({"do_center_crop": True, "crop_size": 24}, CONFIG, "crop_size must be 32"),
+        ({"image_mean": [0.5]}, CONFIG, "three channels"),
+        ({}, ImageConfig(32, 8, channels=1), "three channels"),
+    ],
+)
+def test_a_preprocessing_that_cannot_be_is_a_configuration_error(
+    settings: dict[str, Any], image: ImageConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        processing(settings, image)
+
+
+def test_a_thin_line_does_not_become_a_huge_strip() -> None:
+    made = processing({"size": {"shortest_edge": 32}, "do_center_crop": True, "crop_size": 32}, CONFIG)
+    with pytest.raises(ImageError, match="1000000 x 1 pixels, which is too long and thin"):
+        made.prepare(file(Image.new("RGB", (1_000_000, 1))))
+    assert len(made.prepare(file(Image.new("RGB", (10_000, 100))))) == CONFIG.pixel_bytes
+
+
+def test_an_image_that_is_not_resized_must_fit() -> None:
+    with pytest.raises(ImageError, match="50 x 70 pixels, the model reads 32"):
+        processing({"do_resize": False}, CONFIG).prepare(file(picture(50, 70)))

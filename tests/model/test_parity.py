@@ -1,0 +1,171 @@
+"""Logits of every checkpoint kind against the reference library, and the 2017 Transformer against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from model.attention.base import AttentionBackend, AttentionMetadata
+from model.attention.reference import ReferenceBackend
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.engine.model_runner import packed_input
+from model.loader import load_model
+from model.transformer import CrossInput, Transformer
+from tests.model.checkpoints import CPU, DECODERS, KINDS, loaded, prompt, saved
+from tests.model.parity import (
+    decoder_logits,
+    decoder_prompts,
+    difference,
+    hidden_states,
+    is_varied,
+    ours_and_theirs,
+)
+
+BACKENDS = (ReferenceBackend(), SdpaBackend())
+# One of each form, position scheme and norm.
+IN_BF16 = (
+    *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gpt2", "gpt-neox"),
+    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
+    *("bert", "albert", "xlnet", "vit", "bert-token", "roberta-sequence", "llama-sequence", "vit-image"),
+)
+# bfloat16 keeps 8 bits: 2^-9 of relative rounding in each of some dozens of roundings on the way through 2-3 layers,
+# on logits of magnitude ~2-5. A wrong weight or position is off by the logits' own spread, an order of magnitude more.
+BF16_OF_SPREAD = 0.15
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_the_reference_librarys(kind: str, backend: AttentionBackend) -> None:
+    ours, theirs = ours_and_theirs(kind, loaded(kind, backend))
+    assert is_varied(theirs)
+    assert difference(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("kind", IN_BF16)
+def test_bfloat16_stays_close_to_float32(kind: str) -> None:
+    ours, theirs = ours_and_theirs(kind, loaded(kind, dtype=torch.bfloat16))
+    error = (ours.float() - theirs).pow(2).mean().sqrt()
+    assert 0 < error < BF16_OF_SPREAD * theirs.std()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_control_one_changed_weight_is_noticed(kind: str) -> None:
+    model = loaded(kind)
+    stack = model.decoder or model.encoder
+    assert stack is not None
+    stack.block(1).attn.out.weight[3, 3] += 0.3
+    ours, theirs = ours_and_theirs(kind, model)
+    assert difference(ours, theirs) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "albert", "vit"])
+def test_the_pooler_equals_the_reference_librarys(kind: str) -> None:
+    model = loaded(kind)
+    with torch.inference_mode():
+        hidden, inputs = hidden_states(model)
+        ours = model.pool(torch.stack([one[0] for one in hidden]))
+        theirs = torch.cat([saved(kind).reference(**given).pooler_output for given in inputs])
+    assert is_varied(theirs)
+    assert difference(ours, theirs) < 1e-5
+
+
+def test_the_shards_are_several_files() -> None:
+    assert len(read_checkpoint(saved("llama-sharded").path).weight_files) > 1
+
+
+@pytest.mark.parametrize("kind", DECODERS[:3])
+def test_a_later_token_changes_no_earlier_logits(kind: str) -> None:
+    model, ids = loaded(kind), prompt(20)
+    changed = (*ids[:12], *prompt(8, seed=9))
+    before, after = decoder_logits(model, [ids]), decoder_logits(model, [changed])
+    assert difference(before[:12], after[:12]) < 1e-6
+    assert difference(before[12:], after[12:]) > 0.1
+
+
+def test_an_encoder_sees_later_tokens() -> None:
+    model, ids = loaded("bert"), prompt(20)
+    changed = (*ids[:12], *prompt(8, seed=9))
+    with torch.inference_mode():
+        hidden = model.encode(packed_input([ids, changed], CPU, causal=False))
+    assert difference(hidden[:12], hidden[20:32]) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "bert"])
+def test_neighbours_do_not_change_an_output(kind: str) -> None:
+    model = loaded(kind)
+    causal = model.encoder is None
+    run = model.decode if causal else model.encode
+    with torch.inference_mode():
+        packed = run(packed_input(decoder_prompts(), CPU, causal=causal))
+        alone = torch.cat([run(packed_input([ids], CPU, causal=causal)) for ids in decoder_prompts()])
+    assert difference(packed, alone) < 1e-5
+
+
+class TestAgainstTorchTransformer:
+    """`nn.Transformer` is the paper's network (post-norm, ReLU) without embeddings and positions."""
+
+    KIND = "marian-unscaled-relu"
+
+    def test_encoder_and_decoder_states(self) -> None:
+        model = load_model(read_checkpoint(saved(self.KIND).path), SdpaBackend(), torch.float32, CPU)
+        theirs = _torch_transformer(model)
+        source, begin = prompt(17), prompt(11, seed=3)
+        with torch.inference_mode():
+            memory = theirs.encoder(_embedded(model, source))
+            mask = nn.Transformer.generate_square_subsequent_mask(len(begin))
+            expected = theirs.decoder(_embedded(model, begin), memory, tgt_mask=mask)
+            ours = model.encode(packed_input([source], CPU, causal=False))
+            cross = CrossInput(AttentionMetadata((len(begin),), (len(source),), causal=False), ours)
+            hidden = model.decode(packed_input([begin], CPU, causal=True), cross=cross)
+        assert difference(ours, memory[0]) < 1e-5
+        assert difference(hidden, expected[0]) < 1e-5
+
+
+def _embedded(model: Transformer, ids: tuple[int, ...]) -> torch.Tensor:
+    """Token plus position by the paper's formula, sines first: `[1, L, d]`."""
+    table = model.tokens.weight  # [V, d]
+    size = table.shape[1]
+    rows = [[torch.tensor(t / 10_000 ** (2 * (k % (size // 2)) / size)) for k in range(size)] for t in range(len(ids))]
+    angles = torch.tensor(rows)
+    half = size // 2
+    positions = torch.cat((angles[:, :half].sin(), angles[:, half:].cos()), dim=1)
+    return (table[list(ids)] + positions)[None]
+
+
+def _torch_transformer(model: Transformer) -> nn.Transformer:
+    """torch's network with the weights of ours, written out by hand rather than through our tables."""
+    config = model.config
+    theirs = nn.Transformer(
+        config.decoder.hidden_size,
+        config.decoder.attention.num_heads,
+        config.encoder.num_layers,
+        config.decoder.num_layers,
+        config.decoder.mlp.intermediate_size,
+        dropout=0.0,
+        activation="relu",
+        batch_first=True,
+    ).eval()
+    theirs.encoder.norm = theirs.decoder.norm = None  # torch adds final norms, which the paper has not
+    tensors = saved(TestAgainstTorchTransformer.KIND).reference.model.state_dict()
+    names = {"linear1": "fc1", "linear2": "fc2", "self_attn.out_proj": "self_attn.out_proj"}
+    encoder = names | {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}
+    decoder = names | {
+        "multihead_attn.out_proj": "encoder_attn.out_proj",
+        "norm1": "self_attn_layer_norm",
+        "norm2": "encoder_attn_layer_norm",
+        "norm3": "final_layer_norm",
+    }
+    state = {}
+    for side, layers, table in (("encoder", 2, encoder), ("decoder", 3, decoder)):
+        for i in range(layers):
+            for part in ("weight", "bias"):
+                here, there = f"{side}.layers.{i}", f"{side}.layers.{i}"
+                state |= {f"{there}.{t}.{part}": tensors[f"{here}.{o}.{part}"] for t, o in table.items()}
+                attentions = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
+                for t, o in list(attentions.items())[: 1 if side == "encoder" else 2]:
+                    qkv = [tensors[f"{here}.{o}.{name}_proj.{part}"] for name in "qkv"]
+                    state[f"{there}.{t}.in_proj_{part}"] = torch.cat(qkv)
+    theirs.load_state_dict(state)
+    return theirs

@@ -1,0 +1,90 @@
+"""What each position scheme promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from model.attention.base import AttentionMetadata, SegmentGroup
+from model.config import PositionConfig, PositionKind, RotaryConfig
+from model.positions import BucketBias, LearnedPositions, RotaryPositions, SinusoidalPositions, StepBias, rotate
+
+SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("distance", [0, 1, 5, 40])
+def test_a_rotary_score_depends_on_the_difference_of_positions_only(theta: float, distance: int) -> None:
+    torch.manual_seed(0)
+    rotary = RotaryPositions(RotaryConfig(16, theta))
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+
+    def score(at: int) -> float:
+        turned = [rotate(x, rotary(torch.tensor([p]), torch.float32)) for x, p in ((q, at + distance), (k, at))]
+        return float((turned[0] * turned[1]).sum())
+
+    scores = [score(at) for at in (0, 1, 17, 300)]
+    assert max(scores) - min(scores) < 1e-3
+    if distance:
+        assert abs(scores[0] - float((q * k).sum())) > 1e-3
+
+
+def test_rotation_keeps_lengths() -> None:
+    x = torch.randn(4, 2, 8)
+    rotary = RotaryPositions(RotaryConfig(8))
+    turned = rotate(x, rotary(torch.tensor([0, 3, 50, 1000]), torch.float32))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(turned[0], x[0])
+
+
+def test_sinusoids_follow_the_papers_formula() -> None:
+    size = 12
+    table = SinusoidalPositions(SINUSOIDAL, size)(torch.tensor([0, 1, 2, 77]))
+    for row, t in enumerate((0, 1, 2, 77)):
+        for k in range(size // 2):
+            angle = t / 10_000 ** (2 * k / size)
+            assert table[row, k].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[row, size // 2 + k].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("distance", [1, 7, 30])
+def test_products_of_sinusoids_depend_on_the_distance_only(distance: int) -> None:
+    table = SinusoidalPositions(SINUSOIDAL, 32)(torch.arange(200))
+    products = (table[distance:] * table[: 200 - distance]).sum(-1)
+    torch.testing.assert_close(products, products[:1].expand_as(products), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64)])
+def test_buckets_equal_the_reference_librarys(bidirectional: bool, buckets: int, far: int) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    config = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=buckets, max_distance=far)
+    distance = torch.arange(-400, 401)
+    ours = BucketBias(config, 1, bidirectional=bidirectional).bucket(distance)
+    theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, far)
+    assert torch.equal(ours, theirs)
+    assert ours.max() == (buckets - 1)
+
+
+def test_a_learned_table_is_read_behind_its_offset() -> None:
+    learned = LearnedPositions(PositionConfig(PositionKind.LEARNED, max_positions=4, offset=2), 3)
+    with torch.no_grad():
+        learned.weight.copy_(torch.arange(18).view(6, 3))
+        assert torch.equal(learned(torch.tensor([0, 3]))[:, 0], torch.tensor([6.0, 15.0]))
+
+
+def test_a_step_bias_is_computed_once_for_the_same_positions() -> None:
+    calls = []
+
+    def bias(query: torch.Tensor, group: SegmentGroup) -> torch.Tensor:
+        calls.append(group)
+        return group.k_positions + 0
+
+    first, second = (AttentionMetadata((length,), (length,), causal=True).groups[0] for length in (2, 5))
+    step, query = StepBias(bias), torch.zeros(1, 2, 1, 1)
+    assert step(query, first) is step(query, first)
+    assert len(step(query, second)) == 5
+    assert calls == [first, second]

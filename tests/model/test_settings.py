@@ -1,0 +1,184 @@
+"""Settings of config.json: what is known, what is harmless, and that nothing else is passed over in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from model.config import ConfigError, ModelConfig, RopeScaling, RotaryConfig
+from model.families import FAMILIES, config_from_raw
+from model.settings import Settings
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+CLASSES = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "GPT2", "GPTNeoX"),
+    *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
+    *("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
+)
+
+
+def defaults(name: str) -> dict[str, Any]:
+    import transformers
+
+    found: dict[str, Any] = getattr(transformers, f"{name}Config")().to_dict()
+    return found
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_reference_librarys_own_defaults_are_understood(name: str) -> None:
+    raw = defaults(name)
+    assert config_from_raw(raw).model_type == raw["model_type"]
+
+
+def test_these_are_all_the_types_that_are_served() -> None:
+    own = {"transformer"}  # torch.nn.Transformer's: the library has no such type
+    assert {defaults(name)["model_type"] for name in CLASSES} | own == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_unknown_setting_is_named_in_every_family(name: str) -> None:
+    raw = defaults(name)
+    with pytest.raises(ConfigError, match=rf"{raw['model_type']} has unknown settings: attention_sinks, logit_softcap"):
+        config_from_raw({**raw, "logit_softcap": 30.0, "attention_sinks": 4})
+
+
+@pytest.mark.parametrize("model_type", ["mamba", None, 7])
+def test_an_unknown_type_lists_those_that_are_served(model_type: object) -> None:
+    with pytest.raises(ConfigError, match=f"model_type {model_type!r} is not served; served are ") as error:
+        config_from_raw({"model_type": model_type})
+    assert all(name in str(error.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, {}, []])
+def test_an_unknown_setting_that_is_off_is_passed_over(value: object) -> None:
+    assert config_from_raw({**LLAMA, "logit_softcap": value}) == config_from_raw(LLAMA)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, "x", [1], True])
+def test_an_unknown_setting_that_may_matter_is_not(value: object) -> None:
+    with pytest.raises(ConfigError, match="logit_softcap"):
+        config_from_raw({**LLAMA, "logit_softcap": value})
+
+
+def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
+    noise = {
+        "_name_or_path": "somewhere",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_dropout": 0.1,
+        "gradient_checkpointing": True,
+        "initializer_range": 0.02,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0",
+        "num_beams": 4,
+        "use_cache": True,
+    }
+    assert config_from_raw({**LLAMA, **noise}) == config_from_raw(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Llama", {"mlp_bias": True}),
+        ("Qwen2", {"use_sliding_window": True}),
+        ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("GPT2", {"reorder_and_upcast_attn": True}),
+        ("GPTNeoX", {"hidden_act": "snake"}),
+        ("Bert", {"is_decoder": True}),
+        ("Bert", {"position_embedding_type": "relative_key"}),
+        ("Albert", {"num_hidden_groups": 2}),
+        ("Albert", {"inner_group_num": 2}),
+        ("XLNet", {"attn_type": "uni"}),
+        ("XLNet", {"clamp_len": 5}),
+        ("XLNet", {"architectures": ["XLNetForSequenceClassification"], "summary_type": "mean"}),
+        ("XLNet", {"architectures": ["XLNetForSequenceClassification"], "summary_activation": "relu"}),
+        ("Bart", {"static_position_embeddings": True}),
+        ("MBart", {"normalize_before": False}),
+        ("Bart", {"add_bias_logits": True}),
+        ("ViT", {"pooler_act": "relu"}),
+        ("T5", {"feed_forward_proj": "gated-snake"}),
+    ],
+)
+def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, change: dict[str, Any]) -> None:
+    setting = list(change)[-1]
+    with pytest.raises(ConfigError, match="snake" if "snake" in str(change) else setting):
+        config_from_raw({**defaults(name), **change})
+
+
+def rotary(model: ModelConfig) -> RotaryConfig:
+    assert model.decoder is not None and model.decoder.position.rotary is not None
+    return model.decoder.position.rotary
+
+
+class TestRope:
+    @pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "ntk"])
+    @pytest.mark.parametrize("key", ["type", "rope_type"])
+    def test_types_that_are_not_served(self, kind: str, key: str) -> None:
+        with pytest.raises(ConfigError, match=f"rope type '{kind}' is not served; served are default, linear, dynamic"):
+            config_from_raw({**LLAMA, "rope_scaling": {key: kind, "factor": 2.0}})
+
+    def test_settings_that_are_not_known(self) -> None:
+        with pytest.raises(ConfigError, match="rope settings short_factor are not known for rope type 'yarn'"):
+            config_from_raw({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "short_factor": [1.0]}})
+
+    @pytest.mark.parametrize(
+        "scaling",
+        [
+            {"factor": 2.0, "type": "linear"},
+            {"factor": 2.0, "type": "dynamic"},
+            {"factor": 2.0, "type": "yarn", "original_max_position_embeddings": 32},
+        ],
+    )
+    def test_the_old_way_of_writing_says_the_same_as_the_new(self, scaling: dict[str, Any]) -> None:
+        old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling}
+        new = dict(scaling)
+        new["rope_type"] = new.pop("type")
+        found = config_from_raw({**LLAMA, "rope_parameters": {**new, "rope_theta": 5e5}})
+        assert config_from_raw(old) == found
+        assert (rotary(found).theta, rotary(found).scaling) == (5e5, RopeScaling(scaling["type"]))
+
+    def test_a_part_of_a_head_turns(self) -> None:
+        for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+            assert rotary(config_from_raw({**LLAMA, **where})).dim == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "scale"),
+    [
+        ("t5", {}, 64**-0.5),
+        ("t5", {"tie_word_embeddings": False}, 1.0),
+        ("t5", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, 1.0),  # as the library saves the former
+        ("umt5", {"tie_word_embeddings": False}, 1.0),
+        ("umt5", {}, 64**-0.5),
+        ("mt5", {}, 1.0),
+    ],
+)
+@pytest.mark.parametrize("names", [set(), {"lm_head.weight"}], ids=["tied", "untied"])
+def test_which_heads_of_t5_are_scaled(name: str, settings: dict[str, Any], scale: float, names: set[str]) -> None:
+    sizes = {"model_type": name, "vocab_size": 100, "d_model": 64, "d_kv": 8, "d_ff": 64, "num_layers": 1}
+    head = config_from_raw({**sizes, "num_heads": 4, **settings}, names).head
+    assert head is not None
+    assert (head.scale, head.tied) == (scale, not names)
+
+
+class TestReading:
+    def test_what_is_read_of_a_changed_copy_counts_as_read(self) -> None:
+        settings = Settings({"model_type": "x", "a": 1, "b": 2})
+        assert settings.but(a=5)["a"] == 5
+        assert settings.otherwise(a=7, c=3)["b"] == 2
+        settings.refuse_unread()
+
+    def test_a_look_at_whether_it_is_there_is_no_reading(self) -> None:
+        settings = Settings({"model_type": "x", "a": 1})
+        assert len(settings) == 2 and list(settings) == ["model_type", "a"]
+        with pytest.raises(ConfigError, match="unknown settings: a"):
+            settings.refuse_unread()

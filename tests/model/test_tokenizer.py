@@ -1,0 +1,183 @@
+"""Text out of ids, piece by piece: nothing lost, nothing cut, nothing shown that a stop string would take back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.config import ConfigError
+from model.request import FinishReason, SamplingParams, TokenOutput
+from model.tokenizer import Detokenizer, Tokenizer
+from tests.model.texts import CHARACTERS, CORPUS, bytes_tokenizer, words_tokenizer
+
+TEXT = st.one_of(st.sampled_from(CORPUS), st.text(st.sampled_from(CHARACTERS), max_size=30))
+
+
+TOKENIZERS = {"bytes": bytes_tokenizer, "words": words_tokenizer}
+
+
+def chunks(ids: tuple[int, ...], sizes: list[int]) -> list[tuple[int, ...]]:
+    """`ids` in pieces of the sizes in turn, one by one when they are used up."""
+    pieces, at = [], 0
+    for size in [*sizes, *[1] * len(ids)]:
+        pieces.append(ids[at : at + size])
+        at += size
+        if at >= len(ids):
+            break
+    return pieces
+
+
+def stream(detokenizer: Detokenizer, ids: tuple[int, ...], sizes: list[int] | None = None) -> list[str]:
+    deltas = [detokenizer.push(piece) for piece in chunks(ids, sizes or [])]
+    return [*deltas, detokenizer.push((), final=True)]
+
+
+SIZES = st.lists(st.integers(1, 5), max_size=20)
+
+
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+@settings(max_examples=60, deadline=None)
+@given(text=TEXT, sizes=SIZES)
+def test_deltas_join_to_the_whole_text_at_any_chunking(make, text: str, sizes: list[int]) -> None:  # type: ignore[no-untyped-def]
+    tokenizer = make()
+    ids = tokenizer.encode(text).ids
+    assert "".join(stream(Detokenizer(tokenizer), ids, sizes)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXT, sizes=SIZES)
+def test_valid_text_never_shows_half_a_character(text: str, sizes: list[int]) -> None:
+    ids = bytes_tokenizer().encode(text).ids
+    deltas = stream(Detokenizer(bytes_tokenizer()), ids, sizes)
+    assert "\ufffd" not in "".join(deltas)
+    assert "".join(deltas) == text
+
+
+def test_control_characters_are_split_over_tokens() -> None:
+    ids = bytes_tokenizer().encode("東👍🏽").ids
+    assert len(ids) > 4
+    assert any("\ufffd" in bytes_tokenizer().token_text(token) for token in ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(2, 290), max_size=30), sizes=SIZES)
+def test_any_ids_join_to_their_decoding_even_where_it_is_no_text(ids: list[int], sizes: list[int]) -> None:
+    tokenizer = bytes_tokenizer()
+    assert "".join(stream(Detokenizer(tokenizer), tuple(ids), sizes)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_are_shown_only_if_asked(skip: bool) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = (0, *tokenizer.encode("ab").ids, 1)
+    shown = "".join(stream(Detokenizer(tokenizer, skip_special_tokens=skip), ids))
+    assert shown == ("ab" if skip else "<s>ab</s>")
+
+
+def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Character by character: the oracle of stop strings."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=TEXT,
+    sizes=SIZES,
+    stops=st.lists(st.text(st.sampled_from("ab .é東👍\n#"), min_size=1, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+)
+def test_the_first_stop_string_that_is_complete_ends_the_text(
+    text: str, sizes: list[int], stops: list[str], include: bool
+) -> None:
+    detokenizer = Detokenizer(bytes_tokenizer(), stop=stops, include_stop=include)
+    deltas = stream(detokenizer, bytes_tokenizer().encode(text).ids, sizes)
+    expected, stop = cut(text, stops, include)
+    assert "".join(deltas) == expected  # so no beginning of the stop string was sent
+    assert detokenizer.stopped == stop
+
+
+def test_a_stop_string_across_tokens_is_found_and_never_begun() -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tuple(token for character in "The end\n\n### Next" for token in tokenizer.encode(character).ids)
+    detokenizer = Detokenizer(tokenizer, stop=["\n\n###"])
+    deltas = [detokenizer.push([token]) for token in ids]
+    assert "".join(deltas) == "The end"
+    assert detokenizer.stopped == "\n\n###"
+    assert detokenizer.push(tokenizer.encode("more").ids, final=True) == ""
+
+
+def test_what_only_began_a_stop_string_is_sent_in_the_end() -> None:
+    tokenizer = bytes_tokenizer()
+    detokenizer = Detokenizer(tokenizer, stop=["###"])
+    ids = tokenizer.encode("a ##").ids
+    assert "#" not in "".join(detokenizer.push([token]) for token in ids)
+    assert detokenizer.push((), final=True) == "##"
+    assert detokenizer.stopped is None
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [100]])
+def test_before_min_tokens_no_stop_string_counts(sizes: list[int]) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tuple(tokenizer.encode(character).ids[0] for character in "a#b#c")
+    detokenizer = Detokenizer(tokenizer, stop=["#"], min_tokens=2)
+    assert "".join(stream(detokenizer, ids, sizes * 5)) == "a#b"
+
+
+def filled(params: SamplingParams, output: TokenOutput) -> tuple[TokenOutput, bool]:
+    told = Detokenizer.of(bytes_tokenizer(), params).fill(output)
+    return output, told
+
+
+def test_a_stop_string_ends_the_output_and_the_engine_is_told() -> None:
+    ids = list(bytes_tokenizer().encode("a#b").ids)
+    output, told = filled(SamplingParams(stop=("#",)), TokenOutput("r", token_ids=ids))
+    assert (output.text, output.finish_reason, output.stop_reason, told) == ("a", FinishReason.STOP, "#", True)
+
+
+def test_a_stop_string_in_the_last_token_needs_no_word_to_the_engine() -> None:
+    ids = list(bytes_tokenizer().encode("a#").ids)
+    output, told = filled(SamplingParams(stop=("#",)), TokenOutput("r", 0, ids, finish_reason=FinishReason.LENGTH))
+    assert (output.text, output.finish_reason, told) == ("a", FinishReason.STOP, False)
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_a_stop_tokens_text_is_left_out_unless_asked_for(include: bool) -> None:
+    ids = list(bytes_tokenizer().encode("a#").ids)
+    output = TokenOutput("r", 0, ids, finish_reason=FinishReason.STOP, stop_reason=ids[-1])
+    filled(SamplingParams(include_stop=include), output)
+    assert output.text == ("a#" if include else "a")
+    assert output.token_ids == ids
+
+
+def test_batches_and_pairs_encode_like_single_texts() -> None:
+    tokenizer = bytes_tokenizer()
+    assert tokenizer.encode_batch(CORPUS) == [tokenizer.encode(text) for text in CORPUS]
+    assert set(tokenizer.encode("ab", "cd").type_ids) == {0, 1}
+
+
+def test_a_broken_tokenizer_file_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("include_stop", "text"), [(False, "a"), (True, "ab")])
+def test_the_text_of_an_end_forced_by_the_length_is_left_out(include_stop: bool, text: str) -> None:
+    tokenizer = bytes_tokenizer()
+    first, last = (tokenizer.encode(one, add_special_tokens=False).ids[0] for one in "ab")
+    detokenizer = Detokenizer.of(tokenizer, SamplingParams(include_stop=include_stop))
+    outputs = [
+        TokenOutput("r", token_ids=[first]),
+        TokenOutput("r", token_ids=[last], finish_reason=FinishReason.LENGTH, stop_reason=last),
+    ]
+    assert not any([detokenizer.fill(output) for output in outputs])
+    assert "".join(output.text for output in outputs) == text
+    assert outputs[-1].finish_reason is FinishReason.LENGTH

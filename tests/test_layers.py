@@ -1,0 +1,96 @@
+"""Who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {str(f.relative_to(ROOT)): f for part in ("model", "service") for f in sorted((ROOT / part).rglob("*.py"))}
+WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "ray", "httpx", "service", "loadtest"}
+NO_TORCH = (
+    "model.request",
+    "model.config",
+    "model.weights",
+    "model.families",
+    "model.checkpoint",
+    "model.tokenizer",
+    "model.engine.config",
+    "model.engine.stats",
+    "model.engine.errors",
+    "model.engine.protocol",
+    "model.engine.sequence",
+    "model.engine.block_manager",
+    "model.engine.scheduler",
+    "model.engine.admission",
+    "model.engine.async_engine",
+    "model.engine.process",
+)
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Full names of everything that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield node.module or ""
+
+
+def packages(file: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(file)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_what_its_layer_may(name: str) -> None:
+    used = packages(FILES[name])
+    assert "transformers" not in used
+    assert not used & {"pickle", "dill", "joblib", "cloudpickle"}
+    if name != "service/deployments.py":
+        assert "ray" not in used
+    if name.startswith("model/"):
+        assert not used & WEB
+    if name.startswith("model/families/"):
+        assert not used & {"torch", "safetensors", "tokenizers"}
+    if not name.startswith("model/pretrained/"):
+        assert not any(imported.startswith("model.pretrained.trainer") for imported in imports(FILES[name]))
+
+
+def test_families_define_no_class() -> None:
+    for name, file in FILES.items():
+        if name.startswith("model/families/"):
+            assert not [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef)], name
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("model/pretrained/")])
+def test_nothing_is_unpickled(name: str) -> None:
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            assert node.attr not in ("load", "save"), f"{name}:{node.lineno}"
+
+
+def imported_by(modules: str, among: set[str]) -> set[str]:
+    """Which of the packages a fresh interpreter has loaded after importing the modules."""
+    code = f"import sys, {modules}; print(*sorted({among!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_policy_and_the_front_import_no_torch() -> None:
+    assert imported_by(", ".join(NO_TORCH), {"torch", "transformers", "ray"}) == set()
+
+
+def test_the_engine_needs_neither_web_nor_ray() -> None:
+    assert imported_by("model.engine.llm, model.engine.thread", {*WEB, "torch"}) == {"torch"}
+
+
+def test_control_the_reader_sees_imports_inside_functions(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    import torch.nn\n    from ray import serve\n")
+    assert packages(file) == {"torch", "ray"}
