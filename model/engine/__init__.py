@@ -1,0 +1,1 @@
+"""Many requests over one Transformer: policy (no torch), execution, and the asynchronous front."""

@@ -1,0 +1,58 @@
+"""The bound on what may wait for one model: requests and tokens, counted where requests come in. Stdlib only.
+
+Counting is exact and synchronous: a request is refused before anything is computed, never dropped afterwards. It counts
+as waiting until its first output; what runs beyond `max_num_seqs` sequences waits by definition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from model.engine.config import EngineConfig
+from model.engine.errors import QueueFullError
+
+_RECENT = 64  # ends from which the drain rate is taken
+_LONGEST_RETRY = 60.0
+
+
+class Admission:
+    """Who is in, of one model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._max_sequences = config.max_num_seqs + config.queued_requests_limit
+        self._max_waiting_tokens = config.queued_tokens_limit
+        self._sequences: dict[str, int] = {}  # of every request that has not ended
+        self._waiting_tokens: dict[str, int] = {}  # of those without an output
+        self._ends: deque[float] = deque(maxlen=_RECENT)
+
+    def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None) -> None:
+        """Count the requests (id -> prompt tokens) in, all or none; raises `QueueFullError`.
+
+        A queue that is empty takes any request that passed the limits, so that none is refused forever.
+        """
+        counts = sequences or dict.fromkeys(tokens, 1)
+        if sum(self._sequences.values()) + sum(counts.values()) > self._max_sequences and self._sequences:
+            raise QueueFullError("queue_requests", self._retry_after(sum(counts.values())))
+        waiting = sum(self._waiting_tokens.values())
+        if waiting and waiting + sum(tokens.values()) > self._max_waiting_tokens:
+            raise QueueFullError("queue_tokens", self._retry_after(len(tokens)))
+        self._sequences.update(counts)
+        self._waiting_tokens.update(tokens)
+
+    def started(self, request_id: str) -> None:
+        self._waiting_tokens.pop(request_id, None)
+
+    def release(self, request_id: str) -> None:
+        """A request has ended; harmless for one that is not in."""
+        self._waiting_tokens.pop(request_id, None)
+        if self._sequences.pop(request_id, None) is not None:
+            self._ends.append(time.monotonic())
+
+    def _retry_after(self, wanted: int) -> float:
+        """Seconds until `wanted` places are likely free, by the rate at which requests have ended lately."""
+        if len(self._ends) < 2:
+            return 1.0
+        span = max(time.monotonic() - self._ends[0], 1e-3)
+        return min(_LONGEST_RETRY, max(1.0, wanted * span / len(self._ends)))

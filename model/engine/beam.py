@@ -1,0 +1,87 @@
+"""Beam search over one request: which continuations live on, which are finished, when to stop. Policy only, no torch.
+
+Candidates of all beams compete by their summed log-probability; the best that do not end go on, those that end among
+the first `num_beams` become hypotheses, compared by `sum / length ** length_penalty` (Wu et al. 2016).
+The rules of stopping are the reference library's, so that sequences and scores are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+Candidates = Rows[tuple[int, float]]  # (token id, log-probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished continuation."""
+
+    score: float  # normalised by length
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class BeamSearch:
+    """The state of one search; beams are addressed by their place in `scores`."""
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | str  # True: as soon as there are enough; "never": only when none can get better
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    scores: list[float] = field(default_factory=lambda: [0.0])  # of the running beams, best first
+    finished: list[Hypothesis] = field(default_factory=list)  # best first, at most num_beams
+    done: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of the likeliest continuations are looked at: enough that `num_beams` of them do not end."""
+        return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
+
+    def advance(self, candidates: Rows[Candidates], outputs: Rows[Rows[int]]) -> list[tuple[int, int]]:
+        """The next running beams as (beam continued, token), best first, from each beam's candidates and output."""
+        length = len(outputs[0]) + 1
+        ranked = sorted(
+            (
+                (self.scores[beam] + logprob, beam, token)
+                for beam, found in enumerate(candidates)
+                for token, logprob in found
+                if logprob > float("-inf")
+            ),
+            key=lambda one: -one[0],
+        )[: self.num_candidates]
+        ends = [length >= self.max_tokens or token in self.stop_token_ids for _, _, token in ranked]
+        running = [one for one, end in zip(ranked, ends, strict=True) if not end][: self.num_beams]
+        for (score, beam, token), end in list(zip(ranked, ends, strict=True))[: self.num_beams]:
+            if end:
+                self._finish(score, length, (*outputs[beam], token))
+        self.scores = [score for score, _, _ in running]
+        self.done = not running or self._is_over(length)
+        return [(beam, token) for _, beam, token in running]
+
+    def _finish(self, score: float, length: int, token_ids: tuple[int, ...]) -> None:
+        if self._is_full and self.early_stopping is True:
+            return
+        self.finished.append(Hypothesis(score / length**self.length_penalty, token_ids))
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self.num_beams :]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.finished) == self.num_beams
+
+    def _is_over(self, length: int) -> bool:
+        """Whether no running beam can beat the worst hypothesis, by the most hopeful length."""
+        if not self._is_full:
+            return False
+        if self.early_stopping is True:
+            return True
+        hopeful = self.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
+        return self.scores[0] / hopeful**self.length_penalty <= self.finished[-1].score
+
+    def best(self, outputs: Rows[Rows[int]]) -> list[Hypothesis]:
+        """What there is by now: hypotheses, or else the running beams as they are."""
+        if self.finished:
+            return self.finished
+        return [Hypothesis(score, tuple(output)) for score, output in zip(self.scores, outputs, strict=True)]

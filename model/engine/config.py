@@ -1,0 +1,56 @@
+"""How an engine shares its machine: limits and memory, validated. Stdlib only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model.config import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one model's engine; `None` is decided from the checkpoint and the machine when it is loaded."""
+
+    device: str = "auto"  # auto | cpu | cuda[:N]
+    dtype: str = "auto"
+    max_model_len: int | None = None  # tokens of prompt and output together; None: what the positions allow
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048  # per step: so many of decoders, and as many of new sources
+    block_size: int = 16  # tokens of one KV block
+    kv_cache_memory: int | None = None  # bytes
+    gpu_memory_utilization: float = 0.9
+    prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
+    max_queued_requests: int | None = None  # None: 4 x max_num_seqs
+    max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("max_model_len", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, found {value}")
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} must not be negative, found {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence gets a token a step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], found {self.gpu_memory_utilization}")
+
+    @property
+    def queued_requests_limit(self) -> int:
+        return 4 * self.max_num_seqs if self.max_queued_requests is None else self.max_queued_requests
+
+    @property
+    def queued_tokens_limit(self) -> int:
+        return 8 * self.max_num_batched_tokens if self.max_queued_tokens is None else self.max_queued_tokens

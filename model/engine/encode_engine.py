@@ -1,0 +1,150 @@
+"""Vectors for one model: packed batches under a token budget, first come first served.
+
+An input is never split (attention is bidirectional) and never waits for one behind it; a batch is filled up from the
+front of the queue until the budget is used. Any stack answers: an encoder by itself, a decoder with its last hidden
+states. No cache is involved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.config import ImageConfig
+from model.engine.model_runner import packed_input
+from model.engine.stats import StepStats
+from model.images import ImageProcessing
+from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
+from model.transformer import StackInput, Transformer
+
+
+class EncodeEngine:
+    """A token-budget batcher over one Transformer."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Transformer,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        pooling: Pooling,
+        normalize: bool,
+        images: ImageProcessing | None = None,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.device = device
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.pooling = pooling
+        self.normalize = normalize
+        self._images = images
+        self._waiting: deque[EncodeRequest] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: EncodeRequest) -> None:
+        self._waiting.append(request)
+
+    def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:
+        """Drop an input that waits; idempotent."""
+        gone = [r for r in self._waiting if r.request_id == request_id]
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        return [EncodeOutput(request.request_id, finish_reason=reason) for request in gone]
+
+    def step(self) -> tuple[list[EncodeOutput], StepStats | None]:
+        """Encode one batch."""
+        began = time.monotonic()
+        batch, outputs = self._next_batch(began)
+        if not batch:
+            return outputs, None
+        for request, vectors in zip(batch, self._encode(batch), strict=True):
+            data = vectors.float().cpu().contiguous()
+            outputs.append(
+                EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
+            )
+        tokens = sum(map(self._length, batch))
+        return outputs, StepStats(self.name, "encode", time.monotonic() - began, tokens, len(batch))
+
+    def _next_batch(self, now: float) -> tuple[list[EncodeRequest], list[EncodeOutput]]:
+        """Inputs from the front within the budget (at least one), and those whose deadline has passed."""
+        batch: list[EncodeRequest] = []
+        late: list[EncodeOutput] = []
+        budget = self.max_num_batched_tokens
+        while self._waiting and len(batch) < self.max_num_seqs:
+            request = self._waiting[0]
+            if request.deadline is not None and request.deadline <= now:
+                late.append(EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE))
+            elif batch and self._length(request) > budget:
+                break
+            else:
+                batch.append(request)
+                budget -= self._length(request)
+            self._waiting.popleft()
+        return batch, late
+
+    def _length(self, request: EncodeRequest) -> int:
+        image = self.model.config.image
+        return image.num_tokens if image is not None else len(request.token_ids)
+
+    @torch.inference_mode()
+    def _encode(self, batch: Rows[EncodeRequest]) -> list[Tensor]:
+        causal = self.model.encoder is None
+        inputs = self._packed(batch, causal)
+        hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
+        segments = hidden.split([self._length(request) for request in batch])
+        return [self._finish(request, segment) for request, segment in zip(batch, segments, strict=True)]
+
+    def _packed(self, batch: Rows[EncodeRequest], causal: bool) -> StackInput:
+        image = self.model.config.image
+        if image is not None:
+            inputs = packed_input([range(image.num_tokens)] * len(batch), self.device, causal=False)
+            return replace(inputs, pixels=self._pixels(batch, image))
+        types = None
+        if any(any(request.token_type_ids) for request in batch):
+            types = [request.token_type_ids or (0,) * len(request.token_ids) for request in batch]
+        return packed_input([r.token_ids for r in batch], self.device, causal=causal, token_types=types)
+
+    def _pixels(self, batch: Rows[EncodeRequest], image: ImageConfig) -> Tensor:
+        """Normalised images `[B, C, S, S]`."""
+        assert self._images is not None
+        raw = torch.frombuffer(bytearray(b"".join(request.pixels for request in batch)), dtype=torch.uint8)
+        pixels = raw.to(self.device).view(len(batch), image.channels, image.size, image.size)
+        scale, shift = (torch.tensor(values, device=self.device) for values in (self._images.scale, self._images.shift))
+        return pixels * scale[:, None, None] + shift[:, None, None]
+
+    def _finish(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
+        """One input's answer of its hidden states `[L, d]`."""
+        if request.task is EncodeTask.LOGITS:
+            scores = self.model.classify(hidden).float()
+            return scores if self.model.config.classifies_tokens else scores[0]
+        hidden = hidden.float()
+        vectors = hidden if request.task is EncodeTask.TOKENS else self._pool(hidden, request.pooling or self.pooling)
+        if request.dimensions is not None:
+            vectors = vectors[..., : request.dimensions]
+        default = self.normalize and request.task is EncodeTask.EMBEDDING
+        if default if request.normalize is None else request.normalize:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        return vectors
+
+    def _pool(self, hidden: Tensor, pooling: Pooling) -> Tensor:
+        if pooling is Pooling.MEAN:
+            return hidden.mean(dim=0)
+        if pooling is Pooling.LAST:
+            return hidden[-1]
+        if pooling is Pooling.CLS:
+            return hidden[0]
+        return self.model.pool(hidden[:1].to(self.model.dtype))[0].float()

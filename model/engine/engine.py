@@ -1,0 +1,190 @@
+"""Generation for one model: requests in, tokens out, one step at a time. Speaks token ids; text is not its business.
+
+A step is three verbs: schedule, execute, update. Every sequence that was added ends with exactly one output that has a
+`finish_reason`; whatever way it ends, its blocks are free in the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from itertools import count
+from typing import Protocol
+
+from model.engine.block_manager import BlockManager
+from model.engine.pacing import Pacing
+from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
+from model.engine.sequence import Beams, Sequence
+from model.engine.stats import EngineStats, StepStats
+from model.request import FinishReason, Request, TokenOutput
+
+
+class Runner(Protocol):
+    """What turns a step into tokens: `ModelRunner`, or a scripted one in tests."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]: ...
+
+
+class Engine:
+    """Continuous batching over one model."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        pacing: Pacing | None = None,
+    ) -> None:
+        self.name = name
+        self.runner = runner
+        self.scheduler = scheduler
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.pacing = pacing  # None: a prompt may take the whole of a step
+        self._arrivals = count()
+
+    @property
+    def block_manager(self) -> BlockManager:
+        return self.scheduler.block_manager
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def add(self, request: Request) -> None:
+        if request.params.num_beams > 1:
+            self.scheduler.add(Sequence.of(request, 0, next(self._arrivals), self.eos_token_ids).searching())
+            return
+        for index in range(request.params.n):
+            self.scheduler.add(Sequence.of(request, index, next(self._arrivals), self.eos_token_ids))
+
+    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> list[TokenOutput]:
+        """End the sequences of a request (or one of them) now; idempotent."""
+        wanted = [s for s in self.scheduler if s.request.request_id == request_id and index in (None, s.index)]
+        return self._end_all(wanted, reason)
+
+    def step(self) -> tuple[list[TokenOutput], StepStats | None]:
+        """Compute one step; the outputs of all sequences it moved or ended."""
+        outputs = self._expire(time.monotonic())
+        began = time.monotonic()
+        scheduled = self.scheduler.schedule(self.pacing.prompt_limit() if self.pacing is not None else None)
+        if not scheduled.scheduled:
+            return outputs, None
+        for step in scheduled.scheduled:
+            if step.sequence.scheduled_time is None:
+                step.sequence.scheduled_time = began
+        sampled = self.runner.execute(scheduled)
+        outputs += self._update(scheduled, sampled)
+        seconds = time.monotonic() - began
+        if self.pacing is not None:
+            decodes = sum(step.num_tokens == 1 and not step.encode_source for step in scheduled.scheduled)
+            self.pacing.observe(seconds, decodes, scheduled.num_tokens - decodes)
+        return outputs, StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(scheduled.scheduled))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            model=self.name,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            free_blocks=self.block_manager.num_free,
+            total_blocks=self.block_manager.num_blocks,
+            cached_blocks=self.block_manager.num_cached,
+            preemptions=self.scheduler.num_preemptions,
+            prefix_queries=self.block_manager.num_queried_tokens,
+            prefix_hits=self.block_manager.num_hit_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        self.block_manager.check_invariants(self.scheduler)
+
+    def _update(self, scheduled: SchedulerOutput, sampled: Iterable[SampledToken | None]) -> list[TokenOutput]:
+        outputs = []
+        searches: dict[int, Beams] = {}
+        for step, token in zip(scheduled.scheduled, sampled, strict=True):
+            sequence, beams = step.sequence, step.sequence.beams
+            sequence.num_computed_tokens += step.num_tokens
+            self.block_manager.remember(sequence)
+            if token is not None and beams is not None:
+                beams.candidates[beams.members.index(sequence)] = token.candidates
+                searches[id(beams)] = beams
+            elif token is not None:
+                outputs.append(self._take(step, token))
+        for beams in searches.values():
+            if len(beams.candidates) == len(beams.members):
+                outputs += self._advance(beams)
+        return outputs
+
+    def _advance(self, beams: Beams) -> list[TokenOutput]:
+        """Let a search whose beams are all computed take its next tokens; its hypotheses when it is over."""
+        candidates = [beams.candidates[place] for place in range(len(beams.members))]
+        chosen = beams.search.advance(candidates, [sequence.output_token_ids for sequence in beams.members])
+        if beams.search.done:
+            return self._end_search(beams, None)
+        children = []
+        for place, token in chosen:
+            parent = beams.members[place]
+            children.append(parent.fork(token))
+            self.block_manager.fork(parent, children[-1])
+        self.scheduler.replace_beams(beams, children)
+        return []
+
+    def _end_search(self, beams: Beams, reason: FinishReason | None) -> list[TokenOutput]:
+        """The n best hypotheses; `reason` where the search was cut short, None where it is over."""
+        first = beams.members[0]
+        best = beams.search.best([sequence.output_token_ids for sequence in beams.members])
+        for sequence in list(beams.members):
+            self.scheduler.finish(sequence, reason or FinishReason.STOP)
+        outputs = []
+        for index in range(first.params.n):
+            output = TokenOutput(first.request.request_id, index, finish_reason=reason or FinishReason.LENGTH)
+            if index < len(best):
+                output.token_ids, output.score = list(best[index].token_ids), best[index].score
+                ended = bool(output.token_ids) and output.token_ids[-1] in first.stop_token_ids
+                if ended and reason is None:
+                    output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
+            output.scheduled_time = first.scheduled_time
+            output.cached_tokens = min(first.num_cached_tokens, first.num_prompt_tokens)
+            outputs.append(output)
+        return outputs
+
+    def _take(self, step: ScheduledSequence, token: SampledToken) -> TokenOutput:
+        sequence = step.sequence
+        first = sequence.num_output_tokens == 0
+        sequence.append(token.token_id, self.max_model_len, forced=token.forced)
+        output = TokenOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=[token.token_id],
+            logprobs=None if token.logprob is None else [token.logprob],
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_token_id,
+        )
+        if first:
+            output.scheduled_time = sequence.scheduled_time
+            output.cached_tokens = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
+            if sequence.params.prompt_logprobs is not None:
+                output.prompt_logprobs = sequence.prompt_logprobs
+        if sequence.finished:
+            self.scheduler.remove(sequence)
+        return output
+
+    def _expire(self, now: float) -> list[TokenOutput]:
+        late = [s for s in self.scheduler if s.request.deadline is not None and s.request.deadline <= now]
+        return self._end_all(late, FinishReason.DEADLINE)
+
+    def _end_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        for sequence in sequences:
+            if sequence.finished:
+                continue  # with its other beams
+            outputs += (
+                [self._end(sequence, reason)] if sequence.beams is None else self._end_search(sequence.beams, reason)
+            )
+        return outputs
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> TokenOutput:
+        self.scheduler.finish(sequence, reason)
+        return TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason)

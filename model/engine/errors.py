@@ -1,0 +1,25 @@
+"""What can go wrong between accepting a request and answering it.
+
+EngineError
+|- QueueFullError    refused now: nothing was computed, try again after `retry_after_s`
+`- EngineDeadError   the engine failed while the request was in it, or is gone
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of what an engine client raises."""
+
+
+class QueueFullError(EngineError):
+    """The waiting queue is at its bound."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.reason = reason  # "queue_requests" or "queue_tokens"
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(EngineError):
+    """The engine ended or broke; whoever waited on it is told so at once."""

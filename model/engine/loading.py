@@ -1,0 +1,179 @@
+"""A checkpoint folder and settings become running engines: device, dtype and pool size are decided here, once."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from model.attention.selection import Selection, select_backend
+from model.checkpoint import Checkpoint, read_checkpoint
+from model.config import ConfigError, ModelConfig
+from model.engine.block_manager import BlockManager
+from model.engine.config import EngineConfig
+from model.engine.encode_engine import EncodeEngine
+from model.engine.engine import Engine
+from model.engine.model_runner import ModelRunner
+from model.engine.pacing import Pacing
+from model.engine.protocol import ModelSpec
+from model.engine.scheduler import Scheduler
+from model.engine.stats import ModelInfo
+from model.kv_cache import KVCache
+from model.loader import load_model
+from model.transformer import Transformer
+
+_DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to work; `generate` is None where it cannot."""
+
+    info: ModelInfo
+    encode: EncodeEngine
+    generate: Engine | None
+
+
+def load(spec: ModelSpec) -> LoadedModel:
+    """Read the folder and build its engines; raises `ConfigError` if it cannot be served as asked."""
+    began = time.monotonic()
+    checkpoint = read_checkpoint(Path(spec.path))
+    device = resolve_device(spec.engine.device)
+    dtype = resolve_dtype(spec.engine.dtype, checkpoint, device)
+    selection = select_backend(device)
+    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
+    checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
+    model = load_model(checkpoint, selection.backend, dtype, device)
+    encode = EncodeEngine(
+        spec.name,
+        model,
+        device,
+        max_num_seqs=spec.engine.max_num_seqs,
+        max_num_batched_tokens=spec.engine.max_num_batched_tokens,
+        pooling=checkpoint.pooling,
+        normalize=checkpoint.normalize,
+        images=checkpoint.images,
+    )
+    generate = None
+    if checkpoint.config.can_generate:
+        generate = _generate_engine(spec, checkpoint.config, model, max_model_len, dtype, device)
+    info = _info(spec, checkpoint, model, selection, max_model_len, generate)
+    info.load_seconds = time.monotonic() - began
+    return LoadedModel(info, encode, generate)
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu or cuda[:N], found {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU, where it is exact, and the checkpoint's own on a GPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r} is not served; served are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def resolve_max_model_len(engine: EngineConfig, config: ModelConfig) -> int:
+    """The context in tokens: what is asked for, within what the positions allow."""
+    if engine.max_model_len is None:
+        return config.max_positions or engine.max_num_batched_tokens
+    limit = config.longest_context
+    if limit is not None and engine.max_model_len > limit:
+        raise ConfigError(f"max_model_len {engine.max_model_len} is beyond the model's {limit} positions")
+    return engine.max_model_len
+
+
+def _generate_engine(
+    spec: ModelSpec,
+    config: ModelConfig,
+    model: Transformer,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    assert config.decoder is not None
+    num_blocks = _num_blocks(spec.engine, config, max_model_len, dtype, device)
+    block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
+    cache = KVCache(config.decoder, num_blocks, spec.engine.block_size, dtype, device)
+    scheduler = Scheduler(block_manager, spec.engine.max_num_seqs, spec.engine.max_num_batched_tokens)
+    return Engine(
+        spec.name,
+        ModelRunner(model, cache, block_manager),
+        scheduler,
+        max_model_len=max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        pacing=Pacing(),
+    )
+
+
+def _num_blocks(
+    engine: EngineConfig, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Blocks of the pool: what the memory holds, and no more than `max_num_seqs` full sequences could use."""
+    block_bytes = config.kv_elements_per_token * dtype.itemsize * engine.block_size
+    tables = 2 if config.encoder is not None else 1
+    full = tables * -(-max_model_len // engine.block_size)  # blocks of one full-length request
+    memory = engine.kv_cache_memory or _pool_memory(engine, device)
+    num_blocks = min(memory // block_bytes, full * engine.max_num_seqs)
+    if num_blocks < full:
+        raise ConfigError(
+            f"the KV pool has room for {num_blocks} blocks, but one request of max_model_len {max_model_len} "
+            f"needs {full} ({full * block_bytes / 2**20:.0f} MiB): raise kv_cache_memory or lower max_model_len"
+        )
+    return num_blocks
+
+
+def _pool_memory(engine: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - total * (1 - engine.gpu_memory_utilization)))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_DEFAULT_CPU_POOL, available // 4)
+
+
+def _info(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    selection: Selection,
+    max_model_len: int,
+    generate: Engine | None,
+) -> ModelInfo:
+    config = checkpoint.config
+    parameters = list(model.parameters())
+    weight = parameters[0]
+    return ModelInfo(
+        name=spec.name,
+        form=config.form,
+        model_type=config.model_type,
+        parameters=sum(p.numel() for p in parameters),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        device=str(weight.device),
+        attention_backend=selection.backend.name,
+        attention_reason=selection.reason,
+        max_model_len=max_model_len,
+        max_num_seqs=spec.engine.max_num_seqs,
+        max_num_batched_tokens=spec.engine.max_num_batched_tokens,
+        block_size=spec.engine.block_size,
+        num_blocks=generate.block_manager.num_blocks if generate else 0,
+        kv_bytes_per_token=config.kv_elements_per_token * weight.element_size(),
+        embedding_size=next(iter(config.stacks.values())).hidden_size,
+        load_seconds=0.0,
+        versions={"torch": str(torch.__version__), "python": platform.python_version()},
+    )

@@ -1,0 +1,109 @@
+"""The one loop that steps all engines of a process in turn: commands in, a step of each, one frame of events out.
+
+Runs in a thread or as the main loop of a child process; knows neither text nor sockets. Whatever breaks inside a step
+ends the loop with a `failure` frame: state that may be corrupt serves nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from model.config import ConfigError
+from model.engine.loading import LoadedModel, load
+from model.engine.protocol import Abort, Channel, Commands, Events
+from model.engine.stats import EngineStats
+
+HEARTBEAT_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Engines of all models of one process over one channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.models: dict[str, LoadedModel] = {}
+
+    def run(self) -> None:
+        """Serve until told to close or until the front is gone."""
+        try:
+            self._serve()
+        except EOFError:
+            return
+        except ConfigError as error:
+            self._fail(str(error), invalid=True)
+        except Exception as error:
+            logger.exception("the engine loop broke")
+            self._fail(f"{type(error).__name__} in the engine", invalid=False)
+
+    def _serve(self) -> None:
+        while True:
+            commands = self.channel.receive(0 if self._has_work else HEARTBEAT_SECONDS)
+            if commands is not None and commands.close:
+                return
+            events = Events()
+            if commands is not None:
+                self._apply(commands, events)
+            self._step(events)
+            events.stats = [self._stats(model) for model in self.models.values()]
+            if not self._has_work:
+                self._check_idle()
+            self.channel.send(events)
+
+    @property
+    def _has_work(self) -> bool:
+        return any(m.encode.has_work or (m.generate and m.generate.has_work) for m in self.models.values())
+
+    def _apply(self, commands: Commands, events: Events) -> None:
+        if commands.load:
+            self._load(commands)
+            events.ready = True
+        for request in commands.generate:
+            engine = self.models[request.model].generate
+            assert engine is not None, f"{request.model} does not generate"
+            engine.add(request)
+        for encode in commands.encode:
+            self.models[encode.model].encode.add(encode)
+        self._abort(commands.abort, events)
+
+    def _load(self, commands: Commands) -> None:
+        for spec in commands.load:
+            self.models[spec.name] = load(spec)
+            self.channel.send(Events(loaded=[self.models[spec.name].info]))
+
+    def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
+        for abort in aborts:
+            model = self.models[abort.model]
+            events.encoded += model.encode.abort(abort.request_id, abort.reason)
+            if model.generate is not None:
+                events.tokens += model.generate.abort(abort.request_id, abort.index, abort.reason)
+
+    def _step(self, events: Events) -> None:
+        for model in self.models.values():
+            if model.generate is not None and model.generate.has_work:
+                tokens, step = model.generate.step()
+                events.tokens += tokens
+                events.steps += [step] if step else []
+            if model.encode.has_work:
+                encoded, step = model.encode.step()
+                events.encoded += encoded
+                events.steps += [step] if step else []
+
+    def _stats(self, model: LoadedModel) -> EngineStats:
+        stats = model.generate.stats() if model.generate is not None else EngineStats(model.info.name)
+        stats.waiting += model.encode.num_waiting
+        return stats
+
+    def _check_idle(self) -> None:
+        """The cheap invariants, in production too: with nothing to do, every block is free."""
+        for model in self.models.values():
+            if model.generate is not None:
+                model.generate.check_invariants()
+
+    def _fail(self, message: str, *, invalid: bool) -> None:
+        try:
+            self.channel.send(Events(failure=message, invalid=invalid))
+        except EOFError:
+            logger.warning("nobody is left to be told: %s", message)

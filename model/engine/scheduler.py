@@ -1,0 +1,196 @@
+"""Which sequences compute how many tokens in the next step. Policy only: no tensors, no clock.
+
+No prefill phase and no decode phase: every sequence catches up with its own tokens within the step's budget, the oldest
+of the highest priority first. A running sequence that gets no block takes those of the youngest of the lowest priority,
+which is computed anew later (preemption by recompute). New sequences are admitted strictly in order, and only when
+their whole prompt fits, so what fits in an empty engine always finishes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from model.engine.beam import Candidates
+from model.engine.block_manager import BlockManager
+from model.engine.sequence import Beams, Sequence, SequenceStatus
+from model.request import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    start: int  # tokens computed before this step
+    num_tokens: int  # computed in this step, from `start`
+    encode_source: bool  # the encoder runs first and its keys and values are written
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last token is computed, so that the model says what comes next."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The seam between policy and tensors: all that a step computes, in packed order."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copies: dict[int, int] = field(
+        default_factory=dict
+    )  # block to be filled: block it is copied from, before any write
+
+    @property
+    def num_tokens(self) -> int:
+        """Decoder and encoder tokens of the step."""
+        return sum(s.num_tokens + len(s.sequence.source_ids) * s.encode_source for s in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the model says next of one sequence."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    forced: bool = False  # the checkpoint's rules left no other
+    candidates: Candidates = ()  # of a beam, whose next token its search decides
+
+
+class Scheduler:
+    """Waiting and running sequences of one model."""
+
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Sequence] = []  # by Sequence.order
+        self.running: list[Sequence] = []  # by Sequence.order
+        self.num_preemptions = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence wherever it stands; its blocks are free at once."""
+        sequence.finish(reason)
+        self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished sequence: the only place where one leaves and its blocks return."""
+        queue = self.running if sequence in self.running else self.waiting
+        queue.remove(sequence)
+        self.block_manager.free(sequence)
+
+    def schedule(self, prompt_limit: int | None = None) -> SchedulerOutput:
+        """The next step; every sequence in it has its blocks. Empty only if nothing can run.
+
+        While sequences decode, prompts take at most `prompt_limit` tokens together (`model.engine.pacing`).
+        """
+        output = SchedulerOutput()
+        budget, preempted = self._schedule_running(output, prompt_limit)
+        if not preempted:
+            self._admit(output, budget)
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput, prompt_limit: int | None) -> tuple[int, bool]:
+        """Continue what runs, oldest first; returns the budget left and whether someone was preempted.
+
+        A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
+        """
+        before = self.num_preemptions
+        decoding = sum(s.num_uncomputed_tokens == 1 for s in self.running)  # one token kept for each of them
+        budget = self.max_num_batched_tokens
+        if decoding and prompt_limit is not None:
+            budget = min(budget, decoding + prompt_limit)
+        contested = bool(self.waiting) or sum(s.num_uncomputed_tokens > 1 for s in self.running) > 1
+        for sequence in list(self.running):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted by an older one in this very loop
+            decoding -= sequence.num_uncomputed_tokens == 1
+            available = budget - decoding
+            if contested and sequence.num_uncomputed_tokens > 1:
+                available = -(-available // 2)
+            num_tokens = min(sequence.num_uncomputed_tokens, available)
+            if num_tokens > 0 and self._make_room(sequence, num_tokens):
+                self._put(output, sequence, num_tokens)
+                budget -= num_tokens
+        # A search that was preempted because of its last beam takes the others with it.
+        output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
+        return budget, self.num_preemptions > before
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Preempt the youngest until `sequence` fits; False if that was itself."""
+        while not self.block_manager.can_allocate(sequence, num_tokens):
+            victims = self._together(self.running[-1])
+            for victim in victims:
+                self.running.remove(victim)
+                self.block_manager.free(victim)
+                victim.restart()
+                self.add(victim)
+            self.num_preemptions += 1
+            if sequence in victims:
+                return False
+        return True
+
+    def _admit(self, output: SchedulerOutput, budget: int) -> None:
+        """Start waiting sequences in order until one does not fit."""
+        source_budget = self.max_num_batched_tokens  # of its own: a long source must not wait for an idle decoder
+        places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
+        for sequence in list(self.waiting):
+            if sequence.status is SequenceStatus.RUNNING or self._waits_for_sibling(sequence):
+                continue  # admitted with its other beams, or later
+            together = self._together(sequence)
+            places -= sum(one.width for one in together)
+            source_budget -= len(sequence.source_ids)
+            if places < 0 or budget < len(together) or source_budget < 0 or not self._fit(together):
+                return
+            for number, one in enumerate(together):
+                self.waiting.remove(one)
+                one.status = SequenceStatus.RUNNING
+                insort(self.running, one, key=lambda s: s.order)
+                self.block_manager.reuse(one)
+                if number:
+                    self.block_manager.share_source(together[0], one)
+                num_tokens = min(one.num_uncomputed_tokens, budget - (len(together) - 1 - number))
+                self._put(output, one, num_tokens)
+                budget -= num_tokens
+
+    def _together(self, sequence: Sequence) -> list[Sequence]:
+        """The sequence, or all beams of its search: they go nowhere alone."""
+        return list(sequence.beams.members) if sequence.beams is not None else [sequence]
+
+    def _fit(self, sequences: list[Sequence]) -> bool:
+        """Whether all can be admitted at once; beams that were preempted are counted as if they shared nothing."""
+        if len(sequences) == 1:
+            return self.block_manager.can_admit(sequences[0])
+        manager = self.block_manager
+        blocks = sum(manager.blocks_for(s.num_tokens) for s in sequences)
+        return blocks + manager.blocks_for(len(sequences[0].source_ids)) <= manager.num_free
+
+    def replace_beams(self, beams: Beams, children: list[Sequence]) -> None:
+        """Let the running members of a search be followed by their continuations."""
+        for parent in beams.members:
+            self.running.remove(parent)
+            self.block_manager.free(parent)
+        beams.members[:] = children
+        beams.candidates.clear()
+        for child in children:
+            insort(self.running, child, key=lambda s: s.order)
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether the first of a request's sequences still computes the prompt, whose blocks the others then share."""
+        if sequence.index == 0 or not self.block_manager.prefix_caching:
+            return False
+        first = (s for s in self.running if s.request is sequence.request and s.index == 0)
+        return any(s.num_computed_tokens < s.num_prompt_tokens for s in first)
+
+    def _put(self, output: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
+        encode_source = sequence.needs_source
+        output.copies.update(self.block_manager.allocate(sequence, num_tokens))
+        output.scheduled.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, encode_source))

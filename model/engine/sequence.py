@@ -1,0 +1,157 @@
+"""A request being done: its tokens, how many of them are computed, the blocks they lie in, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from model.engine.beam import BeamSearch, Candidates
+from model.request import FinishReason, Request, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Beams:
+    """The sequences of a beam search; they are admitted, preempted and ended together."""
+
+    search: BeamSearch
+    members: list[Sequence] = field(default_factory=list)
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # by place among the members, for the next step
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of the `n` continuations of a request.
+
+    There are no phases: each step computes some of the tokens that are not computed yet, and when none is left the
+    model says what comes next. `source_ids` is what an encoder reads, empty for a decoder-only model.
+    """
+
+    request: Request
+    index: int
+    arrival: int  # order of arrival in the engine (beams: of their request)
+    token_ids: list[int]
+    source_ids: tuple[int, ...]
+    stop_token_ids: frozenset[int]
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of them, found in the cache
+    num_remembered_blocks: int = 0  # of its full blocks, offered to the cache
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    block_table: list[int] = field(default_factory=list)
+    cross_block_table: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    scheduled_time: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    beams: Beams | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @classmethod
+    def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> Sequence:
+        """The request's sequence `index`; with a decoder beginning, the prompt is the encoder's."""
+        begins = request.decoder_token_ids
+        stops = frozenset(request.params.stop_token_ids)
+        return cls(
+            request=request,
+            index=index,
+            arrival=arrival,
+            token_ids=list(begins or request.prompt_token_ids),
+            source_ids=request.prompt_token_ids if begins else (),
+            stop_token_ids=stops if request.params.ignore_eos else stops.union(eos_token_ids),
+        )
+
+    def searching(self) -> Sequence:
+        """The same as the only beam, so far, of a search."""
+        params = self.params
+        search = BeamSearch(
+            num_beams=params.num_beams,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_tokens=params.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
+        self.beams = Beams(search, [self])
+        return self
+
+    def fork(self, token_id: int) -> Sequence:
+        """The same with one token more, without blocks: a beam's continuation."""
+        child = replace(self, token_ids=[*self.token_ids, token_id], block_table=[], cross_block_table=[])
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.block_hashes = list(self.block_hashes)
+        return child
+
+    @property
+    def width(self) -> int:
+        """Places among the running sequences: a beam search takes all of its own from the start."""
+        return self.beams.search.num_beams if self.beams is not None and len(self.beams.members) == 1 else 1
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who is served first: priority, then arrival."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_source(self) -> bool:
+        """Whether the encoder still has to run for it."""
+        return bool(self.source_ids) and not self.cross_block_table
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether what others computed will do: its own prompt's scores need all of its rows."""
+        return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append(self, token_id: int, max_model_len: int, *, forced: bool = False) -> None:
+        """Take the next token and end where it says so; a stop id `forced` upon the last token ends nothing early."""
+        self.token_ids.append(token_id)
+        spent = self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_model_len
+        imposed = forced and spent
+        if token_id in self.stop_token_ids and (imposed or self.num_output_tokens > self.params.min_tokens):
+            self.stop_token_id = token_id
+            self.finish(FinishReason.LENGTH if imposed else FinishReason.STOP)
+        elif spent:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+
+    def restart(self) -> None:
+        """Back to waiting after its blocks were taken; everything is computed anew."""
+        self.num_computed_tokens = 0
+        self.num_remembered_blocks = 0
+        if self.beams is not None:
+            self.beams.candidates.clear()
+        self.status = SequenceStatus.WAITING

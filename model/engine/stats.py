@@ -1,0 +1,68 @@
+"""Numbers about engines, as plain data for metrics, `/info` and readiness. Stdlib only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step of one model's engine."""
+
+    model: str
+    kind: str  # "generate" or "encode"
+    seconds: float
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """The state of one model's engine after its latest step; counters count since it started."""
+
+    model: str
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0  # of them, cached_blocks hold tokens that may come again
+    cached_blocks: int = 0
+    total_blocks: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked for in the cache
+    prefix_hits: int = 0  # and found
+
+    @property
+    def used_blocks(self) -> int:
+        return self.total_blocks - self.free_blocks
+
+
+@dataclass(slots=True)
+class ModelInfo:
+    """What a loaded model turned out to be; the banner and `/info` show it."""
+
+    name: str
+    form: str  # decoder-only, encoder-decoder, encoder-only
+    model_type: str
+    parameters: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    attention_backend: str
+    attention_reason: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    embedding_size: int
+    load_seconds: float
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Health:
+    """Whether the engines answer. `live`: the step loop moves. `ready`: it also takes work. Else `reason` says why."""
+
+    live: bool
+    ready: bool
+    reason: str = ""

@@ -1,0 +1,1 @@
+"""How many requests share one Transformer: policy, execution, the asynchronous front."""

@@ -1,0 +1,102 @@
+"""An `AsyncEngine` over tiny checkpoints for the length of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from model.engine.async_engine import AsyncEngine, GenerationStream, Transport
+from model.engine.config import EngineConfig
+from model.engine.protocol import ModelSpec
+from model.engine.thread import ThreadTransport
+from model.request import FinishReason, TokenOutput
+from model.transformer import Transformer
+from tests.model.checkpoints import saved
+from tests.model.texts import bytes_tokenizer
+
+TEST_SECONDS = 120.0  # a test that takes longer hangs, however busy the machine
+
+
+def async_test(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    """Run the test on an event loop of its own, within a bound."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), TEST_SECONDS))
+
+    return run
+
+
+@asynccontextmanager
+async def served(
+    *kinds: str, transport: Callable[[], Transport] = ThreadTransport, **settings: Any
+) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(**{"kv_cache_memory": 4 << 20, "block_size": 4, "device": "cpu", **settings})
+    specs = [ModelSpec(kind, str(saved(kind).path), config) for kind in kinds]
+    engine = AsyncEngine(specs, transport, dict.fromkeys(kinds, bytes_tokenizer()))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def collect(stream: GenerationStream) -> list[TokenOutput]:
+    return [output async for output in stream]
+
+
+def ids_of(outputs: list[TokenOutput], request_id: str, index: int = 0) -> list[int]:
+    return [i for o in outputs if (o.request_id, o.index) == (request_id, index) for i in o.token_ids]
+
+
+def text_of(outputs: list[TokenOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+def ends_of(outputs: list[TokenOutput]) -> dict[tuple[str, int], FinishReason]:
+    ends: dict[tuple[str, int], FinishReason] = {}
+    for output in outputs:
+        key = (output.request_id, output.index)
+        assert key not in ends, f"{key} was heard of after its end"
+        if output.finish_reason is not None:
+            ends[key] = output.finish_reason
+    return ends
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Wait for the condition; how long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it did not come true in time"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+def idle(engine: AsyncEngine) -> bool:
+    """Nothing runs, nothing waits, and every block is free."""
+    return all(s.running == s.waiting == s.used_blocks == 0 for s in engine.stats().values())
+
+
+class Brake:
+    """Makes every decoder pass of this process slow, hang or fail; counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        self.failing = False
+        self.passes = 0
+        decode = Transformer.decode
+
+        def braked(model: Transformer, *arguments: Any, **named: Any) -> Any:
+            self.passes += 1
+            if self.failing:
+                raise RuntimeError("secret detail of the fault")
+            time.sleep(self.seconds)
+            return decode(model, *arguments, **named)
+
+        monkeypatch.setattr(Transformer, "decode", braked)

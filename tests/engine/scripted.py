@@ -1,0 +1,156 @@
+"""Engine policy without a model: a runner that computes nothing and an engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from model.engine.block_manager import BlockManager
+from model.engine.engine import Engine
+from model.engine.scheduler import SampledToken, Scheduler, SchedulerOutput
+from model.engine.sequence import SequenceStatus
+from model.request import FinishReason, Request, SamplingParams, TokenOutput
+
+VOCAB = 1000
+
+
+def next_token(source: Sequence[int], tokens: Sequence[int]) -> int:
+    """A function of everything before it, so that a token computed from other tokens shows."""
+    return crc32(repr((list(source), list(tokens))).encode()) % VOCAB
+
+
+class ScriptedRunner:
+    """Stands for `ModelRunner`: checks each step as a careful device would, and answers with `next_token`."""
+
+    def __init__(self, block_manager: BlockManager, script: Callable[..., int] = next_token) -> None:
+        self.block_manager = block_manager
+        self.script = script
+        self.steps: list[SchedulerOutput] = []
+        self.written: dict[int, object] = {}  # slot: what its keys were computed of, which is all that they depend on
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        self.steps.append(output)
+        return [self._compute(step) for step in output.scheduled]
+
+    def _compute(self, step) -> SampledToken | None:  # type: ignore[no-untyped-def]
+        sequence, stop = step.sequence, step.start + step.num_tokens
+        assert step.num_tokens > 0
+        source, salt = sequence.source_ids, sequence.request.cache_salt
+        memory = [("memory", source, at) for at in range(len(source))]
+        cross_slots = self.block_manager.slots(sequence.cross_block_table, 0, len(source))
+        if step.encode_source:
+            self.written |= zip(cross_slots, memory, strict=True)
+        keys = [(salt, source, tuple(sequence.token_ids[: at + 1])) for at in range(stop)]
+        slots = self.block_manager.slots(sequence.block_table, 0, stop)
+        self.written |= {slots[at]: keys[at] for at in range(step.start, stop)}
+        assert [self.written[slot] for slot in slots] == keys, "keys of other tokens"
+        assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
+        return SampledToken(self.script(sequence.source_ids, sequence.token_ids)) if step.samples else None
+
+
+class Harness:
+    """An engine over scripted tokens whose every step is checked, and what it has put out."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        budget: int = 32,
+        max_model_len: int = 128,
+        eos_token_ids: tuple[int, ...] = (),
+        script: Callable[..., int] = next_token,
+        prefix_caching: bool = True,
+    ) -> None:
+        blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.runner = ScriptedRunner(blocks, script)
+        self.engine = Engine(
+            "scripted",
+            self.runner,
+            Scheduler(blocks, max_num_seqs, budget),
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+        )
+        self.outputs: list[TokenOutput] = []
+
+    def add(self, request_id: str, prompt: int | Sequence[int] = 5, **settings: object) -> Request:
+        """A request of so many prompt tokens; `source` makes it one for an encoder-decoder."""
+        made = request(request_id, prompt, **settings)
+        self.engine.add(made)
+        return made
+
+    def step(self) -> list[TokenOutput]:
+        scheduler = self.engine.scheduler
+        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
+        outputs, stats = self.engine.step()
+        if stats is not None:
+            step = self.runner.steps[-1]
+            assert sum(s.num_tokens for s in step.scheduled) <= scheduler.max_num_batched_tokens
+            assert len(step.scheduled) <= scheduler.max_num_seqs
+            moved = {id(s.sequence) for s in step.scheduled}
+            assert all(id(s) in moved for s in decoding if s.status is SequenceStatus.RUNNING), "a token was held up"
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        self.engine.check_invariants()
+        self.outputs += outputs
+        return outputs
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.outputs += self.engine.abort(request_id, index, FinishReason.CANCELLED)
+        self.engine.check_invariants()
+
+    def run(self, limit: int = 5000) -> Harness:
+        """Step until nothing is left; it must then be empty."""
+        for _ in range(limit):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "the engine does not come to an end"
+        assert self.engine.block_manager.num_free == self.engine.block_manager.num_blocks
+        return self
+
+    def tokens(self, request_id: str, index: int = 0) -> list[int]:
+        mine = [o for o in self.outputs if (o.request_id, o.index) == (request_id, index)]
+        return [token for output in mine for token in output.token_ids]
+
+    def ends(self) -> dict[tuple[str, int], FinishReason]:
+        """How each sequence ended; none may end twice or speak afterwards."""
+        ends: dict[tuple[str, int], FinishReason] = {}
+        for output in self.outputs:
+            key = (output.request_id, output.index)
+            assert key not in ends, f"{key} was heard of after its end"
+            if output.finish_reason is not None:
+                ends[key] = output.finish_reason
+        return ends
+
+    @property
+    def first_steps(self) -> list[str]:
+        """Requests in the order in which they were first computed."""
+        return list(dict.fromkeys(s.sequence.request.request_id for step in self.runner.steps for s in step.scheduled))
+
+
+def request(
+    request_id: str,
+    prompt: int | Sequence[int] = 5,
+    *,
+    source: int = 0,
+    priority: int = 0,
+    deadline: float | None = None,
+    cache_salt: str = "",
+    **params: object,
+) -> Request:
+    ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    if source:
+        reads = tuple(range(500, 500 + source))
+        return Request(request_id, "scripted", reads, sampling, ids, priority, cache_salt, deadline=deadline)
+    return Request(request_id, "scripted", ids, sampling, (), priority, cache_salt, deadline=deadline)
+
+
+def expected_tokens(made: Request) -> list[int]:
+    """What a request gets if nothing ever disturbs it and no stop id comes."""
+    begins = made.decoder_token_ids
+    source, tokens = (made.prompt_token_ids, list(begins)) if begins else ((), list(made.prompt_token_ids))
+    for _ in range(made.params.max_tokens):
+        tokens.append(next_token(source, tokens))
+    return tokens[-made.params.max_tokens :]

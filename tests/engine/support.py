@@ -1,0 +1,122 @@
+"""Engines over tiny checkpoints, and a runner that keeps every row of logits it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionBackend
+from model.engine.block_manager import BlockManager
+from model.engine.engine import Engine
+from model.engine.model_runner import ModelRunner, SampledToken
+from model.engine.scheduler import Scheduler, SchedulerOutput
+from model.kv_cache import KVCache
+from model.request import Request, SamplingParams, TokenOutput
+from model.transformer import Transformer
+from tests.model.checkpoints import CPU, DECODERS, START, loaded, prompt, reference_logits
+
+
+class RecordingModel:
+    """A Transformer that remembers the hidden states of its latest decoder pass."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.hidden = torch.empty(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def decode(self, *arguments: Any) -> Tensor:
+        self.hidden = self.model.decode(*arguments)
+        return self.hidden
+
+
+class RecordingRunner(ModelRunner):
+    """`rows[request_id]`: every (position, logits) that was computed, in order, whether it was sampled from or not."""
+
+    def __init__(self, model: Transformer, cache: KVCache, block_manager: BlockManager) -> None:
+        self.recording = RecordingModel(model)
+        super().__init__(self.recording, cache, block_manager)  # type: ignore[arg-type]
+        self.rows: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        sampled = super().execute(output)
+        with torch.inference_mode():
+            logits = iter(self.recording.logits(self.recording.hidden))
+        for step in output.scheduled:
+            rows = self.rows.setdefault(step.sequence.request.request_id, [])
+            rows += [(position, next(logits)) for position in range(step.start, step.start + step.num_tokens)]
+        return sampled
+
+    def worst(self, kind: str, request: Request, output_ids: Sequence[int]) -> float:
+        """The largest difference from the reference library's full forward, over all rows of the request."""
+        begins = request.decoder_token_ids
+        ids = [*(begins or request.prompt_token_ids), *output_ids]
+        expected = reference_logits(kind, ids, request.prompt_token_ids if begins else ())
+        return max((row - expected[position]).abs().max().item() for position, row in self.rows[request.request_id])
+
+
+@dataclass
+class Running:
+    """An engine and all it put out."""
+
+    engine: Engine
+    runner: RecordingRunner
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.outputs += self.engine.step()[0]
+            self.engine.check_invariants()
+
+    def run(self, limit: int = 2000) -> Running:
+        for _ in range(limit):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work
+        assert self.engine.block_manager.num_free == self.engine.block_manager.num_blocks
+        return self
+
+    def ids(self, request_id: str, index: int = 0) -> list[int]:
+        mine = (o for o in self.outputs if (o.request_id, o.index) == (request_id, index))
+        return [token for output in mine for token in output.token_ids]
+
+
+def running(
+    kind: str,
+    *,
+    backend: AttentionBackend | None = None,
+    num_blocks: int = 200,
+    block_size: int = 4,
+    max_num_seqs: int = 32,
+    budget: int = 256,
+) -> Running:
+    model = loaded(kind, backend)
+    blocks = BlockManager(num_blocks, block_size)
+    assert model.config.decoder is not None
+    runner = RecordingRunner(model, KVCache(model.config.decoder, num_blocks, block_size, torch.float32, CPU), blocks)
+    scheduler = Scheduler(blocks, max_num_seqs, budget)
+    engine = Engine(kind, runner, scheduler, max_model_len=100, eos_token_ids=model.config.eos_token_ids)
+    return Running(engine, runner)
+
+
+def request(kind: str, request_id: str, length: int, variant: int = 0, **params: Any) -> Request:
+    """A request of `length` prompt (or source) tokens that ignores end-of-sequence ids."""
+    sampling = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **params})
+    begins = () if kind in DECODERS else (START, *prompt(variant % 4, variant))
+    return Request(request_id, kind, prompt(length, variant), sampling, begins)
+
+
+def mixed(kind: str, count: int, **params: Any) -> list[Request]:
+    """Requests of all lengths from 1 up to 40 tokens."""
+    return [request(kind, f"r{i}", 1 + (i * 17) % 40, i, max_tokens=5 + i % 9, **params) for i in range(count)]
+
+
+def add_all(run: Running, requests: Iterable[Request]) -> None:
+    for one in requests:
+        run.engine.add(one)

@@ -1,0 +1,107 @@
+"""The bound on what waits: exact, all or none, and a time to come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.config import ConfigError
+from model.engine.admission import Admission
+from model.engine.config import EngineConfig
+from model.engine.errors import QueueFullError
+
+
+def admission(*, seqs: int = 2, requests: int = 3, tokens: int = 100) -> Admission:
+    return Admission(EngineConfig(max_num_seqs=seqs, max_queued_requests=requests, max_queued_tokens=tokens))
+
+
+def refused(bound: Admission, tokens: dict[str, int], **sequences: dict[str, int]) -> QueueFullError:
+    with pytest.raises(QueueFullError) as error:
+        bound.admit(tokens, **sequences)
+    return error.value
+
+
+def test_running_and_queued_sequences_are_admitted_and_not_one_more() -> None:
+    bound = admission()
+    for i in range(5):
+        bound.admit({f"r{i}": 1})
+    assert refused(bound, {"r5": 1}).reason == "queue_requests"
+    bound.release("r0")
+    bound.admit({"r5": 1})
+
+
+def test_the_n_sequences_of_a_request_all_count() -> None:
+    bound = admission()
+    bound.admit({"a": 1}, sequences={"a": 4})
+    assert refused(bound, {"b": 1}, sequences={"b": 2}).reason == "queue_requests"
+    bound.admit({"b": 1}, sequences={"b": 1})
+
+
+def test_waiting_tokens_are_bounded_until_the_first_output() -> None:
+    bound = admission(requests=50)
+    bound.admit({"a": 60, "b": 40})
+    assert refused(bound, {"c": 1}).reason == "queue_tokens"
+    bound.started("a")
+    bound.admit({"c": 60})
+    assert refused(bound, {"d": 1}).reason == "queue_tokens"
+
+
+def test_all_or_none() -> None:
+    bound = admission()
+    bound.admit({"a": 1})
+    refused(bound, {f"r{i}": 1 for i in range(5)})
+    bound.admit({f"r{i}": 1 for i in range(4)})
+
+
+def test_an_empty_queue_takes_whatever_passed_the_limits() -> None:
+    admission().admit({"huge": 10_000}, sequences={"huge": 99})
+    admission(requests=0, tokens=0).admit({"one": 1})
+
+
+def test_release_is_harmless_twice_and_for_strangers() -> None:
+    bound = admission()
+    for i in range(5):
+        bound.admit({f"r{i}": 1})
+    for _ in range(3):
+        bound.release("r0")
+        bound.release("stranger")
+        bound.started("stranger")
+    bound.admit({"r5": 1})
+    refused(bound, {"r6": 1})
+
+
+def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("model.engine.admission.time.monotonic", lambda: now[0])
+    bound = admission(seqs=1, requests=9)
+    assert not bound._ends
+    for i in range(10):
+        bound.admit({f"r{i}": 1})
+    assert refused(bound, {"x": 1}).retry_after_s == 1.0  # nothing is known yet
+    for i in range(5):
+        now[0] += 4.0
+        bound.release(f"r{i}")
+        bound.admit({f"s{i}": 1})
+    assert refused(bound, {"x": 1}).retry_after_s == pytest.approx(4.0, rel=0.3)
+    now[0] += 10_000
+    assert refused(bound, {"x": 1}).retry_after_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int3"}, "dtype"),
+        ({"block_size": 0}, "block_size must be positive"),
+        ({"max_model_len": 0}, "max_model_len must be positive"),
+        ({"max_queued_tokens": -1}, "max_queued_tokens must not be negative"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "at least max_num_seqs"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_queue_limits_follow_from_the_batch_limits() -> None:
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=100)
+    assert (config.queued_requests_limit, config.queued_tokens_limit) == (32, 800)

@@ -1,0 +1,272 @@
+"""The asynchronous front in thread mode: every accepted request ends exactly once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from model.config import ConfigError
+from model.engine import async_engine
+from model.engine.async_engine import AsyncEngine
+from model.engine.config import EngineConfig
+from model.engine.errors import EngineDeadError, QueueFullError
+from model.engine.protocol import ModelSpec
+from model.engine.thread import ThreadTransport
+from model.request import EncodeRequest, FinishReason
+from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
+from tests.engine.support import mixed, request, running
+from tests.model.checkpoints import prompt
+from tests.model.texts import bytes_tokenizer
+
+LLAMA = "llama-gqa"
+
+
+@pytest.fixture
+def brake(monkeypatch: pytest.MonkeyPatch) -> Brake:
+    return Brake(monkeypatch)
+
+
+def endless(request_id: str, **params: object):  # type: ignore[no-untyped-def]
+    return request(LLAMA, request_id, 4, max_tokens=90, **params)
+
+
+@pytest.mark.parametrize("kind", [LLAMA, "marian", "t5-relu"])
+@async_test
+async def test_streams_give_the_engines_tokens_and_their_text(kind: str) -> None:
+    requests, direct = mixed(kind, 6), running(kind)
+    for one in requests:
+        direct.engine.add(one)
+    direct.run()
+    async with served(kind) as engine:
+        results = await asyncio.gather(*(collect(engine.submit([one])) for one in requests))
+        await until(lambda: idle(engine))
+    for one, outputs in zip(requests, results, strict=True):
+        ids = ids_of(outputs, one.request_id)
+        assert ids == direct.ids(one.request_id)
+        assert text_of(outputs) == bytes_tokenizer().decode(ids)
+        assert ends_of(outputs) == {(one.request_id, 0): FinishReason.LENGTH}
+
+
+@async_test
+async def test_a_stream_merges_requests_and_their_n_sequences() -> None:
+    first, second = request(LLAMA, "a", 5, n=3, temperature=1.0), request(LLAMA, "b", 9, max_tokens=3)
+    async with served(LLAMA) as engine:
+        outputs = await collect(engine.submit([first, second]))
+        assert set(ends_of(outputs)) == {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_two_models_share_one_loop() -> None:
+    async with served(LLAMA, "bert", "marian") as engine:
+        assert {name: info.form for name, info in engine.models.items()} == {
+            LLAMA: "decoder-only",
+            "bert": "encoder-only",
+            "marian": "encoder-decoder",
+        }
+        llama, marian, vectors = await asyncio.gather(
+            collect(engine.submit([request(LLAMA, "a", 5)])),
+            collect(engine.submit([request("marian", "b", 5)])),
+            engine.encode([EncodeRequest(f"e{i}", "bert", prompt(3 + i)) for i in range(4)]),
+        )
+    assert (len(ids_of(llama, "a")), len(ids_of(marian, "b"))) == (12, 12)
+    assert [(v.request_id, v.shape, len(v.data)) for v in vectors] == [(f"e{i}", (32,), 128) for i in range(4)]
+
+
+@async_test
+async def test_a_stop_string_ends_the_sequence_in_the_engine_too(brake: Brake) -> None:
+    async with served(LLAMA) as engine:
+        whole = text_of(await collect(engine.submit([endless("free")])))
+        stop = whole[12:15]
+        passes, brake.seconds = brake.passes, 0.01
+        outputs = await collect(engine.submit([endless("stopped", stop=(stop,))]))
+        assert text_of(outputs) == whole[: whole.index(stop)]
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, stop)
+        await until(lambda: idle(engine))
+        assert brake.passes - passes < 40  # of 90
+
+
+@async_test
+async def test_cancel_ends_a_request_once(brake: Brake) -> None:
+    brake.seconds = 0.02
+    async with served(LLAMA) as engine:
+        stream, other = engine.submit([endless("r", n=2)]), engine.submit([request(LLAMA, "other", 5)])
+        first = await anext(stream)
+        assert engine.cancel("r")
+        assert not engine.cancel("r")
+        assert not engine.cancel("nobody")
+        ends = ends_of([first, *await collect(stream)])
+        assert ends == {("r", 0): FinishReason.CANCELLED, ("r", 1): FinishReason.CANCELLED}
+        assert ends_of(await collect(other)) == {("other", 0): FinishReason.LENGTH}
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_closing_a_stream_aborts_within_a_step(brake: Brake) -> None:
+    brake.seconds = 0.05
+    async with served(LLAMA) as engine:
+        stream = engine.submit([endless("r")])
+        await anext(stream)
+        await stream.aclose()
+        await stream.aclose()
+        passes = brake.passes
+        assert await until(lambda: idle(engine)) < 2.0
+        assert brake.passes - passes <= 2
+
+
+@async_test
+async def test_a_stream_closed_before_anything_ran_leaves_nothing_behind() -> None:
+    async with served(LLAMA) as engine:
+        stream = engine.submit([endless("r")])
+        await stream.aclose()
+        assert ends_of(await collect(stream)) == {("r", 0): FinishReason.CANCELLED}
+        await collect(engine.submit([request(LLAMA, "next", 3)]))
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_deadlines_pass_while_running_and_while_waiting(brake: Brake) -> None:
+    brake.seconds = 0.03
+    async with served(LLAMA, max_num_seqs=1) as engine:
+        soon = time.monotonic() + 0.3
+        requests = [replace(endless(name), deadline=soon) for name in ("running", "waiting")]
+        results = await asyncio.gather(*(collect(engine.submit([one])) for one in requests))
+        assert time.monotonic() - soon < 1.5
+        assert [ends_of(outputs) for outputs in results] == [
+            {("running", 0): FinishReason.DEADLINE},
+            {("waiting", 0): FinishReason.DEADLINE},
+        ]
+        assert ids_of(results[0], "running")
+        assert not ids_of(results[1], "waiting")
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_DEADLINE_GRACE", 0.05)
+    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.3)
+    async with served(LLAMA, "bert") as engine:
+        brake.seconds = 2.0
+        soon = time.monotonic() + 0.2
+        stream = engine.submit([replace(endless("r"), deadline=soon)])
+        encode = asyncio.create_task(engine.encode([EncodeRequest("e", "bert", prompt(3), deadline=soon)]))
+        assert ends_of(await collect(stream)) == {("r", 0): FinishReason.DEADLINE}
+        (output,) = await encode
+        assert output.finish_reason in (FinishReason.DEADLINE, FinishReason.STOP)
+        assert time.monotonic() - soon < 1.5
+        await until(lambda: not engine.health().live, 2.0)
+        assert not engine.health().ready
+        brake.seconds = 0.0
+        await until(lambda: engine.health().ready)
+
+
+@async_test
+async def test_the_queue_is_bounded_by_requests(brake: Brake) -> None:
+    brake.seconds = 0.02
+    async with served(LLAMA, max_num_seqs=2, max_queued_requests=1) as engine:
+        streams = [engine.submit([endless(f"r{i}")]) for i in range(3)]
+        with pytest.raises(QueueFullError) as error:
+            engine.submit([endless("too-many")])
+        assert error.value.reason == "queue_requests"
+        assert error.value.retry_after_s >= 1
+        engine.cancel("r0")
+        streams.append(engine.submit([request(LLAMA, "r3", 3, max_tokens=1)]))
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
+    brake.seconds = 0.02
+    async with served(LLAMA, max_num_seqs=1, max_queued_tokens=30) as engine:
+        running_ = engine.submit([request(LLAMA, "running", 20, max_tokens=70)])
+        await anext(running_)
+        waiting = engine.submit([request(LLAMA, "waiting", 25, max_tokens=1)])
+        with pytest.raises(QueueFullError) as error:
+            engine.submit([request(LLAMA, "too-many", 6)])
+        assert error.value.reason == "queue_tokens"
+        with pytest.raises(QueueFullError):
+            await engine.encode([EncodeRequest("e", LLAMA, prompt(6))])
+        await running_.aclose()
+        assert ends_of(await collect(waiting)) == {("waiting", 0): FinishReason.LENGTH}
+        await collect(engine.submit([request(LLAMA, "now", 6)]))
+
+
+@async_test
+async def test_a_step_that_breaks_fails_all_waiters_at_once_and_the_engine_comes_back(
+    brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.2,))
+    brake.seconds = 0.02
+    async with served(LLAMA, "bert", max_num_seqs=2) as engine:
+        streams = [engine.submit([endless(f"r{i}")]) for i in range(5)]
+        await anext(streams[0])
+        encode = asyncio.create_task(engine.encode([EncodeRequest(f"e{i}", LLAMA, prompt(3)) for i in range(3)]))
+        await asyncio.sleep(0)
+        brake.failing = True
+        began = time.monotonic()
+        waiters = [*(collect(stream) for stream in streams), encode]
+        failures = await asyncio.gather(*waiters, return_exceptions=True)
+        assert time.monotonic() - began < 2.0
+        assert [type(failure) for failure in failures] == [EngineDeadError] * 6
+        assert all("secret" not in str(failure) for failure in failures)
+        health = engine.health()
+        assert (health.ready, health.reason != "") == (False, True)
+        with pytest.raises(EngineDeadError):
+            engine.submit([endless("refused")])
+        assert idle(engine)
+        brake.failing, brake.seconds = False, 0.0
+        await until(lambda: engine.health().ready)
+        assert len(ids_of(await collect(engine.submit([request(LLAMA, "again", 5)])), "again")) == 12
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_cancelling_an_encode_leaves_nothing_behind(brake: Brake) -> None:
+    brake.seconds = 0.05
+    async with served(LLAMA, max_num_seqs=1) as engine:
+        task = asyncio.create_task(engine.encode([EncodeRequest(f"a{i}", LLAMA, prompt(3)) for i in range(5)]))
+        await until(lambda: not idle(engine))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: idle(engine))
+        by_id = asyncio.create_task(engine.encode([EncodeRequest(f"e{i}", LLAMA, prompt(3)) for i in range(5)]))
+        await until(lambda: not idle(engine))
+        assert engine.cancel("e4")
+        assert [output.finish_reason for output in await by_id] == [*[FinishReason.STOP] * 4, FinishReason.CANCELLED]
+
+
+@async_test
+async def test_closing_the_engine_fails_who_waits() -> None:
+    async with served(LLAMA) as engine:
+        stream = engine.submit([endless("r")])
+        await engine.close()
+        with pytest.raises(EngineDeadError):
+            await collect(stream)
+        with pytest.raises(EngineDeadError):
+            engine.submit([endless("late")])
+
+
+@async_test
+async def test_a_folder_that_cannot_be_served_is_a_configuration_error_at_start() -> None:
+    engine = AsyncEngine([ModelSpec("x", "/nowhere/x", EngineConfig())], ThreadTransport, {})
+    with pytest.raises(ConfigError, match="x: no such folder"):
+        await engine.start()
+    assert not engine.health().ready
+    await engine.close()
+
+
+@async_test
+async def test_steps_and_stats_are_reported() -> None:
+    async with served(LLAMA) as engine:
+        steps = []  # type: ignore[var-annotated]
+        engine.on_step(steps.append)
+        await collect(engine.submit([request(LLAMA, "r", 5)]))
+        await until(lambda: idle(engine))
+        assert [step.num_tokens for step in steps] == [5] + [1] * 11
+        assert engine.stats()[LLAMA].total_blocks == engine.models[LLAMA].num_blocks

@@ -1,0 +1,197 @@
+"""Beam search inside the batch: the reference library's sequences and scores, alone and in a crowd; blocks shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.engine.beam import BeamSearch
+from model.engine.scheduler import SampledToken, SchedulerOutput
+from model.request import FinishReason, Request, SamplingParams, TokenOutput
+from tests.engine.scripted import Harness, ScriptedRunner, next_token
+from tests.engine.support import running
+from tests.model.checkpoints import START, prompt, saved
+
+SETTINGS: list[dict[str, Any]] = [
+    {"num_beams": 2},
+    {"num_beams": 4, "length_penalty": 2.0},
+    {"num_beams": 5, "length_penalty": 0.3, "early_stopping": True},
+    {"num_beams": 4, "length_penalty": -1.0, "early_stopping": "never"},
+    {"num_beams": 4, "no_repeat_ngram_size": 2},
+    {"num_beams": 3, "repetition_penalty": 1.5, "min_tokens": 6},
+]
+KINDS = ["t5-relu", "bart", "marian", "llama"]
+MAX_TOKENS = 12
+EOS = (2, 5, 17, 33)  # tiny random models do come to these, so that hypotheses end at different lengths
+
+
+def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
+    params = SamplingParams(max_tokens=MAX_TOKENS, n=settings.get("num_beams", 1), **settings)
+    ids = prompt(length, length)
+    return Request(name, kind, ids, params, () if kind == "llama" else (START,))
+
+
+@torch.inference_mode()
+def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list[int], float]]:
+    """Sequences (without padding) and scores of the reference library's beam search, best first."""
+    params = request.params
+    model = saved(kind).reference
+    settings = {
+        "num_beams": params.num_beams,
+        "length_penalty": params.length_penalty,
+        "early_stopping": params.early_stopping,
+        "no_repeat_ngram_size": params.no_repeat_ngram_size,
+        "repetition_penalty": params.repetition_penalty,
+        "min_new_tokens": params.min_tokens,
+    }
+    if request.decoder_token_ids:
+        settings["decoder_start_token_id"] = START
+    found = model.generate(
+        torch.tensor([request.prompt_token_ids]),
+        max_new_tokens=MAX_TOKENS,
+        num_return_sequences=params.num_beams,
+        do_sample=False,
+        eos_token_id=list(eos),
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **settings,
+    )
+    begin = len(request.decoder_token_ids or request.prompt_token_ids)
+    return [
+        (_until(row.tolist()[begin:], eos), score)
+        for row, score in zip(found.sequences, found.sequences_scores.tolist(), strict=True)
+    ]
+
+
+def _until(ids: list[int], eos: tuple[int, ...]) -> list[int]:
+    ends = [at for at, token in enumerate(ids) if token in eos]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def ours(outputs: list[TokenOutput], name: str) -> list[tuple[list[int], float]]:
+    mine = sorted((o for o in outputs if o.request_id == name), key=lambda o: o.index)
+    return [(o.token_ids, o.score or 0.0) for o in mine]
+
+
+def check(found: list[tuple[list[int], float]], expected: list[tuple[list[int], float]]) -> None:
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_and_scores_are_the_reference_librarys(kind: str, settings: dict[str, Any]) -> None:
+    engine = running(kind)
+    engine.engine.eos_token_ids = EOS
+    requests = [asked(kind, f"r{length}", length, **settings) for length in (5, 11)]
+    for request in requests:
+        engine.engine.add(request)
+    engine.run()
+    for request in requests:
+        check(ours(engine.outputs, request.request_id), theirs(kind, request, EOS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_same_in_a_crowd_of_others_and_when_preempted(kind: str) -> None:
+    alone = running(kind)
+    alone.engine.add(asked(kind, "beam", 9, num_beams=4))
+    alone.run()
+    crowd = running(kind, num_blocks=24, budget=16, max_num_seqs=16)
+    for number in range(6):
+        crowd.engine.add(asked(kind, f"greedy{number}", 7 + number))
+        crowd.engine.add(asked(kind, f"beam{number}", 9, num_beams=4))
+    crowd.run()
+    assert crowd.engine.scheduler.num_preemptions > 0
+    for number in range(6):
+        check(ours(crowd.outputs, f"beam{number}"), ours(alone.outputs, "beam"))
+
+
+def test_beams_share_the_prompts_blocks_and_the_source() -> None:
+    engine = running("t5-relu", num_blocks=64)
+    engine.engine.add(asked("t5-relu", "r", 24, num_beams=4))
+    engine.step(3)
+    beams = engine.engine.scheduler.running
+    assert len(beams) == 4
+    assert len({tuple(beam.cross_block_table) for beam in beams}) == 1
+    used = engine.engine.block_manager.num_blocks - engine.engine.block_manager.num_free
+    assert used <= 6 + 4  # the source once, and a block for each beam
+
+
+class BeamRunner(ScriptedRunner):
+    """Candidates instead of tokens, for policy without a model."""
+
+    def _compute(self, step) -> SampledToken | None:  # type: ignore[no-untyped-def]
+        beams = step.sequence.beams
+        made = super()._compute(step)
+        if made is None or beams is None:
+            return made
+        first = next_token(step.sequence.source_ids, step.sequence.token_ids)
+        found = [((first + offset) % 1000, -0.1 - offset) for offset in range(beams.search.num_candidates)]
+        return SampledToken(found[0][0], candidates=found)
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        size = self.block_manager.block_size
+        contents = {
+            target: [self.written.get(source * size + i) for i in range(size)]
+            for target, source in output.copies.items()
+        }
+        for target, content in contents.items():
+            self.written |= {target * size + i: one for i, one in enumerate(content)}
+        return super().execute(output)
+
+
+def beam_harness(**settings: Any) -> Harness:
+    harness = Harness(**settings)
+    harness.engine.runner = harness.runner = BeamRunner(harness.engine.block_manager)
+    return harness
+
+
+@pytest.mark.parametrize("num_blocks", [200, 22])
+def test_every_beam_reads_its_own_keys_whatever_the_pool(num_blocks: int) -> None:
+    harness = beam_harness(num_blocks=num_blocks, max_num_seqs=9)
+    for number in range(5):
+        harness.add(f"s{number}", 6, source=5, num_beams=4, n=2, max_tokens=9, seed=number)
+        harness.add(f"g{number}", 7, max_tokens=9)
+    harness.run()
+    ends = harness.ends()
+    assert len(ends) == 5 * 2 + 5
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    assert (harness.engine.scheduler.num_preemptions > 0) == (num_blocks < 200)
+
+
+def test_a_search_takes_its_places_before_it_needs_them() -> None:
+    harness = beam_harness(max_num_seqs=8)
+    for number in range(4):
+        harness.add(f"s{number}", 3, num_beams=4, max_tokens=5)
+    harness.run()  # every step checks that no more than eight run
+
+
+@pytest.mark.parametrize("when", [0, 1, 4])
+def test_an_aborted_search_ends_once_for_each_that_was_asked_for(when: int) -> None:
+    harness = beam_harness()
+    harness.add("s", 6, num_beams=4, n=3, max_tokens=20)
+    for _ in range(when):
+        harness.step()
+    harness.abort("s")
+    harness.run()
+    assert harness.ends() == {("s", index): FinishReason.CANCELLED for index in range(3)}
+    assert (len(harness.tokens("s", 0)) > 0) == (when > 0)
+
+
+def test_a_late_search_gives_what_it_has() -> None:
+    harness = beam_harness()
+    harness.add("s", 6, num_beams=2, n=2, max_tokens=20, deadline=0.0)
+    harness.step()
+    assert harness.ends() == {("s", index): FinishReason.DEADLINE for index in range(2)}
+
+
+def test_fewer_continuations_than_beams_are_enough() -> None:
+    search = BeamSearch(3, 1.0, False, 4, frozenset({9}))
+    assert search.advance([[(1, -0.5), (2, float("-inf"))]], [[]]) == [(0, 1)]
+    assert not search.done
+    assert search.advance([[(9, -0.1), (4, -0.2)]], [[1]]) == [(0, 4)]
+    assert search.finished[0].token_ids == (1, 9)
+    assert search.finished[0].score == pytest.approx(-0.6 / 2)

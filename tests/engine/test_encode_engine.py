@@ -1,0 +1,147 @@
+"""Vectors: the right ones, whatever the neighbours; batches within the budget; each input ends once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from model.engine.encode_engine import EncodeEngine
+from model.engine.model_runner import packed_input
+from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
+from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
+
+LENGTHS = (5, 30, 1, 12, 5, 22)
+
+
+def engine(kind: str = "bert", *, budget: int = 64, seqs: int = 8, normalize: bool = False) -> EncodeEngine:
+    pooling = Pooling.LAST if kind.startswith("llama") else Pooling.MEAN
+    return EncodeEngine(
+        kind, loaded(kind), CPU, max_num_seqs=seqs, max_num_batched_tokens=budget, pooling=pooling, normalize=normalize
+    )
+
+
+def inputs(**changes: object) -> list[EncodeRequest]:
+    return [EncodeRequest(f"r{i}", "m", prompt(length, i), **changes) for i, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
+
+
+def encoded(made: EncodeEngine, requests: list[EncodeRequest]) -> list[np.ndarray]:
+    for request in requests:
+        made.add(request)
+    found: dict[str, EncodeOutput] = {}
+    while made.has_work:
+        outputs, stats = made.step()
+        assert stats is not None
+        for output in outputs:
+            assert output.request_id not in found
+            found[output.request_id] = output
+    return [np.frombuffer(found[r.request_id].data, "<f4").reshape(found[r.request_id].shape) for r in requests]
+
+
+def hidden(kind: str, request: EncodeRequest) -> np.ndarray:
+    reference = saved(kind).reference
+    ids = torch.tensor([request.token_ids])
+    types = torch.tensor([request.token_type_ids or (0,) * ids.shape[1]])
+    with torch.inference_mode():
+        if kind == "bert":
+            return reference(input_ids=ids, token_type_ids=types).last_hidden_state[0].numpy()
+        if kind in DECODERS:
+            return reference.base_model(input_ids=ids).last_hidden_state[0].numpy()
+        return reference.get_encoder()(input_ids=ids).last_hidden_state[0].numpy()
+
+
+@pytest.mark.parametrize(
+    "kind", ["bert", "llama-gqa", "gpt2", "gpt-neox", "gemma", "marian", "t5-relu", "mbart", "umt5"]
+)
+def test_every_form_gives_the_reference_librarys_vectors(kind: str) -> None:
+    requests = inputs(task=EncodeTask.TOKENS)
+    for request, vectors in zip(requests, encoded(engine(kind), requests), strict=True):
+        np.testing.assert_allclose(vectors, hidden(kind, request), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        (Pooling.MEAN, lambda h: h.mean(0)),
+        (Pooling.CLS, lambda h: h[0]),
+        (Pooling.LAST, lambda h: h[-1]),
+        (None, lambda h: h.mean(0)),
+    ],
+)
+def test_pooling(pooling: Pooling | None, expected) -> None:  # type: ignore[no-untyped-def]
+    requests = inputs(pooling=pooling)
+    for request, vector in zip(requests, encoded(engine(), requests), strict=True):
+        np.testing.assert_allclose(vector, expected(hidden("bert", request)), atol=1e-5)
+
+
+def test_the_pooler() -> None:
+    (request, *_) = inputs(pooling=Pooling.POOLER)
+    with torch.inference_mode():
+        expected = saved("bert").reference(input_ids=torch.tensor([request.token_ids])).pooler_output[0]
+    np.testing.assert_allclose(encoded(engine(), [request])[0], expected, atol=1e-5)
+
+
+def test_segments_are_told_apart_and_the_default_is_the_first() -> None:
+    plain, *_ = inputs(task=EncodeTask.TOKENS)
+    first = replace(plain, request_id="first", token_type_ids=(0,) * 5)
+    mixed = replace(plain, request_id="mixed", token_type_ids=(0, 0, 1, 1, 1))
+    vectors = encoded(engine(), [plain, mixed, first])
+    np.testing.assert_array_equal(vectors[0], vectors[2])
+    np.testing.assert_allclose(vectors[1], hidden("bert", mixed), atol=1e-5)
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dimensions", [None, 8])
+def test_normalised_and_cut(normalize: bool, dimensions: int | None) -> None:
+    requests = inputs(dimensions=dimensions, normalize=normalize)
+    for request, vector in zip(requests, encoded(engine(normalize=not normalize), requests), strict=True):
+        expected = hidden("bert", request).mean(0)[:dimensions]
+        if normalize:
+            expected = expected / np.linalg.norm(expected)
+        np.testing.assert_allclose(vector, expected, atol=1e-5)
+
+
+def test_vectors_depend_on_neither_neighbours_nor_order() -> None:
+    requests = inputs()
+    together = encoded(engine(), requests)
+    alone = [encoded(engine(), [request])[0] for request in requests]
+    backwards = encoded(engine(budget=31), requests[::-1])[::-1]
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+    np.testing.assert_allclose(together, backwards, atol=1e-6)
+
+
+def test_batches_keep_the_order_and_the_budget_and_never_split() -> None:
+    made, sizes = engine(budget=20, seqs=2), []
+    for request in inputs():
+        made.add(request)
+    order = []
+    while made.has_work:
+        outputs, stats = made.step()
+        order += [output.request_id for output in outputs]
+        assert stats is not None
+        sizes.append((stats.num_tokens, stats.num_sequences))
+    assert order == [f"r{i}" for i in range(6)]
+    assert sizes == [(5, 1), (30, 1), (13, 2), (5, 1), (22, 1)]  # one beyond the budget goes alone
+
+
+def test_deadline_and_abort_end_what_waits() -> None:
+    made = engine()
+    late, gone, kept, *_ = inputs()
+    for request in (replace(late, deadline=time.monotonic() - 1), gone, kept):
+        made.add(request)
+    (aborted,) = made.abort("r1", FinishReason.CANCELLED)
+    assert made.abort("r1", FinishReason.CANCELLED) == []
+    outputs, _ = made.step()
+    ends = {output.request_id: output.finish_reason for output in [aborted, *outputs]}
+    assert ends == {"r0": FinishReason.DEADLINE, "r1": FinishReason.CANCELLED, "r2": FinishReason.STOP}
+    assert not made.has_work
+
+
+def test_packed_input_numbers_each_segment_from_zero() -> None:
+    packed = packed_input([(7, 8, 9), (4,), (5, 6)], CPU, causal=False)
+    assert packed.input_ids.tolist() == [7, 8, 9, 4, 5, 6]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 0, 1]

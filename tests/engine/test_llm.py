@@ -1,0 +1,126 @@
+"""The offline API and how a folder becomes engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import ConfigError
+from model.engine.config import EngineConfig
+from model.engine.llm import LLM
+from model.engine.loading import load, resolve_max_model_len
+from model.engine.protocol import ModelSpec
+from model.request import SamplingParams
+from tests.engine.support import request, running
+from tests.model.checkpoints import copied, loaded, prompt, reference_logits, saved
+from tests.model.texts import bytes_tokenizer
+
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+SMALL = {"kv_cache_memory": 4 << 20, "device": "cpu"}
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "marian"])
+def test_offline_generation_is_the_engines_and_becomes_text(kind: str, tmp_path: Path) -> None:
+    folder = copied(kind, tmp_path)
+    bytes_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
+    made = [request(kind, f"r{i}", 4 + i) for i in range(3)]
+    direct = running(kind)
+    for one in made:
+        direct.engine.add(one)
+    direct.run()
+    llm = LLM(folder, EngineConfig(**SMALL))
+    texts = llm.generate([one.prompt_token_ids for one in made], SamplingParams(max_tokens=12, ignore_eos=True))
+    if kind == "llama-gqa":  # the encoder-decoder starts from its start token alone here
+        assert texts == [bytes_tokenizer().decode(direct.ids(one.request_id)) for one in made]
+    assert all(texts)
+
+
+def test_offline_encoding_gives_one_vector_an_input() -> None:
+    vectors = LLM(saved("bert").path, EngineConfig(**SMALL)).encode([prompt(4), prompt(9)])
+    assert vectors.shape == (2, 32)
+    assert vectors.dtype == np.float32
+
+
+def test_what_never_fits_is_refused_offline() -> None:
+    llm = LLM(saved("llama").path, EngineConfig(**SMALL))
+    with pytest.raises(ConfigError, match="1 to 127"):
+        llm.generate([prompt(128)], SamplingParams())
+    with pytest.raises(ConfigError, match="found 0"):
+        llm.generate([()], SamplingParams())
+    with pytest.raises(ConfigError, match="1 to 64 tokens, found 65"):
+        LLM(saved("bert").path, EngineConfig(**SMALL)).encode([prompt(65)])
+    reader = LLM(saved("marian").path, EngineConfig(**SMALL, max_num_batched_tokens=64))
+    with pytest.raises(ConfigError, match="1 to 64"):
+        reader.generate([prompt(65)], SamplingParams())
+    assert reader.generate([prompt(64)], SamplingParams(max_tokens=2)) == [""]  # no tokenizer: ids only
+
+
+def test_an_encoder_does_not_generate() -> None:
+    with pytest.raises(ConfigError, match="encoder-only"):
+        LLM(saved("bert").path, EngineConfig(**SMALL)).generate([prompt(3)], SamplingParams())
+
+
+def test_text_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        LLM(saved("llama").path, EngineConfig(**SMALL)).generate(["text"], SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 500}, "beyond the model's 128 positions"),
+        ({"kv_cache_memory": 1000}, "KV pool has room for 0 blocks"),
+        ({"device": "abacus"}, "device must be"),
+        pytest.param({"device": "cuda"}, "no usable CUDA device", marks=WITHOUT_CUDA),
+    ],
+)
+def test_settings_that_do_not_fit_the_checkpoint(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(ModelSpec("m", str(saved("llama").path), EngineConfig(**{**SMALL, **settings})))
+
+
+def test_the_pool_holds_at_least_one_full_request_and_at_most_what_can_run() -> None:
+    def blocks(kind: str, **settings: object) -> int:
+        config = EngineConfig(**{**SMALL, "block_size": 16, **settings})
+        return load(ModelSpec("m", str(saved(kind).path), config)).info.num_blocks
+
+    assert blocks("llama", max_num_seqs=2, max_num_batched_tokens=64) == 2 * 8
+    assert blocks("marian", max_num_seqs=2, max_num_batched_tokens=64) == 2 * 16  # self and cross
+    one = 2 * 2 * 32 * 4 * 16  # bytes of a block: K and V, layers, width, float32, tokens
+    assert blocks("llama", kv_cache_memory=9 * one + 5) == 9
+    with pytest.raises(ConfigError):
+        blocks("llama", kv_cache_memory=8 * one - 1)
+
+
+def test_positions_without_a_limit_take_the_batch_as_context() -> None:
+    config = loaded("t5-relu").config
+    assert resolve_max_model_len(EngineConfig(max_num_batched_tokens=77, max_num_seqs=4), config) == 77
+
+
+def test_greedy_tokens_are_the_reference_librarys_argmax() -> None:
+    run = running("llama")
+    one = request("llama", "r", 6)
+    run.engine.add(one)
+    ids = run.run().ids("r")
+    logits = reference_logits("llama", [*one.prompt_token_ids, *ids])
+    assert ids == logits[5:-1].argmax(-1).tolist()
+
+
+def test_a_dynamic_rotary_model_can_be_stretched(tmp_path: Path) -> None:
+    """At exactly the served length the base is the reference library's own."""
+    kind = "llama-dynamic"
+    original = loaded(kind).config.max_positions
+    assert original is not None
+    path = copied(kind, tmp_path)
+    ids = prompt(2 * original - 1, 3)
+    llm = LLM(path, EngineConfig(max_model_len=2 * original))
+    [(_, output)] = llm.stream([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    ours = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+    theirs = reference_logits(kind, (*ids, 1)).log_softmax(-1)[:-2].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
+    with pytest.raises(ConfigError, match="is beyond the model's"):
+        LLM(path, EngineConfig(max_model_len=100 * original))

@@ -1,0 +1,125 @@
+"""The paged path against the reference library: every row of logits of every step, whatever the steps look like."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.attention.base import AttentionBackend
+from model.attention.reference import ReferenceBackend
+from model.attention.sdpa import SdpaBackend
+from model.request import Request
+from tests.engine.support import Running, add_all, mixed, request, running
+from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, reference_logits
+
+KINDS = (
+    *("llama-gqa", "llama-mqa-head-dim", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gpt2", "gpt-neox"),
+    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
+)
+BACKENDS = (SdpaBackend(), ReferenceBackend())
+CLOSE = 1e-4
+
+
+def worst(kind: str, run: Running, requests: list[Request]) -> float:
+    return max(run.runner.worst(kind, one, run.ids(one.request_id)) for one in requests)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_staggered_joins_of_mixed_lengths(kind: str, backend: AttentionBackend) -> None:
+    run, requests = running(kind, backend=backend), mixed(kind, 8)
+    for one in requests:
+        run.engine.add(one)
+        run.step(2)
+    run.run()
+    assert worst(kind, run, requests) < CLOSE
+    assert len({token for one in requests for token in run.ids(one.request_id)}) > 1
+
+
+@pytest.mark.parametrize("budget", [41, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_prompts_beside_decoding(kind: str, budget: int) -> None:
+    run = running(kind, budget=budget, max_num_seqs=6)
+    requests = mixed(kind, 8)
+    add_all(run, requests)
+    run.run()
+    assert worst(kind, run, requests) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "llama-bias", "mistral", "gpt2", "gpt-neox", "gemma", "qwen3"])
+def test_chunks_of_a_few_tokens(kind: str) -> None:
+    run = running(kind, budget=3, max_num_seqs=3)
+    requests = mixed(kind, 4)
+    add_all(run, requests)
+    run.run()
+    assert worst(kind, run, requests) < CLOSE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_and_computed_anew(kind: str) -> None:
+    run = running(kind, num_blocks=14 if kind in DECODERS else 16)
+    requests = [request(kind, f"r{i}", 6 + i, i, max_tokens=24) for i in range(5)]
+    add_all(run, requests)
+    run.run()
+    assert run.engine.stats().preemptions > 0
+    assert worst(kind, run, requests) < CLOSE
+
+
+TABLES = [(kind, "block_table") for kind in KINDS] + [
+    (kind, "cross_block_table") for kind in KINDS if kind in ENCODER_DECODERS
+]
+
+
+@pytest.mark.parametrize(("kind", "table"), TABLES)
+def test_control_one_wrong_block_id_must_show(kind: str, table: str) -> None:
+    run = running(kind)
+    requests = [request(kind, f"r{i}", 12 + i, i, max_tokens=20) for i in range(4)]
+    add_all(run, requests)
+    run.step(6)
+    assert worst(kind, run, requests) < CLOSE
+    victim, neighbour = run.engine.scheduler.running[1:3]
+    at = -2  # full, and within a window of 4
+    getattr(victim, table)[at] = getattr(neighbour, table)[at]
+    for _ in range(6):
+        run.outputs += run.engine.step()[0]
+    assert run.runner.worst(kind, victim.request, run.ids(victim.request.request_id)) > 10 * CLOSE
+    unharmed = requests[0]
+    assert run.runner.worst(kind, unharmed, run.ids(unharmed.request_id)) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "marian"])
+@pytest.mark.parametrize("budget", [41, 256])
+def test_logprobs_of_prompt_and_output_equal_the_reference_librarys(kind: str, budget: int) -> None:
+    run = running(kind, budget=budget, max_num_seqs=4, num_blocks=26)
+    requests = [request(kind, f"r{i}", 20, i + 2, max_tokens=16, logprobs=3, prompt_logprobs=2) for i in range(4)]
+    add_all(run, requests)
+    run.run()
+    for one in requests:
+        begins = one.decoder_token_ids
+        start = list(begins or one.prompt_token_ids)
+        ids = [*start, *run.ids(one.request_id)]
+        expected = reference_logits(kind, ids, one.prompt_token_ids if begins else ()).log_softmax(-1)
+        mine = [o for o in run.outputs if o.request_id == one.request_id]
+        prompt_logprobs = mine[0].prompt_logprobs
+        assert prompt_logprobs is not None
+        assert prompt_logprobs[0] is None
+        assert all(output.prompt_logprobs is None for output in mine[1:])
+        entries = [*prompt_logprobs[1:], *(entry for output in mine for entry in output.logprobs or [])]
+        assert [entry.token_id for entry in entries if entry] == ids[1:]
+        for at, entry in enumerate(entries):
+            assert entry is not None
+            assert entry.logprob == pytest.approx(expected[at, ids[at + 1]].item(), abs=1e-4)
+            assert len(entry.top) == (2 if at + 1 < len(start) else 3)
+            assert entry.top[0][1] == pytest.approx(expected[at].max().item(), abs=1e-4)
+
+
+def test_before_min_tokens_no_stop_id_is_drawn() -> None:
+    def ids(**params: object) -> list[int]:
+        run = running("llama")
+        run.engine.add(request("llama", "r", 6, **params))
+        return run.run().ids("r")
+
+    free = ids()
+    assert ids(stop_token_ids=(free[0],)) == free[:1]
+    held = ids(stop_token_ids=(free[0],), min_tokens=5)
+    assert len(held) > 5
+    assert free[0] not in held[:5]

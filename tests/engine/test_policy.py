@@ -1,0 +1,282 @@
+"""What the engine promises about who runs when and how it ends, without a model."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from model.request import FinishReason
+from tests.engine.scripted import Harness, expected_tokens, next_token
+
+
+def test_sequences_join_and_leave_a_running_batch() -> None:
+    harness = Harness()
+    harness.add("long", max_tokens=10)
+    harness.step()
+    harness.step()
+    harness.add("short", max_tokens=2)
+    assert {o.request_id for o in harness.step()} == {"long", "short"}
+    harness.step()
+    assert harness.ends() == {("short", 0): FinishReason.LENGTH}
+    harness.run()
+    assert len(harness.tokens("long")) == 10
+    assert len(harness.runner.steps) == 10  # nobody waited for anybody
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_beside_decoding() -> None:
+    harness = Harness(budget=8, max_num_seqs=4)
+    harness.add("decoding", 3, max_tokens=20)
+    harness.step()
+    made = harness.add("long", 30, max_tokens=3)
+    harness.run()
+    chunks = [s.num_tokens for step in harness.runner.steps for s in step.scheduled if s.sequence.request is made]
+    assert chunks[:4] == [7, 7, 7, 7]
+    assert sum(chunks) == 30 + 2
+    assert all(
+        any(s.sequence.request.request_id == "decoding" for s in step.scheduled) for step in harness.runner.steps[:20]
+    )
+    assert harness.tokens("long") == expected_tokens(made)
+
+
+def test_a_prompt_that_goes_first_takes_no_step_from_who_decodes() -> None:
+    harness = Harness(budget=8, max_num_seqs=8)
+    for i in range(3):
+        harness.add(f"decoding-{i}", 1, priority=1, max_tokens=30)
+    harness.step()
+    harness.add("prompt", 60, priority=0, max_tokens=1)
+    harness.run()
+    sizes = [{s.sequence.request.request_id: s.num_tokens for s in step.scheduled} for step in harness.runner.steps]
+    assert [size["prompt"] for size in sizes if "prompt" in size] == [5] * 12
+    assert len(sizes) == 30
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    harness = Harness(max_num_seqs=1)
+    for name in "abcde":
+        harness.add(name, max_tokens=2)
+    assert harness.run().first_steps == list("abcde")
+
+
+def test_a_lower_priority_number_goes_first() -> None:
+    harness = Harness(max_num_seqs=1)
+    for name, priority in (("later-1", 5), ("first", -1), ("normal-1", 0), ("later-2", 5), ("normal-2", 0)):
+        harness.add(name, priority=priority, max_tokens=2)
+    assert harness.run().first_steps == ["first", "normal-1", "normal-2", "later-1", "later-2"]
+
+
+def test_a_large_request_is_not_overtaken_forever() -> None:
+    harness = Harness(num_blocks=12, block_size=4, budget=64)
+    harness.add("running", 20, max_tokens=8)
+    harness.step()
+    harness.add("large", 40, max_tokens=2)
+    for i in range(5):
+        harness.add(f"small-{i}", 2, max_tokens=2)
+    assert harness.run().first_steps[:2] == ["running", "large"]
+
+
+def test_preemption_recomputes_to_the_same_tokens() -> None:
+    harness = Harness(num_blocks=12, block_size=4, budget=16)
+    made = [harness.add(f"r{i}", 3 + i, max_tokens=25) for i in range(5)]
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    for request in made:
+        assert harness.tokens(request.request_id) == expected_tokens(request)
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    harness = Harness(num_blocks=10, block_size=2, budget=16)
+    harness.add("oldest", 2, max_tokens=16)
+    for i in range(6):
+        harness.add(f"r{i}", 2, max_tokens=14)
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    starts = [
+        s.start for step in harness.runner.steps for s in step.scheduled if s.sequence.request.request_id == "oldest"
+    ]
+    assert starts == sorted(set(starts))
+    assert next(iter(harness.ends())) == ("oldest", 0)
+
+
+def test_a_low_priority_is_preempted_before_a_high_one_that_came_later() -> None:
+    harness = Harness(num_blocks=8, block_size=2, budget=16)
+    harness.add("low", 2, priority=9, max_tokens=10)
+    harness.add("high", 2, priority=0, max_tokens=10)
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert list(harness.ends()) == [("high", 0), ("low", 0)]
+
+
+def test_an_encoder_decoder_is_admitted_with_its_source_and_encoded_once() -> None:
+    harness = Harness(num_blocks=16, block_size=4)
+    made = harness.add("r", 1, source=10, max_tokens=6)
+    harness.step()
+    (sequence,) = harness.engine.scheduler.running
+    assert (len(sequence.cross_block_table), len(sequence.block_table)) == (3, 1)
+    harness.run()
+    assert [s.encode_source for step in harness.runner.steps for s in step.scheduled] == [True] + [False] * 5
+    assert harness.tokens("r") == expected_tokens(made)
+
+
+def test_sources_have_a_bound_of_their_own_in_a_step() -> None:
+    harness = Harness(budget=32, num_blocks=64)
+    for i in range(5):
+        harness.add(f"r{i}", 1, source=15, max_tokens=4)
+    harness.run()
+    read = [sum(len(s.sequence.source_ids) for s in step.scheduled if s.encode_source) for step in harness.runner.steps]
+    assert read[:3] == [30, 30, 15]
+    assert sum(read) == 75
+
+
+def test_encoder_decoders_wait_for_cross_blocks() -> None:
+    harness = Harness(num_blocks=6, block_size=4)
+    made = [harness.add(f"r{i}", 1, source=12, max_tokens=4) for i in range(3)]
+    harness.step()
+    assert len(harness.engine.scheduler.running) == 1  # 3 + 1 blocks of 6
+    harness.run()
+    assert all(harness.tokens(r.request_id) == expected_tokens(r) for r in made)
+
+
+def test_preempted_encoder_decoders_read_their_source_anew() -> None:
+    harness = Harness(num_blocks=10, block_size=4, budget=32)
+    made = [harness.add(f"r{i}", 1, source=6, max_tokens=14) for i in range(3)]
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert all(harness.tokens(r.request_id) == expected_tokens(r) for r in made)
+
+
+def test_deadlines_end_what_runs_and_what_waits() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.add("running", max_tokens=100, deadline=time.monotonic() + 3600)
+    harness.add("patient", max_tokens=1)
+    harness.step()
+    harness.add("waiting", deadline=time.monotonic() - 1)
+    harness.step()
+    assert harness.ends() == {("waiting", 0): FinishReason.DEADLINE}
+    (sequence,) = harness.engine.scheduler.running
+    object.__setattr__(sequence.request, "deadline", time.monotonic() - 1)
+    harness.step()
+    assert harness.ends()["running", 0] is FinishReason.DEADLINE
+    harness.run()
+    assert harness.ends()["patient", 0] is FinishReason.LENGTH
+
+
+def test_abort_frees_the_blocks_at_once_and_is_idempotent() -> None:
+    harness = Harness(max_num_seqs=2)
+    for name in "abc":
+        harness.add(name, max_tokens=50)
+    harness.step()
+    for name in ("a", "c", "a", "nobody"):
+        harness.abort(name)
+    assert harness.ends() == {("a", 0): FinishReason.CANCELLED, ("c", 0): FinishReason.CANCELLED}
+    held = {s.request.request_id for s in harness.engine.scheduler if s.block_table}
+    assert held == {"b"}
+    harness.run()
+    assert len(harness.tokens("b")) == 50
+
+
+def test_one_of_n_sequences_can_be_aborted() -> None:
+    harness = Harness()
+    harness.add("r", n=3, max_tokens=4)
+    harness.step()  # the first computes the prompt, whose blocks the others share
+    harness.step()
+    harness.abort("r", 1)
+    harness.run()
+    assert harness.ends() == {
+        ("r", 1): FinishReason.CANCELLED,
+        ("r", 0): FinishReason.LENGTH,
+        ("r", 2): FinishReason.LENGTH,
+    }
+    assert [len(harness.tokens("r", i)) for i in range(3)] == [4, 1, 4]
+
+
+def seventh(source: object, tokens: list[int]) -> int:
+    """Token `7` at each fifth place, else its place."""
+    return 7 if len(tokens) % 5 == 0 else 100 + len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "length", "reason"),
+    [
+        ({}, 1, FinishReason.STOP),  # the prompt has 5 tokens, so the first is the end-of-sequence id
+        ({"min_tokens": 1}, 6, FinishReason.STOP),
+        ({"min_tokens": 6}, 11, FinishReason.STOP),
+        ({"ignore_eos": True}, 30, FinishReason.LENGTH),
+        ({"ignore_eos": True, "stop_token_ids": (103, 106)}, 2, FinishReason.STOP),
+        ({"ignore_eos": True, "stop_token_ids": (7,)}, 1, FinishReason.STOP),
+        ({"max_tokens": 1, "min_tokens": 1}, 1, FinishReason.LENGTH),
+        ({"max_tokens": 1}, 1, FinishReason.STOP),  # an end at the last place is a stop
+        ({"ignore_eos": True, "max_tokens": 500}, 123, FinishReason.LENGTH),  # the context is full: 128 - 5
+    ],
+)
+def test_when_a_sequence_ends(settings: dict[str, object], length: int, reason: FinishReason) -> None:
+    harness = Harness(eos_token_ids=(7,), script=seventh)
+    harness.add("r", 5, **{"max_tokens": 30, **settings})
+    harness.run()
+    assert (len(harness.tokens("r")), harness.ends()["r", 0]) == (length, reason)
+    stop = harness.outputs[-1].stop_reason
+    assert stop == (harness.tokens("r")[-1] if reason is FinishReason.STOP else None)
+
+
+@pytest.mark.parametrize("source", [0, 40])
+def test_what_fits_in_an_empty_engine_finishes(source: int) -> None:
+    """Requests of the full context, each of which needs the whole pool, together with small ones."""
+    harness = Harness(num_blocks=20 if source else 10, block_size=4, budget=40, max_model_len=40)
+    made = [harness.add(f"full-{i}", 1 if source else 30, source=source, max_tokens=10) for i in range(4)]
+    made += [harness.add(f"small-{i}", 2, source=source and 2, max_tokens=38) for i in range(6)]
+    harness.run()
+    for request in made:
+        assert harness.tokens(request.request_id) == expected_tokens(request)
+
+
+@pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool) -> None:
+    chance = random.Random(seed)
+    size = chance.choice([1, 3, 4, 16])
+    context = 48
+    harness = Harness(
+        num_blocks=(2 if encoder else 1) * -(-context // size) + chance.randrange(10),
+        block_size=size,
+        max_num_seqs=chance.choice([1, 3, 8]),
+        budget=chance.choice([context, 60, 200]) if encoder else chance.choice([8, 17, 64]),
+        max_model_len=context,
+        eos_token_ids=(1, 2, 3),
+    )
+    made = {}
+    for at in range(1000):
+        event = chance.random()
+        if event < 0.12:
+            prompt = chance.randint(1, 4 if encoder else 30)
+            made[f"r{at}"] = harness.add(
+                f"r{at}",
+                [chance.randrange(VOCAB) for _ in range(prompt)],
+                source=chance.randint(1, context) if encoder else 0,
+                max_tokens=chance.randint(1, context - prompt),
+                n=chance.choice([1, 1, 1, 3]),
+                priority=chance.choice([0, 0, 1, -1]),
+                ignore_eos=chance.random() < 0.3,
+                min_tokens=chance.choice([0, 0, 5]),
+                deadline=time.monotonic() - 1 if chance.random() < 0.05 else None,
+            )
+        elif event < 0.16 and made:
+            harness.abort(chance.choice(list(made)), chance.choice([None, 0, 1]))
+        harness.step()
+    harness.run()
+    ends = harness.ends()
+    assert len(ends) == sum(request.params.n for request in made.values())  # each ended, exactly once
+    assert set(ends.values()) >= {FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE}
+    for (name, index), reason in ends.items():
+        tokens = harness.tokens(name, index)
+        assert tokens == expected_tokens(made[name])[: len(tokens)]
+        assert reason is not FinishReason.LENGTH or len(tokens) == made[name].params.max_tokens
+    if harness.engine.scheduler.max_num_seqs > 3:
+        assert harness.engine.scheduler.num_preemptions > 0
+
+
+VOCAB = 1000
+
+
+def test_control_the_script_depends_on_every_token() -> None:
+    assert len({next_token((), tokens) for tokens in ([1, 2, 3], [1, 2, 4], [3, 2, 1], [1, 2])}) == 4

@@ -1,0 +1,177 @@
+"""A hit changes nothing but time, and only within one salt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from model.engine.block_manager import BlockManager
+from model.engine.sequence import Sequence
+from model.request import Request, SamplingParams
+from tests.engine.scripted import Harness, expected_tokens, request
+from tests.engine.support import running
+from tests.model.checkpoints import START, prompt
+
+PROMPT = list(range(100, 121))  # 21 tokens: five full blocks of four, and one token over
+
+
+def cached_tokens(harness: Harness, request_id: str) -> int:
+    return max(output.cached_tokens for output in harness.outputs if output.request_id == request_id)
+
+
+def test_a_prompt_that_was_computed_is_found_again() -> None:
+    harness = Harness()
+    first, second = (harness.add(name, PROMPT, max_tokens=6) for name in "ab")
+    harness.run()
+    harness.add("c", PROMPT, max_tokens=6)
+    harness.run()
+    assert cached_tokens(harness, "a") == 0
+    assert cached_tokens(harness, "c") == 20
+    assert harness.tokens("a") == harness.tokens("c") == expected_tokens(first)
+    assert harness.tokens("b") == expected_tokens(second)
+
+
+def test_what_was_generated_is_found_by_the_next_turn() -> None:
+    harness = Harness()
+    harness.add("a", PROMPT, max_tokens=8)
+    harness.run()
+    harness.add("b", [*PROMPT, *harness.tokens("a"), 7], max_tokens=2)
+    harness.run()
+    assert cached_tokens(harness, "b") == 28  # of 30: the last token put out has no keys yet, and 7 is new
+
+
+def test_at_least_one_token_is_computed() -> None:
+    harness = Harness()
+    for name in "ab":
+        harness.add(name, PROMPT[:20], max_tokens=1)
+        harness.run()
+    assert cached_tokens(harness, "b") == 16
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "tenant"}, {"prompt": [1, *PROMPT[1:]]}])
+def test_another_salt_or_beginning_finds_nothing(other: dict[str, object]) -> None:
+    harness = Harness()
+    harness.add("a", PROMPT, max_tokens=2)
+    harness.run()
+    harness.add("b", **{"prompt": PROMPT, "max_tokens": 2, **other})  # type: ignore[arg-type]
+    harness.run()
+    assert cached_tokens(harness, "b") == 0
+
+
+def test_switched_off_nothing_is_kept() -> None:
+    harness = Harness(prefix_caching=False)
+    for name in "ab":
+        harness.add(name, PROMPT, max_tokens=2)
+        harness.run()
+    assert cached_tokens(harness, "b") == 0
+    assert harness.engine.block_manager.num_cached == 0
+
+
+def test_the_longest_unused_goes_first_and_ends_before_beginnings() -> None:
+    harness = Harness(num_blocks=12)
+    for name, start in (("a", 100), ("b", 200), ("c", 300)):  # each leaves four known blocks
+        harness.add(name, range(start, start + 17), max_tokens=1)
+        harness.run()
+    for name, start, found in (("c2", 300, 16), ("b2", 200, 16), ("a2", 100, 12)):
+        harness.add(name, range(start, start + 17), max_tokens=1)
+        harness.run()
+        assert cached_tokens(harness, name) == found
+
+
+def test_sequences_of_one_request_share_the_prompts_blocks() -> None:
+    harness = Harness(num_blocks=12)
+    made = harness.add("r", PROMPT, n=3, max_tokens=4)  # alone each would need seven blocks
+    harness.step()
+    harness.step()
+    tables = [sequence.block_table for sequence in harness.engine.scheduler.running]
+    assert len(tables) == 3
+    assert len({tuple(table[:5]) for table in tables}) == 1
+    harness.run()
+    assert all(harness.tokens("r", index) == expected_tokens(made) for index in range(3))
+    assert harness.engine.scheduler.num_preemptions == 0
+
+
+def test_who_waits_for_a_sibling_holds_up_nobody_else() -> None:
+    harness = Harness(budget=8)
+    harness.add("long", PROMPT, n=2, max_tokens=1)
+    harness.add("short", 2, max_tokens=1)
+    harness.run()
+    order = [(s.sequence.request.request_id, s.sequence.index) for step in harness.runner.steps for s in step.scheduled]
+    assert order.index(("short", 0)) < order.index(("long", 1))
+
+
+def test_a_preempted_sequence_finds_its_own_blocks() -> None:
+    harness = Harness(num_blocks=10)
+    made = [harness.add(name, 9, max_tokens=20) for name in ("a", "b")]
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert harness.engine.block_manager.num_hit_tokens > 0
+    assert [harness.tokens(one.request_id) for one in made] == [expected_tokens(one) for one in made]
+
+
+def test_clearing_makes_every_block_free() -> None:
+    harness = Harness()
+    harness.add("a", PROMPT, max_tokens=2)
+    harness.run()
+    manager = harness.engine.block_manager
+    assert manager.num_cached > 0
+    manager.clear_cache()
+    harness.engine.check_invariants()
+    assert (manager.num_cached, manager.num_free) == (0, manager.num_blocks)
+
+
+def test_a_thousand_random_steps_over_a_few_prefixes() -> None:
+    rng = random.Random(5)
+    harness = Harness(num_blocks=24, budget=16, max_num_seqs=6)
+    made = []
+    for number in range(1000):
+        if rng.random() < 0.35:
+            prefix = [rng.randrange(3)] * rng.randrange(1, 24)
+            tail = [rng.randrange(5) for _ in range(rng.randrange(1, 4))]
+            settings = {"max_tokens": rng.randrange(1, 12), "n": rng.choice((1, 1, 2)), "cache_salt": rng.choice("xy")}
+            made.append(harness.add(str(number), [*prefix, *tail], **settings))
+        if made and rng.random() < 0.05:
+            harness.abort(rng.choice(made).request_id)
+        harness.step()
+    harness.run()
+    assert harness.engine.block_manager.num_hit_tokens > 1000
+    aborted = {key[0] for key, reason in harness.ends().items() if reason == "cancelled"}
+    for one in made:
+        if one.request_id not in aborted:
+            assert all(harness.tokens(one.request_id, i) == expected_tokens(one) for i in range(one.params.n))
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5-relu", "marian"])
+def test_the_model_says_the_same_with_and_without_hits(kind: str) -> None:
+    engine = running(kind)
+    for name in ("cold", "warm"):
+        engine.engine.add(request(name, prompt(37, 1), max_tokens=8) if kind == "llama" else _translation(name))
+        engine.run()
+    assert engine.ids("cold") == engine.ids("warm")
+    if kind == "llama":
+        hits = [output.cached_tokens for output in engine.outputs if output.request_id == "warm"]
+        assert max(hits) == 36
+
+
+def _translation(name: str) -> Request:
+    return Request(name, "m", prompt(12, 3), SamplingParams(max_tokens=8, ignore_eos=True), (START, *prompt(9, 2)))
+
+
+def test_scores_of_a_prompt_are_computed_although_its_blocks_are_known() -> None:
+    engine = running("llama")
+    for name in ("cold", "warm"):
+        engine.engine.add(request(name, prompt(20, 1), max_tokens=2, prompt_logprobs=0))
+        engine.run()
+    scores = [o.prompt_logprobs for o in engine.outputs if o.prompt_logprobs is not None]
+    assert [len(one) for one in scores] == [20, 20]
+    assert scores[0][1:] == scores[1][1:]
+
+
+def test_hashes_cannot_be_made_to_meet_by_moving_a_border() -> None:
+    manager = BlockManager(4, 4)
+    digests = set()
+    for salt, source, tokens in (("a", 0, [1] * 8), ("a", 1, [1] * 8), ("", 0, [1] * 8), ("b", 0, [1] * 8)):
+        one = Sequence.of(request("r", tokens, source=source, cache_salt=salt), 0, 0, ())
+        digests.add(manager._extend_hashes(one, 0))
+    assert len(digests) == 4

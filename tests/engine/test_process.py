@@ -1,0 +1,113 @@
+"""The engine in a child process: the thread's results, and a child that neither takes others down nor is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from model.engine import async_engine
+from model.engine.errors import EngineDeadError
+from model.engine.process import ProcessTransport
+from model.request import EncodeRequest
+from tests.engine.front import async_test, collect, idle, ids_of, served, until
+from tests.engine.support import mixed, request, running
+from tests.model.checkpoints import prompt, saved
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@async_test
+async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and_is_mended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.1,))
+    requests = mixed("llama-gqa", 6, logprobs=2, prompt_logprobs=1, temperature=0.5)
+    direct = running("llama-gqa")
+    for one in requests:
+        direct.engine.add(one)
+    direct.run()
+    async with served("llama-gqa", "bert", transport=ProcessTransport) as engine:
+        outputs = await collect(engine.submit(requests))
+        (vector,) = await engine.encode([EncodeRequest("e", "bert", prompt(5))])
+        for one in requests:
+            assert ids_of(outputs, one.request_id) == direct.ids(one.request_id)
+        assert vector.shape == (32,)
+        assert sum(len(o.prompt_logprobs or ()) for o in outputs) == sum(len(r.prompt_token_ids) for r in requests)
+        await until(lambda: idle(engine))
+
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport)
+        first = transport.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)  # so that nothing can finish before it is killed
+        streams = [engine.submit([request("llama-gqa", f"lost-{i}", 5)]) for i in range(3)]
+        await asyncio.sleep(0.05)
+        os.kill(first, signal.SIGKILL)
+        began = time.monotonic()
+        failures = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        assert time.monotonic() - began < 2.0
+        assert [str(failure) for failure in failures] == ["the engine process ended by signal SIGKILL"] * 3
+        assert not engine.health().ready
+        with pytest.raises(EngineDeadError):
+            engine.submit([request("llama-gqa", "refused", 5)])
+
+        await until(lambda: engine.health().ready, 60.0)
+        outputs = await collect(engine.submit([request("llama-gqa", "again", 5)]))
+        assert len(ids_of(outputs, "again")) == 12
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport)
+        second = transport.pid
+    assert second is not None
+    assert second != first
+    assert not is_alive(second)
+
+
+PARENT = """
+import asyncio, sys
+from model.engine.async_engine import AsyncEngine
+from model.engine.config import EngineConfig
+from model.engine.process import ProcessTransport
+from model.engine.protocol import ModelSpec
+
+async def main():
+    config = EngineConfig(kv_cache_memory=4 << 20, device="cpu")
+    engine = AsyncEngine([ModelSpec("m", sys.argv[1], config)], ProcessTransport, {})
+    await engine.start()
+    print(engine.transport.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_the_child_ends_when_its_parent_is_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(saved("llama").path)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while is_alive(child):
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.02)
