@@ -1,0 +1,48 @@
+"""Train the embedded models, measure them and write their cards: `python -m model.pretrained [code] [normalize]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from model.pretrained import CHECKPOINTS, cards, evaluate, recipes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model.pretrained", description=__doc__)
+    parser.add_argument("models", nargs="*", choices=["code", "normalize", []], help="which (default: both)")
+    parser.add_argument("--work", type=Path, default=Path("out/pretrained"), help="where a run keeps its state")
+    parser.add_argument("--evaluate-only", action="store_true", help="measure the saved folders, write their cards")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    for name in arguments.models or ("code", "normalize"):
+        if not arguments.evaluate_only:
+            train = recipes.train_code if name == "code" else recipes.train_normalize
+            train(arguments.work, torch.device(arguments.device))
+        measure(name)
+
+
+def measure(name: str) -> None:
+    """Measure the saved model and write its card."""
+    folder = CHECKPOINTS / name
+    if name == "code":
+        figures = evaluate.evaluate_code(folder)
+        cards.write_code_card(folder, _parameters(folder), figures)
+        print(json.dumps({"model": name, "bits_per_byte": figures.sample, "bits_per_byte_all": figures.held_out}))
+    else:
+        exact = evaluate.evaluate_normalize(folder)
+        cards.write_normalize_card(folder, _parameters(folder), exact)
+        print(json.dumps({"model": name, "exact_match": exact}))
+
+
+def _parameters(folder: Path) -> int:
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        return sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118 (not a dict)
+
+
+if __name__ == "__main__":
+    main()

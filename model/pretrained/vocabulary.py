@@ -1,0 +1,59 @@
+"""Trains the embedded models' tokenizers. Both are byte-level BPE: any text round trips exactly.
+
+Training is deterministic for the same texts in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+
+END_OF_TEXT = "<|endoftext|>"
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+
+# A line break takes the next line's whole indentation with it, so a prompt that ends in indentation is cut as it
+# was in training. Then: a name with its space, one digit, a run of punctuation with its space, other white space.
+_CODE_PIECES = r"[\r\n]+[ \t]*| ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
+
+
+def code_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
+    """For `code`: `<|endoftext|>` (id 0) is put before every text and ends every document."""
+    split = pre_tokenizers.Split(Regex(_CODE_PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = _train(texts, pre_tokenizers.Sequence([split, to_bytes]), vocab_size, [END_OF_TEXT])
+    return _with_template(tokenizer, f"{END_OF_TEXT} $A", f"{END_OF_TEXT} $A $B:1", END_OF_TEXT)
+
+
+def normalize_tokenizer(pairs: Iterable[tuple[str, str]], vocab_size: int = 1200) -> Tokenizer:
+    """For `normalize`: one vocabulary for both sides, every digit a token, `</s>` after every text.
+
+    `<pad>` is id 0 and starts the decoder (Marian's convention), `</s>` is 1. `<unk>` is 2 and never comes up.
+    """
+    pieces = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    texts = (text for pair in pairs for text in pair)
+    tokenizer = _train(texts, pieces, vocab_size, [PAD, END, UNKNOWN])
+    return _with_template(tokenizer, f"$A {END}", f"$A $B:1 {END}:1", END)
+
+
+def _train(
+    texts: Iterable[str], pieces: pre_tokenizers.PreTokenizer, vocab_size: int, special_tokens: list[str]
+) -> Tokenizer:
+    tokenizer = Tokenizer(BPE(unk_token=UNKNOWN if UNKNOWN in special_tokens else None))
+    tokenizer.pre_tokenizer = pieces
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _with_template(tokenizer: Tokenizer, single: str, pair: str, special: str) -> Tokenizer:
+    ids = [(special, tokenizer.token_to_id(special))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+    return tokenizer
