@@ -1,0 +1,1 @@
+"""Load on engines and services, measured."""

@@ -1,0 +1,72 @@
+"""The HTTP application: an ordinary FastAPI factory over an `EngineClient`, the same under uvicorn and Ray Serve.
+
+Opening it (lifespan) loads the models, closing it releases the engines. It holds no global state: two applications
+in one process do not know of each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from service import errors
+from service.activity import Activity
+from service.client import EngineClient
+from service.config import ServiceSettings
+from service.metrics import Metrics
+from service.middleware import ContextMiddleware, GuardMiddleware
+from service.registry import Registry
+from service.routes import docs, encode, generate, huggingface, openai, operations, playground, tokens
+from service.state import Service
+
+_TASKS = {
+    **dict.fromkeys(("/generate", "/generate_stream", "/", "/v1/completions", "/v1/chat/completions"), "generate"),
+    **dict.fromkeys(("/encode", "/embed", "/rerank", "/predict", "/v1/embeddings"), "encode"),
+}
+_DESCRIPTION = (
+    "One service for all three forms of the Transformer: decoder-only, encoder-decoder, encoder-only. Errors have "
+    "one shape on every route. `X-Request-Id` is taken (1-128 of letters, digits and `._:-`; another value is "
+    "replaced) or made, and echoed."
+)
+
+
+def create_app(
+    client: EngineClient, registry: Registry, settings: ServiceSettings, metrics: Metrics | None = None
+) -> FastAPI:
+    """The application for the models of `registry`, which `client` runs."""
+    metrics = metrics or Metrics()
+    service = Service(client, registry, settings, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await service.start()
+            report = asyncio.create_task(Activity(client).report())
+            yield
+            report.cancel()
+        finally:
+            await service.close()
+
+    app = FastAPI(
+        title="triptych",
+        version=service.version,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        middleware=[
+            Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
+            Middleware(GuardMiddleware, limits=settings.limits, api_keys=settings.api_keys),
+        ],
+    )
+    app.state.service = service
+    errors.install(app)
+    for module in (generate, encode, openai, huggingface, tokens, operations, playground):
+        app.include_router(module.router)
+    docs.install(app, with_keys=bool(settings.api_keys))
+    return app

@@ -1,0 +1,173 @@
+"""Renders chat templates in a process of its own, which whoever started it can kill. Run as a file; imports nothing of
+the project.
+
+A template is a program, and neither Jinja's sandbox nor a tracing function bounds what it spends: one operation such as
+`9**9**9` or `'x' * 10**10` never comes back to the interpreter. Here the kernel bounds time (an alarm that ends the
+process), memory, files and their size; the environment is empty. Compiling happens here too: it already computes
+constants.
+
+On standard input, a socket: a length of 4 bytes (big-endian) and JSON, both ways. One request, `{template, variables,
+limit, seconds}`, gets one reply, `{"text"}` or `{"error", "message"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+READY = b"R"
+_LENGTH = struct.Struct(">I")
+_MEMORY = 512 << 20
+_FILES = 16
+_MESSAGE = 300
+
+
+class _Raised(TemplateError):
+    """The template's own refusal, by `raise_exception`."""
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks what an assistant said: its content, in a scope."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Dictionaries:
+    """`dict` without the type behind it."""
+
+    def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*values, **named)
+
+
+class _Namespace(Namespace):
+    """`namespace` without names that Python keeps for itself."""
+
+    def __init__(*args: Any, **named: Any) -> None:
+        for name in dict(*args[1:], **named):
+            _refuse_underscore(name)
+        Namespace.__init__(*args, **named)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError("names of a namespace must not begin with an underscore")
+
+
+def _raise(message: str) -> None:
+    raise _Raised(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML; templates of checkpoints expect plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As the reference library renders checkpoints' templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": _now,
+        "dict": _Dictionaries(),
+        "namespace": _Namespace,
+    }
+    del environment.globals["lipsum"]
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
+
+
+def render(source: str, variables: dict[str, Any], limit: int) -> dict[str, str]:
+    """The text, if it has at most `limit` characters, or an `error`: raised, syntax, failed, memory or length."""
+    pieces, size = [], 0
+    try:
+        for piece in _compiled(source).generate(variables):
+            size += len(piece)
+            if size > limit:
+                return {"error": "length", "message": f"more than {limit} characters"}
+            pieces.append(piece)
+        text = "".join(pieces)
+        text.encode()  # half a surrogate pair is no text
+        return {"text": text}
+    except _Raised as error:
+        return {"error": "raised", "message": str(error)[:_MESSAGE]}
+    except TemplateSyntaxError as error:
+        return {"error": "syntax", "message": f"line {error.lineno}: {error.message}"[:_MESSAGE]}
+    except MemoryError:
+        return {"error": "memory", "message": f"more than {_MEMORY >> 20} MiB"}
+    except Exception as error:
+        return {"error": "failed", "message": type(error).__name__}
+
+
+def _confine() -> None:
+    for kind, bound in (
+        (resource.RLIMIT_AS, _MEMORY),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, _FILES),
+    ):
+        resource.setrlimit(kind, (bound, bound))
+
+
+def _take(channel: socket.socket, size: int) -> bytes:
+    """So many bytes; fewer when the other side is gone."""
+    data = bytearray()
+    while len(data) < size and (part := channel.recv(size - len(data))):
+        data += part
+    return bytes(data)
+
+
+def _serve(channel: socket.socket, answer: Callable[..., dict[str, str]]) -> None:
+    while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
+        request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # nobody handles it: the kernel ends the process
+        reply = json.dumps(answer(request["template"], request["variables"], request["limit"])).encode()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.sendall(_LENGTH.pack(len(reply)) + reply)
+
+
+def main() -> None:
+    """Serve until the other side closes."""
+    channel = socket.socket(fileno=0)
+    _confine()
+    channel.sendall(READY)
+    _serve(channel, render)
+
+
+if __name__ == "__main__":
+    main()

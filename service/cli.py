@@ -1,0 +1,215 @@
+"""`triptych`: serve, generate, encode, inspect. Usage and configuration errors are one line and exit 2.
+
+Everything heavy is imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from model.config import ConfigError
+from service import options
+
+_MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, or the name of an embedded model"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script."""
+    arguments = argparse.Namespace(verbose=False)
+    try:
+        arguments, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is not known{options.nearest(unknown[0], arguments.flags)}")
+        code = arguments.command(arguments)
+    except ConfigError as error:
+        if arguments.verbose:
+            raise
+        print(f"triptych: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers.")
+    _add_verbose(parser, default=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_serve(commands)
+    _add_generate(commands)
+    _add_encode(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="start the HTTP service", description="Start the HTTP service.")
+    parser.add_argument(
+        "models", nargs="*", metavar="[NAME=]PATH", help="checkpoint folders (default: the embedded models)"
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings and models of a file (TRIPTYCH_CONFIG)")
+    options.add_arguments(parser, options.OPTIONS)
+    _add_verbose(parser)
+    parser.set_defaults(command=_serve, flags=_flags(parser))
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue or translate a text, offline")
+    parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
+    parser.add_argument("prompt", metavar="PROMPT")
+    parser.add_argument("--max-tokens", type=int, default=128, help="(default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(default: 1)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="(default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="(default: 1)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    _add_engine(parser)
+    _add_verbose(parser)
+    parser.set_defaults(command=_generate, flags=_flags(parser))
+
+
+def _add_encode(commands: Any) -> None:
+    parser = commands.add_parser("encode", help="texts to vectors, offline, one JSON line each")
+    parser.add_argument("--model", metavar="[NAME=]PATH", help=f"{_MODEL} (default: embed)")
+    parser.add_argument("texts", nargs="+", metavar="TEXT")
+    _add_engine(parser)
+    _add_verbose(parser)
+    parser.set_defaults(command=_encode, flags=_flags(parser))
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser("inspect", help="the anatomy of a checkpoint")
+    parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: all embedded models)")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens that a decode step attends to (default: 1024)"
+    )
+    parser.add_argument("--memory", default="1GiB", help="KV memory to fill with sequences (default: 1GiB)")
+    parser.add_argument("--json", action="store_true", help="the same as JSON, one line a model")
+    parser.add_argument("--attention", metavar="TEXT", help="write a page of every head's attention over the text")
+    parser.add_argument("--out", default="attention.html", metavar="FILE", help="where (default: attention.html)")
+    _add_verbose(parser)
+    parser.set_defaults(command=_inspect, flags=_flags(parser))
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    options.add_arguments(parser, (options.BY_NAME["device"], options.BY_NAME["dtype"]))
+
+
+def _add_verbose(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
+    """Before the command or behind it."""
+    text = "show tracebacks of configuration errors"
+    parser.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from service import serving
+
+    file = arguments.config or os.environ.get("TRIPTYCH_CONFIG")
+    settings, file_models = options.from_file(Path(file)) if file else ({}, {})
+    settings |= options.from_environment(os.environ)
+    settings |= options.from_arguments(arguments, options.OPTIONS)
+    models = {name: {"path": path} for name, path in (_named(text) for text in arguments.models)}
+    if len(models) < len(arguments.models):
+        raise ConfigError("two models have the same name: give them others with NAME=PATH")
+    return serving.serve(models or file_models or _embedded(), settings)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from model.engine.llm import LLM
+    from model.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
+        stop=tuple(arguments.stop),
+    )
+    llm = LLM(Path(_named(arguments.model or "code")[1]), _engine(arguments))
+    for _, output in llm.stream([arguments.prompt], params):
+        print(output.text, end="", flush=True)
+    print()
+    return 0
+
+
+def _encode(arguments: argparse.Namespace) -> int:
+    import json
+
+    from model.engine.llm import LLM
+
+    llm = LLM(Path(_named(arguments.model or "embed")[1]), _engine(arguments))
+    for text, vector in zip(arguments.texts, llm.encode(arguments.texts), strict=True):
+        print(json.dumps({"text": text, "embedding": [round(float(value), 7) for value in vector]}))
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from service import inspection
+
+    if arguments.attention is not None:
+        name, path = _named(arguments.model or "embed")
+        inspection.write_attention(name, Path(path), arguments.attention, Path(arguments.out))
+        return 0
+    memory = options.Option("memory", options.byte_size, None, "").read(arguments.memory, "--memory")
+    wanted = dict([_named(arguments.model)]) if arguments.model else {n: m["path"] for n, m in _embedded().items()}
+    for name, path in wanted.items():
+        report = inspection.print_json if arguments.json else inspection.show
+        report(name, Path(path), context=arguments.context, memory=memory)
+    return 0
+
+
+def _engine(arguments: argparse.Namespace) -> Any:
+    from model.engine.config import EngineConfig
+
+    return EngineConfig(**options.from_arguments(arguments, (options.BY_NAME["device"], options.BY_NAME["dtype"])))
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Name and folder of `[NAME=]PATH`; without a name the folder's own, and embedded models by theirs alone."""
+    name, equals, path = text.partition("=")
+    if not equals:
+        embedded = _embedded()
+        if text in embedded and not Path(text).exists():
+            return text, embedded[text]["path"]
+        name, path = Path(text).resolve().name, text
+    if not name or not path:
+        raise ConfigError(f"expected [NAME=]PATH, found {text!r}")
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"{path}: no such folder; expected a Hugging Face checkpoint folder or one of {', '.join(_embedded())}"
+        )
+    return name, path
+
+
+def _embedded() -> dict[str, dict[str, Any]]:
+    from model.pretrained import embedded_models
+
+    return {name: {"path": str(path)} for name, path in embedded_models().items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The service under Ray Serve: one deployment, whose replica is the application itself. The only file that imports Ray.
+
+Tokens leave by the replica's own HTTP reply, through Serve's HAProxy or its proxy; the engines are a child process of
+the replica. `service.ray_environment` must have prepared the environment before this module is imported.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from model.config import ConfigError
+from model.engine.errors import EngineDeadError
+from model.engine.stats import ModelInfo
+from service import log_pipe, logs
+from service.ray_environment import request_timeout_s, write_error_pages
+from service.runtime import (
+    KEEP_ALIVE_SECONDS,
+    OnReady,
+    Ready,
+    ServeConfig,
+    base_url,
+    build_app,
+    build_registry,
+    listening,
+    service_of,
+)
+
+NAME = "triptych"
+_LOG = "log"  # the replicas' stderr, in the session's folder
+_SPARE_REQUESTS = 256  # beyond what the engines queue: health, metrics, requests that will be refused
+_STOP_MARGIN = 15.0
+_CONTROL_SECONDS = 30.0  # for a question to the replicas
+_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger("triptych.ray")
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+os.register_at_fork(after_in_child=_unblock_signals)  # what Ray starts must not inherit `_Signals.held`
+
+
+@serve.ingress()
+class Replica:
+    """One replica. It counts as ready when its models are loaded; a failure to load them fails its start."""
+
+    def __init__(self, config: ServeConfig, log: str | None = None) -> None:
+        """`log`: the named pipe that is to be stderr (`service.log_pipe`)."""
+        if log is not None:
+            log_pipe.adopt(Path(log))
+        logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
+        self._app = build_app(config)
+        self._service = service_of(self._app)
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        lifespan = self._app.router.lifespan_context(self._app)
+        await lifespan.__aenter__()
+        return _Mounted(self._app, lifespan)
+
+    async def check_health(self) -> None:
+        """Raises when the step loop does not move; Serve then replaces the replica."""
+        self._service.check_live()
+
+    async def models(self) -> dict[str, ModelInfo]:
+        return dict(self._service.client.models)
+
+    async def drain(self) -> None:
+        """Refuse new work, and return when what runs has ended or run out of time."""
+        await self._service.drain()
+
+
+class _Mounted:
+    """The application with its lifespan already begun: Serve would hide why one fails to begin."""
+
+    def __init__(self, app: ASGIApp, lifespan: AbstractAsyncContextManager[Any]) -> None:
+        self._app = app
+        self._lifespan = lifespan
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._lifespan.__aexit__(None, None, None)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first ends whatever the main thread does by `SystemExit`, even in the middle of Ray."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+
+    def take(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, self._stop)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals wait for the end of the block: inside `ray.init` the handlers of Ray's C++ part would abort us."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            yield
+        finally:
+            self.take()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def ignore(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def exit_code(self, stopped: SystemExit) -> int:
+        """128 + the signal's number; raises `stopped` again if there was no signal."""
+        if self._received is None:
+            raise stopped
+        return 128 + self._received
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        raise SystemExit(128 + number)
+
+
+def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
+    """Serve on a Ray of its own until a signal; as `service.runtime.run`, which is how to call it."""
+    build_registry(config)  # what is wrong with a folder is said before Ray starts
+    config = _resolved(config)
+    signals = _Signals()
+    signals.take()
+    try:
+        with log_pipe.printing(folder / _LOG), _session(folder, signals):
+            replicas = _deploy(config, folder)
+            models = replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
+            on_ready(Ready(_url(config), _ingress(), models))
+            _serve_until_stopped(replicas, config)
+    except SystemExit as stopped:
+        return signals.exit_code(stopped)
+
+
+def _serve_until_stopped(replicas: DeploymentHandle[Any], config: ServeConfig) -> NoReturn:
+    try:
+        while True:
+            signal.pause()
+    except SystemExit:
+        logger.info("draining")
+        settings = config.settings
+        timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
+        try:
+            replicas.broadcast("drain").results(timeout_s=timeout)
+        except (RayError, TimeoutError) as error:
+            logger.warning("a replica did not drain: %s", type(error).__name__)
+        raise
+
+
+def _deploy(config: ServeConfig, folder: Path) -> DeploymentHandle[Any]:
+    """Start Serve and the replicas, and return a handle for questions; raises what a replica's loading raised."""
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    options = HTTPOptions(
+        host=config.settings.host,
+        port=config.settings.port,
+        request_timeout_s=request_timeout_s(config),
+        keep_alive_timeout_s=KEEP_ALIVE_SECONDS,
+    )
+    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
+    write_error_pages(folder)
+    application = _deployment(config).bind(config, str(folder / _LOG))
+    try:
+        handle = serve.run(application, name=NAME, logging_config=quiet)
+    except RuntimeError as error:
+        raise _cause(error) from None
+    handle._init(_run_router_in_separate_loop=True)  # this process has no event loop for it
+    return handle
+
+
+def _deployment(config: ServeConfig) -> serve.Deployment:
+    """The limits that Serve enforces lie beyond those of the service, which answers first and says why."""
+    engines = [spec.engine for spec in config.models]
+    decorate: Callable[[Any], serve.Deployment] = serve.deployment(
+        name=NAME,
+        num_replicas=config.replicas,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=sum(e.max_num_seqs + e.queued_requests_limit for e in engines) + _SPARE_REQUESTS,
+        max_queued_requests=_SPARE_REQUESTS,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=5),
+        graceful_shutdown_timeout_s=math.ceil(config.settings.drain_timeout_s + _STOP_MARGIN),
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        max_constructor_retry_count=1,
+    )
+    return decorate(Replica)
+
+
+@contextmanager
+def _session(folder: Path, signals: _Signals) -> Iterator[None]:
+    """A Ray of our own on this machine; other sessions are neither joined nor touched."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        with signals.held():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_STORE_BYTES,
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
+        yield
+    finally:
+        signals.ignore()
+        with redirect_stdout(io.StringIO()):  # Ray prints that its controller, which it killed, is dead
+            _end_ray()
+
+
+def _end_ray() -> None:
+    try:
+        if ray.is_initialized():  # Serve would start a Ray to have one to shut down
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def _resolved(config: ServeConfig) -> ServeConfig:
+    """With what only this process can decide: a port that is free, and whether a person reads its stderr."""
+    with listening(config.settings) as listener:
+        port = listener.getsockname()[1]
+    log_format = config.settings.log_format
+    if log_format == "auto":
+        log_format = "plain" if sys.stderr.isatty() else "json"
+    return replace(config, settings=replace(config.settings, port=port, log_format=log_format))
+
+
+def _url(config: ServeConfig) -> str:
+    return base_url(config.settings.host, config.settings.port)
+
+
+def _ingress() -> str:
+    haproxy = os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    return f"Ray {ray.__version__} Serve, {'HAProxy' if haproxy else 'its own proxy'}"
+
+
+def _cause(error: RuntimeError) -> Exception:
+    """What a replica raised while it started, out of the text that Serve keeps of it."""
+    deployments = (one for app in serve.status().applications.values() for one in app.deployments.values())
+    text = "\n".join([str(error), *(one.message for one in deployments)])
+    found = re.search(r"\b(ConfigError|EngineDeadError): (.+)", text)
+    if found is None:
+        return EngineDeadError(f"Ray Serve could not start the service: {text.strip().splitlines()[-1]}")
+    return ConfigError(found[2]) if found[1] == "ConfigError" else EngineDeadError(found[2])

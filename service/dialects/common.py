@@ -1,0 +1,125 @@
+"""What the dialects share: their bodies' base, refused fields, and errors that name the client's own fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from service.context import REQUEST_ID_PATTERN
+from service.errors import NOT_SUPPORTED, ApiError, from_validation
+from service.registry import ServedModel
+from service.schemas.types import Body
+
+B = TypeVar("B", bound=Body)
+
+_KEPT_SEED = 2**63  # native seeds are below it
+
+
+class DialectBody(BaseModel):
+    """A foreign body: exact types, finite numbers, null for every optional field, unknown fields ignored."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+    )
+
+
+class Extended(DialectBody):
+    """What this service adds to every dialect, by its own names."""
+
+    model: str | None = Field(
+        None,
+        description="Which loaded model answers; may be left out when only one can serve the task.",
+        examples=["code"],
+    )
+    timeout_s: float | None = Field(None, description="As in /generate.", examples=[30.0])
+    request_id: str | None = Field(
+        None, pattern=REQUEST_ID_PATTERN, description="As in /generate.", examples=["my-request-1"]
+    )
+
+
+class Refused:
+    """Metadata of a field that is not served: null and `harmless` values pass, anything else is a 400 naming it."""
+
+    def __init__(self, *harmless: object) -> None:
+        self._harmless = (None, *harmless)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        shown = ", ".join("null" if one is None else repr(one) for one in self._harmless)
+        return {"description": f"Not served: taken only as {shown}.", "examples": [None]}
+
+    def _check(self, value: object) -> object:
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self._harmless):
+            return value
+        raise PydanticCustomError(NOT_SUPPORTED, "")
+
+
+Never = Annotated[Any, Refused()]  # only null
+NotTrue = Annotated[Any, Refused(False)]
+NotFilled = Annotated[Any, Refused([], {}, "")]
+
+
+def native(model: type[B], fields: Mapping[str, Any]) -> B:
+    """A native body of those fields that are not None, held to all its bounds; `ApiError` names native fields (see
+    `speaking`). It goes through JSON so that errors are those of a native request to the letter.
+    """
+    try:
+        return model.model_validate_json(msgspec.json.encode({k: v for k, v in fields.items() if v is not None}))
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False), {}) from None
+
+
+@contextmanager
+def speaking(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside that name native fields come out naming the client's (`names`: native to foreign)."""
+    try:
+        yield
+    except ApiError as error:
+        raise _renamed(error, names) from None
+
+
+def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    any_name = re.compile(rf"(?<![\w.'])({'|'.join(map(re.escape, names))})(?!\w| tokens)")
+
+    def rename(text: str) -> str:
+        return any_name.sub(lambda found: names[found[1]], text)
+
+    return ApiError(
+        error.status,
+        rename(error.message),
+        type=error.type,
+        code=error.code,
+        param=None if error.param is None else rename(error.param),
+        headers=error.headers,
+        reason=error.reason,
+    )
+
+
+def sampled(temperature: float | None, served: ServedModel) -> float | None:
+    """The temperature of a dialect that samples by default: as asked, as the checkpoint says, else 1."""
+    if temperature is None and "temperature" not in served.checkpoint.sampling_defaults:
+        return 1.0
+    return temperature
+
+
+def native_seed(seed: int | None) -> int | None:
+    """Other APIs take negative seeds; each gets one of ours."""
+    return None if seed is None else seed % _KEPT_SEED
+
+
+def native_top_k(top_k: int | None) -> int | None:
+    """Others write -1 for off."""
+    return 0 if top_k == -1 else top_k

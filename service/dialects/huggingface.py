@@ -1,0 +1,239 @@
+"""Hugging Face's servers: text-generation-inference (`/`, `/generate`, `/generate_stream`) and
+text-embeddings-inference (`/embed`, `/rerank`, `/predict`).
+
+Of finish_reasons their API knows `eos_token`, `stop_sequence` and `length`; a deadline or a cancel shows as `length`,
+the one that means cut short. As there, a stop text stays in the output and generation is greedy unless a field asks for
+sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from service.dialects.common import native, native_seed
+from service.dialects.huggingface_bodies import (
+    EmbedBody,
+    GenerateParameters,
+    PredictBody,
+    RerankBody,
+    TextGenerationBody,
+)
+from service.encode_plan import EncodePlan
+from service.replies import Generation, Json
+from service.schemas.bodies import EncodeBody, GenerateBody
+
+GENERATE_NAMES = {
+    "prompt": "inputs",
+    "max_tokens": "parameters.max_new_tokens",
+    "prompt_logprobs": "parameters.top_n_tokens",
+    "logprobs": "parameters.top_n_tokens",
+    **{
+        name: f"parameters.{name}"
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "seed",
+            "stop",
+        )
+    },
+}
+ENCODE_NAMES = {"input": "inputs"}
+
+_SAMPLING = ("temperature", "top_k", "top_p", "typical_p")
+
+
+def generate(asked: TextGenerationBody, *, stream: bool | None = None) -> GenerateBody:
+    """What a text generation asks for; `stream` overrules the body. Raises `ApiError` in native names."""
+    parameters = asked.parameters or GenerateParameters.model_validate({})
+    fields: dict[str, Any] = {name: getattr(asked, name) for name in ("model", "timeout_s", "request_id")}
+    fields |= {name: getattr(parameters, name) for name in ("top_k", "top_p", "typical_p", "stop")}
+    fields |= {name: getattr(parameters, name) for name in ("repetition_penalty", "frequency_penalty")}
+    fields |= {
+        "prompt": asked.inputs,
+        "stream": asked.stream if stream is None else stream,
+        "max_tokens": parameters.max_new_tokens,
+        "temperature": _temperature(parameters),
+        "num_beams": 1,
+        "seed": native_seed(parameters.seed),
+        "include_stop": True,
+        "return_token_ids": True,
+        "logprobs": parameters.top_n_tokens or 0,
+    }
+    if parameters.details and parameters.decoder_input_details:
+        fields["prompt_logprobs"] = 0
+    return native(GenerateBody, fields)
+
+
+class TextGeneration:
+    """Replies and events of text generation; an event for each token, the last with the whole text. `as_list`: a reply
+    stands in a list of one, as at `/`.
+    """
+
+    done = b""
+
+    def __init__(self, generation: Generation, asked: TextGenerationBody, *, as_list: bool = False) -> None:
+        self._plan = generation.plan
+        self._parameters = asked.parameters or GenerateParameters.model_validate({})
+        self._prefix = asked.inputs if self._parameters.return_full_text else ""
+        self._as_list = as_list
+        self._text = ""
+        self._count = 0
+
+    def events(self, event: Json) -> Iterable[Json]:
+        [delta] = event["choices"]
+        self._text += delta["text"]
+        entries = delta.get("logprobs") or []
+        for place, entry in enumerate(entries, start=1):
+            last = place == len(entries)
+            self._count += 1
+            shown = self._token(entry) | {"text": delta["text"] if last else ""}
+            ended = last and delta["finish_reason"] is not None
+            yield self._event(shown, entry["top"], delta if ended else None)
+        if not entries and delta["finish_reason"] is not None:
+            nothing = {"id": 0, "text": delta["text"], "logprob": 0.0, "special": True}
+            yield self._event(nothing, [], delta)
+
+    def reply(self, reply: Json) -> object:
+        [choice] = reply["choices"]
+        found: Json = {"generated_text": self._prefix + choice["text"]}
+        if self._parameters.details:
+            found["details"] = self._details(choice)
+        return [found] if self._as_list else found
+
+    def _event(self, token: Json, top: Sequence[Json], ended: Json | None) -> Json:
+        event: Json = {"index": self._count, "token": token}
+        if self._parameters.top_n_tokens:
+            event["top_tokens"] = [self._token(one) for one in top]
+        event |= {"generated_text": None, "details": None}
+        if ended is not None:
+            event["generated_text"] = self._prefix + self._text
+            event["details"] = self._ending(ended, self._count) | {"input_length": self._plan.prompt_tokens}
+        return event
+
+    def _details(self, choice: Json) -> Json:
+        entries = choice.get("logprobs") or []
+        details = self._ending(choice, len(entries))
+        details |= {"prefill": self._prefill(choice), "tokens": [self._token(entry) for entry in entries]}
+        if self._parameters.top_n_tokens:
+            details["top_tokens"] = [[self._token(one) for one in entry["top"]] for entry in entries]
+        return details
+
+    def _ending(self, choice: Json, tokens: int) -> Json:
+        params = self._plan.requests[0].params
+        seed = params.seed if params.temperature else None
+        return {"finish_reason": _finish(choice), "generated_tokens": tokens, "seed": seed}
+
+    def _prefill(self, choice: Json) -> list[Json]:
+        found = []
+        ids = self._plan.requests[0].prompt_token_ids
+        for token_id, entry in zip(ids, choice.get("prompt_logprobs") or (), strict=False):
+            logprob = entry and entry["logprob"]
+            found.append({"id": token_id, "text": self._token_text(token_id), "logprob": logprob})
+        return found
+
+    def _token_text(self, token_id: int) -> str:
+        tokenizer = self._plan.served.tokenizer
+        return tokenizer.token_text(token_id) if tokenizer is not None else ""
+
+    def _token(self, entry: Json) -> Json:
+        special = self._is_special(entry["id"], entry["text"])
+        return {"id": entry["id"], "text": entry["text"], "logprob": entry["logprob"], "special": special}
+
+    def _is_special(self, token_id: int, text: str) -> bool:
+        tokenizer = self._plan.served.tokenizer
+        return bool(text) and tokenizer is not None and not tokenizer.decode([token_id])
+
+
+def embed(asked: EmbedBody) -> EncodeBody:
+    """What an embedding asks for."""
+    fields = _encode_fields(asked) | {"input": asked.inputs, "dimensions": asked.dimensions}
+    return native(EncodeBody, fields | {"normalize": asked.normalize is not False})
+
+
+def embed_reply(plan: EncodePlan, reply: Json) -> object:
+    """One vector for each input, in a list even for a single one."""
+    return [item["embedding"] for item in reply["data"]]
+
+
+def rerank(asked: RerankBody) -> EncodeBody:
+    """The logits of each text beside the query."""
+    pairs = [{"text": asked.query, "text_pair": text} for text in asked.texts]
+    return native(EncodeBody, _encode_fields(asked) | {"input": pairs, "output": "logits"})
+
+
+def rerank_reply(asked: RerankBody) -> Callable[[EncodePlan, Json], object]:
+    """Best first. The score of several classes is that of the last, the one for `relevant`."""
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        found = []
+        for item, text in zip(reply["data"], asked.texts, strict=True):
+            scores = item["scores"] if asked.raw_scores else probabilities(item["scores"])
+            named = {"text": text} if asked.return_text else {}
+            found.append({"index": item["index"], "score": scores[-1], **named})
+        return sorted(found, key=lambda one: -one["score"])
+
+    return show
+
+
+def predict(asked: PredictBody) -> EncodeBody:
+    """The logits of each input."""
+    several = asked.inputs if _is_batch(asked) else [asked.inputs]
+    pairs = [[one] if isinstance(one, str) else one for one in several]
+    inputs = [{"text": pair[0], "text_pair": pair[1] if len(pair) == 2 else None} for pair in pairs]
+    return native(EncodeBody, _encode_fields(asked) | {"input": inputs, "output": "logits"})
+
+
+def predict_reply(asked: PredictBody) -> Callable[[EncodePlan, Json], object]:
+    """Each input's classes with their scores, best first; of a single input not in a further list."""
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        found = [_classes(item["scores"], reply["labels"], raw=bool(asked.raw_scores)) for item in reply["data"]]
+        return found if _is_batch(asked) else found[0]
+
+    return show
+
+
+def probabilities(logits: Sequence[float]) -> list[float]:
+    """Of one class by the logistic function, of several by softmax."""
+    if len(logits) == 1:
+        return [1 / (1 + math.exp(-logits[0])) if logits[0] > -700 else 0.0]
+    top = max(logits)
+    weights = [math.exp(one - top) for one in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _classes(logits: Sequence[float], labels: Sequence[str], *, raw: bool) -> list[Json]:
+    scores = logits if raw else probabilities(logits)
+    found = [{"score": score, "label": label} for score, label in zip(scores, labels, strict=True)]
+    return sorted(found, key=lambda one: -float(one["score"]))
+
+
+def _is_batch(asked: PredictBody) -> bool:
+    return not isinstance(asked.inputs, str) and isinstance(asked.inputs[0], list)
+
+
+def _encode_fields(asked: EmbedBody | RerankBody | PredictBody) -> Json:
+    side = (asked.truncation_direction or "right").lower()
+    fields = {name: getattr(asked, name) for name in ("model", "timeout_s", "request_id")}
+    return fields | {"truncate": side if asked.truncate else None}
+
+
+def _temperature(parameters: GenerateParameters) -> float | None:
+    """Greedy unless some field asks for sampling, then 1 unless told."""
+    given = [getattr(parameters, name) for name in _SAMPLING]
+    if not parameters.do_sample and all(one is None for one in given):
+        return 0.0
+    return 1.0 if parameters.temperature is None else parameters.temperature
+
+
+def _finish(choice: Json) -> str:
+    if choice["finish_reason"] != "stop":
+        return "length"
+    return "stop_sequence" if isinstance(choice.get("stop_reason"), str) else "eos_token"

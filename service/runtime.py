@@ -1,0 +1,220 @@
+"""How the application is run: what to serve as plain data, the application made of it, and uvicorn around that.
+
+`run` serves until SIGTERM or SIGINT and returns the exit code. The first signal drains: /readyz turns red, new work is
+refused, what runs may end within `drain_timeout_s`; the second one ends at once. Imports no Ray: that is
+`service.deployments`, chosen by `ServeConfig.runtime`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from model.checkpoint import read_checkpoint
+from model.config import ConfigError
+from model.engine.async_engine import AsyncEngine
+from model.engine.process import ProcessTransport
+from model.engine.protocol import ModelSpec
+from model.engine.stats import ModelInfo
+from model.tokenizer import Tokenizer
+from service import logs
+from service.app import create_app
+from service.chat import ChatTemplate
+from service.config import ServiceSettings
+from service.http import cancel_all
+from service.metrics import Metrics
+from service.registry import Registry, ServedModel
+from service.state import Service
+
+KEEP_ALIVE_SECONDS = 75  # an idle connection is kept so long
+_CLOSE_SECONDS = 5  # what is still being answered after the drain gets so long
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What is served and how; plain data, which travels to Ray's replicas as it is."""
+
+    models: tuple[ModelSpec, ...]
+    settings: ServiceSettings = field(default_factory=ServiceSettings)
+    runtime: Literal["ray", "local"] = "ray"
+    replicas: int = 1
+    haproxy: bool = True  # under Ray: Serve's HAProxy ingress where its binary is found, else its own proxy
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("there is no model to serve")
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, found {self.replicas}")
+        if self.replicas > 1 and self.runtime == "local":
+            raise ConfigError(f"replicas must be 1 with the local runtime, found {self.replicas}; use --runtime ray")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What there is to tell when the first request can be served."""
+
+    url: str
+    ingress: str  # who listens, in words
+    models: Mapping[str, ModelInfo]
+
+
+OnReady = Callable[[Ready], None]
+
+
+def run(config: ServeConfig, on_ready: OnReady) -> int:
+    """Serve until a signal; 128 + its number. Raises `ConfigError`, or `EngineDeadError` when loading fails."""
+    logs.setup(config.settings.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if config.runtime == "local":
+        return uvloop.run(_serve(config, on_ready))
+    from service import ray_environment
+
+    with ray_environment.prepared(config) as folder:
+        from service.deployments import run_ray  # reads the environment when it is imported
+
+        return run_ray(config, folder, on_ready)
+
+
+def build_registry(config: ServeConfig) -> Registry:
+    """The models' folders, read but for their weights; raises `ConfigError`."""
+    return Registry(_served(spec) for spec in config.models)
+
+
+def build_app(config: ServeConfig) -> FastAPI:
+    """The application over engines in a child process, which starts when the application's lifespan does."""
+    registry = build_registry(config)
+    client = AsyncEngine(config.models, ProcessTransport, {model.name: model.tokenizer for model in registry})
+    return create_app(client, registry, config.settings, Metrics())
+
+
+def service_of(app: FastAPI) -> Service:
+    """The parts of an application of `build_app`."""
+    service = app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+@contextmanager
+def listening(settings: ServiceSettings) -> Iterator[socket.socket]:
+    """A socket bound to the configured address (port 0: a free one); `ConfigError` where that cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    both = settings.host == "::" and socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(
+            (settings.host, settings.port), family=family, backlog=2048, dualstack_ipv6=both
+        )
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from None
+    with listener:
+        yield listener
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine finds the service."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _served(spec: ModelSpec) -> ServedModel:
+    folder = Path(spec.path)
+    return ServedModel(
+        spec.name,
+        read_checkpoint(folder),
+        Tokenizer.from_folder(folder),
+        spec.engine,
+        ChatTemplate.from_folder(folder),
+    )
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first asks to end, the second insists."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+        self.exit_code = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        if self.asked.is_set():
+            self.insisted.set()
+        self.asked.set()
+        self.exit_code = 128 + number
+
+
+async def _serve(config: ServeConfig, on_ready: OnReady) -> int:
+    """HTTP answers from the start; while the models load it says so."""
+    signals = _Signals()
+    app = build_app(config)
+    lifespan = app.router.lifespan_context(app)
+    with listening(config.settings) as listener:
+        async with _http(app, listener):
+            if await _unless(signals.asked, lifespan.__aenter__()):
+                try:
+                    url = base_url(config.settings.host, listener.getsockname()[1])
+                    on_ready(Ready(url, "uvicorn", service_of(app).client.models))
+                    await signals.asked.wait()
+                    await _unless(signals.insisted, service_of(app).drain())
+                finally:
+                    await lifespan.__aexit__(None, None, None)
+    return signals.exit_code
+
+
+async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Whether `work` came to its end; once `signalled` is set it is cancelled, and waited for."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(signalled.wait())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        await cancel_all((task, watch))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: `_Signals` has them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _http(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve `app` on `listener` inside the block, without its lifespan."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # the application writes its own
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        )
+    )
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving

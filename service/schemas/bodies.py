@@ -1,0 +1,265 @@
+"""The bodies that clients send. Bounds that an operator can set (`Limits`) are checked in `service.limits`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from service.context import REQUEST_ID_PATTERN
+from service.schemas.types import (
+    MAX_INT,
+    Body,
+    EncodeInput,
+    Prompt,
+    TextOrIds,
+    TextOrTexts,
+    TokenId,
+    TokenIds,
+)
+
+ModelName = Annotated[
+    str | None,
+    Field(
+        description="Which loaded model answers; may be left out when only one can serve the task.",
+        examples=["code"],
+    ),
+]
+RequestId = Annotated[
+    str | None,
+    Field(
+        pattern=REQUEST_ID_PATTERN,
+        description="Names this request in reply, log and `DELETE /requests/{id}`; wins over `X-Request-Id`.",
+        examples=["my-request-1"],
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="Seconds until the request is ended with finish_reason `deadline`; default and most: 600.",
+        examples=[30.0],
+    ),
+]
+
+
+class GenerateBody(Body):
+    """Continue a prompt (decoder-only) or answer it (encoder-decoder)."""
+
+    model: ModelName = None
+    prompt: Prompt = Field(
+        description="Text, token ids, or up to 32 of either. Text gets the tokenizer's special tokens, ids are "
+        "taken as they are.",
+        examples=["def fibonacci(n):", ["import os", "import sys"], [1, 42, 7], [[1, 42], [1, 7]]],
+    )
+    decoder_prompt: TextOrIds | None = Field(
+        None,
+        description="Encoder-decoder only: what follows the decoder's start token, taken as already generated and "
+        "not returned unless `echo`.",
+        examples=["2024-", [5, 9]],
+    )
+    target_language: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        description="Encoder-decoder with language tokens (NLLB, mBART, M2M-100): the output's language, by the "
+        "tokenizer's own code. The output begins behind it.",
+        examples=["fra_Latn", "fr_XX", "fr"],
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="Most tokens to generate. Default: the checkpoint's, else 256, cut to what the context leaves.",
+        examples=[64],
+    )
+    min_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT, description="End-of-sequence and stops are ignored before so many.", examples=[0]
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="Divides the logits; 0 (or less than 0.0001) is greedy. Default: the checkpoint's, else 0.",
+        examples=[0.8],
+    )
+    top_k: int | None = Field(
+        None, ge=0, le=MAX_INT, description="Sample among the k most likely; 0: off.", examples=[40]
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Sample among the fewest tokens holding this much probability.",
+        examples=[0.95],
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest.", examples=[0.05]
+    )
+    typical_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Sample among the tokens whose surprise is nearest to the expected, holding this much probability.",
+        examples=[0.9],
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        le=2**63 - 1,
+        description="The same request and seed give the same tokens whatever runs beside it. Default: random.",
+        examples=[7],
+    )
+    n: int = Field(1, ge=1, le=MAX_INT, description="Choices for each prompt, at most 8.", examples=[1, 2])
+    num_beams: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="More than 1, at most 8: beam search, whose n best hypotheses come at its end. Not with sampling, "
+        "stop texts or log-probabilities. Default: the checkpoint's, else 1.",
+        examples=[4],
+    )
+    length_penalty: float | None = Field(
+        None,
+        ge=-10,
+        le=10,
+        description="Beam search compares score / length ** length_penalty: above 0 favours long answers. Default: the "
+        "checkpoint's, else 1.",
+        examples=[1.0],
+    )
+    early_stopping: Literal[True, False, "never"] | None = Field(
+        None,
+        description="Beam search ends with num_beams hypotheses (true), when none is likely to get better (false), or "
+        "only when none can (never). Default: the checkpoint's, else false.",
+        examples=[False],
+    )
+    stop: TextOrTexts | None = Field(
+        None,
+        description="Up to 4 texts of 1 to 256 characters that end the output before them.",
+        examples=["\n\n", ["\nclass ", "\ndef "]],
+    )
+    stop_token_ids: list[TokenId] = Field(
+        default_factory=list, description="Up to 128 ids that end the output.", examples=[[2]]
+    )
+    include_stop: bool = Field(False, description="Keep the stop text in the output.", examples=[False])
+    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence id.", examples=[False])
+    repetition_penalty: float | None = Field(
+        None,
+        ge=0.01,
+        le=100,
+        description="Above 1 makes tokens of prompt and output less likely. Default: the checkpoint's, else 1.",
+        examples=[1.1],
+    )
+    no_repeat_ngram_size: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="No run of so many tokens comes twice; 0: off. Default: the checkpoint's, else 0.",
+        examples=[3],
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Subtracted from the logits of tokens in the output.", examples=[0.0]
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="The same, times how often each occurs.", examples=[0.0]
+    )
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, description="Added to the logits of up to 300 token ids.", examples=[{"42": -5.0}]
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="Log-probability of each output token under the model's own distribution, with so many (at "
+        "most 20) likeliest alternatives.",
+        examples=[3],
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_INT, description="The same for the prompt; its first entry is null.", examples=[0]
+    )
+    echo: bool = Field(
+        False,
+        description="Put the prompt before the output (encoder-decoder: the decoder_prompt).",
+        examples=[False],
+    )
+    return_token_ids: bool = Field(
+        False, description="Return ids beside text; a model without a tokenizer always does.", examples=[True]
+    )
+    skip_special_tokens: bool = Field(
+        True, description="Leave special tokens such as end-of-sequence out of the text.", examples=[True]
+    )
+    stream: bool = Field(False, description="Answer as server-sent events.", examples=[False])
+    timeout_s: Timeout = None
+    priority: int = Field(
+        0, ge=-100, le=100, description="Lower is served first; first come, first served within one.", examples=[0]
+    )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Only requests of one salt (and, where keys are configured, one key) share computed prefixes.",
+        examples=["tenant-7"],
+    )
+    request_id: RequestId = None
+
+
+class EncodeBody(Body):
+    """Turn inputs into vectors."""
+
+    model: ModelName = None
+    input: EncodeInput = Field(
+        description="Text, token ids, pairs of texts, image files, or up to 256 of a kind (16,384 tokens together).",
+        examples=["a cat", ["a cat", "a dog"], [101, 4937, 102], [{"text": "a cat?", "text_pair": "a dog"}]],
+    )
+    output: Literal["embedding", "tokens", "logits"] = Field(
+        "embedding",
+        description="One vector for each input, one for each of its tokens, or a classifier's logits, before any "
+        "softmax, over the reply's `labels`.",
+        examples=["embedding"],
+    )
+    pooling: Literal["default", "mean", "cls", "last", "pooler"] = Field(
+        "default",
+        description="How token vectors become one; `default` is the checkpoint's own.",
+        examples=["default", "mean"],
+    )
+    normalize: bool | None = Field(
+        None, description="Scale vectors to length 1; default: as the checkpoint says.", examples=[True]
+    )
+    dimensions: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="Keep only so many leading dimensions (for models trained for it).",
+        examples=[128],
+    )
+    truncate: Literal[False, "left", "right"] = Field(
+        False,
+        description="Which end of a too long input is cut; false: it is refused. Special tokens are kept, and the "
+        "item of a cut input says `truncated`.",
+        examples=[False, "right"],
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float",
+        description="Numbers, or base64 of little-endian float32.",
+        examples=["float"],
+    )
+    timeout_s: Timeout = None
+    request_id: RequestId = None
+
+
+class TokenizeBody(Body):
+    """Text to token ids, as a prompt or an input would be tokenised."""
+
+    model: ModelName = None
+    text: str = Field(description="The text.", examples=["def f(x):"])
+    text_pair: str | None = Field(None, description="A second text, read with the first.", examples=["a dog"])
+    add_special_tokens: bool = Field(True, description="As for a prompt.", examples=[True])
+    return_texts: bool = Field(False, description="Also return each token as text.", examples=[True])
+
+
+class DetokenizeBody(Body):
+    """Token ids to text."""
+
+    model: ModelName = None
+    token_ids: TokenIds = Field(description="The ids, at most max_model_len.", examples=[[1, 42, 7]])
+    skip_special_tokens: bool = Field(False, description="Leave special tokens out.", examples=[False])

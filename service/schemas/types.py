@@ -1,0 +1,108 @@
+"""Building blocks of the bodies: the strict base, bounded numbers, and unions told apart by their first element.
+
+Members of a union carry tags of the form `<name>`; `service.errors` leaves them out of the `param` it shows, so
+that an error names `prompt[1][5]`. Lists fail at their first bad element.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+MAX_INT = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+
+
+class Body(BaseModel):
+    """A request body: exact types, finite numbers, no unknown field."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+    )
+
+
+class Reply(BaseModel):
+    """A reply; written by hand where speed matters, always of this shape."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class TextPair(Body):
+    """Two texts that a model reads as one input, such as a question and a passage."""
+
+    text: str = Field(min_length=1, description="The first text.", examples=["What is Ray?"])
+    text_pair: str | None = Field(None, min_length=1, description="The second text.", examples=["Ray is a framework."])
+
+
+class ImageFile(Body):
+    """An image file for a vision model."""
+
+    image: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=["iVBORw0KGgo="])
+
+
+Images = Annotated[list[ImageFile], Field(min_length=1, fail_fast=True)]
+TextPairs = Annotated[list[TextPair], Field(min_length=1, fail_fast=True)]
+
+
+def _shape(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "<texts>"
+    if isinstance(first, dict | Body):
+        return (
+            "<images>" if isinstance(first, ImageFile) or (isinstance(first, dict) and "image" in first) else "<pairs>"
+        )
+    return "<id_lists>" if isinstance(first, list) else "<ids>"
+
+
+def _text_shape(value: Any) -> str | None:
+    return "<texts>" if isinstance(value, list) else _shape(value)
+
+
+def _union(expected: str) -> Discriminator:
+    return Discriminator(_shape, custom_error_type="union_type", custom_error_message=f"Input should be {expected}")
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[TokenIdLists, Tag("<id_lists>")],
+    _union("a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+EncodeInput = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[TokenIdLists, Tag("<id_lists>")]
+    | Annotated[TextPairs, Tag("<pairs>")]
+    | Annotated[Images, Tag("<images>")],
+    _union("a string, or a list of strings, token ids, lists of token ids, {text, text_pair} or {image} objects"),
+]
+TextOrIds = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")],
+    _union("a string or a list of token ids"),
+]
+TextOrTexts = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Text], Tag("<texts>")],
+    Discriminator(
+        _text_shape,
+        custom_error_type="union_type",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]

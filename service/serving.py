@@ -1,0 +1,119 @@
+"""`triptych serve`: settings become a `ServeConfig`, it runs, and a banner says what there is once it is ready."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from model.config import ConfigError
+from model.engine.config import EngineConfig
+from model.engine.errors import EngineDeadError
+from model.engine.protocol import ModelSpec
+from model.engine.stats import ModelInfo
+from service import runtime
+from service.config import Limits, ServiceSettings
+from service.options import ENGINE_OPTIONS
+from service.state import version
+
+_ROUTES = (
+    "/generate /encode /v1/completions /v1/chat/completions /v1/embeddings /v1/models /tokenize /detokenize /info "
+    "/metrics /livez /readyz /docs"
+)
+_EXAMPLES = {  # by form: what the curl line at the end asks
+    "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
+    "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),
+    "encoder-only": ("/encode", '{{"model": "{name}", "input": "a cat on a mat"}}'),
+}
+
+
+def serve(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> int:
+    """Serve the models (name -> `path` and engine settings) until a signal; the exit code."""
+    began = time.monotonic()
+    config = configuration(models, settings)
+
+    def on_ready(ready: runtime.Ready) -> None:
+        print(banner(ready, config, time.monotonic() - began), file=sys.stderr, flush=True)
+
+    print(f"triptych {version()}: loading {', '.join(models)} ({config.runtime} runtime)", file=sys.stderr, flush=True)
+    try:
+        return runtime.run(config, on_ready)
+    except EngineDeadError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        return 1
+
+
+def configuration(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> runtime.ServeConfig:
+    """Settings by option name, as `service.options` reads them; a model's own win over those for all."""
+    shared = _engine_settings(settings)
+    specs = tuple(
+        ModelSpec(name, str(model["path"]), EngineConfig(**{**shared, **_engine_settings(model)}))
+        for name, model in models.items()
+    )
+    if not specs:
+        raise ConfigError("no model to serve: give a checkpoint folder")
+    service = {name: settings[name] for name in ("host", "port", "api_keys", "log_format") if name in settings}
+    if "drain_timeout" in settings:
+        service["drain_timeout_s"] = settings["drain_timeout"]
+    return runtime.ServeConfig(
+        models=specs,
+        settings=ServiceSettings(limits=Limits(), **service),
+        runtime=settings.get("runtime", "ray"),
+        replicas=settings.get("replicas", 1),
+        haproxy=settings.get("haproxy", "auto") == "auto",
+    )
+
+
+def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) -> str:
+    """What an operator wants to know, and a line to paste."""
+    settings = config.settings
+    engines = {spec.name: spec.engine for spec in config.models}
+    versions = next(iter(ready.models.values())).versions
+    lines = [
+        "",
+        f"triptych {version()} on {ready.url}  ({ready.ingress}; "
+        + ", ".join(f"{name} {number}" for name, number in versions.items())
+        + ")",
+        "",
+        *(line for info in ready.models.values() for line in _model_lines(info, engines[info.name])),
+        "",
+        f"  keys    {'required' if settings.api_keys else 'none: anyone who reaches this port may ask'}",
+        f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
+        f"deadline {settings.limits.request_timeout_s:g} s; all of them in /info",
+        f"  routes  {_ROUTES}",
+        "",
+        f"ready in {seconds:.1f} s. Open {ready.url} in a browser, or try:",
+        f"  {_example(ready, bool(settings.api_keys))}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _model_lines(info: ModelInfo, engine: EngineConfig) -> list[str]:
+    lines = [
+        f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, {info.dtype}, "
+        f"{info.weight_bytes / 1e6:.0f} MB on {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
+    ]
+    limits = f"context {info.max_model_len}, {info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
+    if info.num_blocks:
+        tokens = info.num_blocks * info.block_size
+        per_request = info.max_model_len * (2 if info.form == "encoder-decoder" else 1)
+        lines.append(
+            f"  {'':<10} KV {info.num_blocks} blocks x {info.block_size} = {tokens:,} tokens "
+            f"({tokens * info.kv_bytes_per_token / 1e6:.0f} MB): {tokens // per_request} full-length requests"
+        )
+    queue = f"queue {engine.queued_requests_limit} requests, {engine.queued_tokens_limit} tokens"
+    return [*lines, f"  {'':<10} {limits}, {queue}"]
+
+
+def _example(ready: runtime.Ready, with_key: bool) -> str:
+    info = next(iter(ready.models.values()))
+    path, body = _EXAMPLES[info.form]
+    key = "-H 'Authorization: Bearer KEY' " if with_key else ""
+    return f"curl {ready.url}{path} {key}-H 'Content-Type: application/json' -d '{body.format(name=info.name)}'"
+
+
+def _engine_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {option.name: settings[option.name] for option in ENGINE_OPTIONS if option.name in settings}

@@ -1,0 +1,124 @@
+"""Server-sent events: frames, keep-alive comments, and an end of the work whatever ends the stream.
+
+A stream is `data: {json}` frames as a `Rendering` makes them, the last with an error object where it failed, then the
+rendering's end (`data: [DONE]`).
+Frames are sent as the client takes them; nothing is buffered here. A client that is gone, or takes nothing for
+`stall_s`, ends the stream. In every case the job is closed once, from the one `finally` of `EventStream.__call__`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from model.engine.errors import EngineError
+from model.request import FinishReason
+from service.client import GenerationStream
+from service.config import Limits
+from service.errors import ApiError, engine_failed, internal, log_unexpected
+from service.http import cancel_all, until_disconnect
+from service.jobs import Job
+from service.replies import Generation, Rendering
+
+_KEEPALIVE = b": keep-alive\n\n"
+
+
+def frame(value: object) -> bytes:
+    """One event; JSON holds no line break."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def generation_events(
+    generation: Generation, stream: GenerationStream, job: Job, rendering: Rendering
+) -> AsyncIterator[bytes]:
+    """The frames of a generation: those for each output, an error's, the end."""
+    failure: ApiError | None = None
+    try:
+        async for output in stream:
+            delta = generation.absorb(output)
+            if output.finish_reason is FinishReason.ERROR:
+                failure = engine_failed()
+                break
+            event = {**generation.head(), "choices": [delta]}
+            if generation.ended:
+                event |= generation.tail()
+            for shown in rendering.events(event):
+                yield frame(shown)
+            if generation.ended:
+                break
+    except EngineError:
+        failure = engine_failed()
+    except Exception as error:
+        log_unexpected(error)
+        failure = internal()
+    if failure is None and not generation.ended:
+        failure = engine_failed()
+    if failure is not None:
+        job.end(FinishReason.ERROR)
+        yield frame(failure.body())
+    if rendering.done:
+        yield rendering.done
+
+
+class EventStream(Response):
+    """Sends `events` to the client and closes `job` when that ends, for whatever reason."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], job: Job, limits: Limits) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._events = events
+        self._job = job
+        self._limits = limits
+        self._lock = asyncio.Lock()
+        self._last_sent = time.monotonic()
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    def init_headers(self, headers: object = None) -> None:
+        """As the base class, without the content-length of the empty body."""
+        super().init_headers(headers)  # type: ignore[arg-type]
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            work = (self._pump(send), self._keep_alive(send), until_disconnect(receive))
+            tasks = [asyncio.create_task(one) for one in work]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            try:
+                await cancel_all(tasks)
+            finally:
+                await self._job.aclose()
+        for task in done:
+            error = task.exception()
+            if error is not None and not isinstance(error, OSError):  # TimeoutError (a stall) is one
+                raise error
+
+    async def _pump(self, send: Send) -> None:
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        interval = self._limits.stream_keepalive_s
+        while True:
+            idle = time.monotonic() - self._last_sent
+            if idle >= interval:
+                await self._send(send, {"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
+                idle = 0.0
+            await asyncio.sleep(interval - idle)
+
+    async def _send(self, send: Send, message: Message) -> None:
+        """Raises `TimeoutError` when the client has taken nothing for `stream_stall_s`."""
+        async with asyncio.timeout(self._limits.stream_stall_s), self._lock:
+            await send(message)
+            self._last_sent = time.monotonic()

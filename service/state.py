@@ -1,0 +1,100 @@
+"""The one application's parts, held together for its routes, and whether it takes new work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib import metadata
+
+from starlette.requests import Request
+
+from model.engine.stats import ModelInfo
+from service.chat_process import RenderPool
+from service.client import EngineClient
+from service.config import ServiceSettings
+from service.encode_plan import EncodePlanner
+from service.errors import scrub, unavailable
+from service.jobs import Jobs
+from service.metrics import Metrics
+from service.plan import GeneratePlanner
+from service.registry import Registry
+from service.tokenizing import TokenizerThreads
+
+
+class Service:
+    """Everything a route needs; `create_app` keeps it as `app.state.service`."""
+
+    def __init__(self, client: EngineClient, registry: Registry, settings: ServiceSettings, metrics: Metrics) -> None:
+        self.client = client
+        self.registry = registry
+        self.settings = settings
+        self.limits = settings.limits
+        self.metrics = metrics
+        self.jobs = Jobs(client, metrics)
+        self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
+        self.renderers = RenderPool(self.limits.chat_template_s)
+        self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads)
+        self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
+        self.created = int(time.time())
+        self.version = version()
+        self._draining = False
+
+    async def start(self) -> None:
+        """Load the models; raises as `EngineClient.start`."""
+        self.client.on_step(self.metrics.step)
+        await self.client.start()
+        self.metrics.loaded(self.client.models, self.version)
+
+    async def close(self) -> None:
+        self.threads.close()
+        await asyncio.to_thread(self.renderers.close)
+        await self.client.close()
+
+    def begin_drain(self) -> None:
+        """Refuse new work from now on and turn /readyz red; what runs goes on."""
+        self._draining = True
+
+    async def drain(self) -> None:
+        """`begin_drain`, then wait for what runs, at most `drain_timeout_s`; cancel the rest."""
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await self.jobs.wait_idle()
+        except TimeoutError:
+            self.jobs.cancel_all()
+            await self.jobs.wait_idle()
+
+    def model_info(self, name: str) -> ModelInfo:
+        """What the engine knows of a served model; 503 while it is not loaded."""
+        info = self.client.models.get(name)
+        if info is None:
+            raise unavailable(f"model {name} is not loaded yet", "not_ready")
+        return info
+
+    def check_ready(self) -> None:
+        """Raise a 503 with the reason while no work is taken."""
+        if self._draining:
+            raise unavailable("the service is draining and takes no new requests", "draining")
+        health = self.client.health()
+        if not health.ready:
+            raise unavailable(scrub(health.reason) or "the models are not ready", "not_ready")
+
+    def check_live(self) -> None:
+        """Raise a 503 with the reason when the engines' step loop does not move."""
+        health = self.client.health()
+        if not health.live:
+            raise unavailable(scrub(health.reason) or "the engines do not move", "not_live")
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def version() -> str:
+    """Of the installed distribution."""
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"

@@ -1,0 +1,252 @@
+"""What each dialect refuses: status, field and code, and that a good request right after is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from service.config import Limits, ServiceSettings
+from tests.service.dialects.support import BRACKETS, chat_app, talker
+from tests.service.support import App, ask, check_accounts, make_app, run, samples, served, word_tokenizer
+from tests.service.test_bad_requests import check_error
+
+C, M, V = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+G, E = "/generate", "/encode"
+HELLO = [{"role": "user", "content": "Hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    C: {"model": "gen", "prompt": "ab", "max_tokens": 2},
+    M: {"model": "chat", "messages": HELLO, "max_tokens": 2},
+    V: {"model": "enc", "input": "w1"},
+    "/": {"model": "gen", "inputs": "ab", "parameters": {"max_new_tokens": 2}},
+    "/generate_stream": {"model": "gen", "inputs": "ab", "parameters": {"max_new_tokens": 2}},
+    "/embed": {"model": "enc", "inputs": "w1"},
+    G: {"model": "gen", "text": "ab", "sampling_params": {"max_new_tokens": 2}},
+    E: {"model": "enc", "text": "w1"},
+    "/rerank": {"query": "w1", "texts": ["w2"]},
+    "/predict": {"inputs": "w1"},
+}
+TOOL = {"type": "function", "function": {"name": "f"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
+
+
+def said(*contents: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for content in contents]}
+
+
+def hf(**parameters: Any) -> dict[str, Any]:
+    return {"parameters": parameters}
+
+
+def sg(**params: Any) -> dict[str, Any]:
+    return {"sampling_params": params}
+
+
+NO = "not_supported"
+# route, what is other than in a good request, status, param, code
+BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    (C, {"prompt": None}, 400, "prompt", "invalid_type"),
+    (C, {"prompt": ""}, 400, "prompt", "invalid_value"),
+    (C, {"prompt": [1, "a"]}, 400, "prompt[1]", "invalid_type"),
+    (C, {"prompt": [[1], [999]]}, 400, "prompt[1][0]", "token_id_out_of_range"),
+    (C, {"prompt": ["a"] * 33}, 400, "prompt", "invalid_value"),
+    (C, {"model": "nope"}, 404, "model", "model_not_found"),
+    (C, {"model": "enc"}, 400, "model", "wrong_task"),
+    (C, {"model": None}, 400, "model", "missing_field"),
+    (C, {"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    (C, {"max_tokens": 1000}, 400, "max_tokens", "context_length_exceeded"),
+    (C, {"max_tokens": "2"}, 400, "max_tokens", "invalid_type"),
+    (C, {"temperature": -1}, 400, "temperature", "invalid_value"),
+    (C, {"temperature": True}, 400, "temperature", "invalid_type"),
+    (C, {"top_p": 0}, 400, "top_p", "invalid_value"),
+    (C, {"n": 9}, 400, "n", "invalid_value"),
+    (C, {"n": 0}, 400, "n", "invalid_value"),
+    (C, {"best_of": 2}, 400, "best_of", NO),
+    (C, {"suffix": "x"}, 400, "suffix", NO),
+    (C, {"logprobs": 21}, 400, "logprobs", "invalid_value"),
+    (C, {"logprobs": -1}, 400, "logprobs", "invalid_value"),
+    (C, {"logprobs": 21, "echo": True}, 400, "logprobs", "invalid_value"),
+    (C, {"stop": ["a"] * 5}, 400, "stop", "invalid_value"),
+    (C, {"stop": [""]}, 400, "stop[0]", "invalid_value"),
+    (C, {"logit_bias": {"999": 1}}, 400, "logit_bias.999", "token_id_out_of_range"),
+    (C, {"logit_bias": {"a": 1}}, 400, "logit_bias.a", "invalid_type"),
+    (C, {"logit_bias": {"1": 101}}, 400, "logit_bias.1", "invalid_value"),
+    (C, {"presence_penalty": 3}, 400, "presence_penalty", "invalid_value"),
+    (C, {"stream_options": 1}, 400, "stream_options", "invalid_type"),
+    (C, {"response_format": {"type": "json_object"}}, 400, "response_format", NO),
+    (C, {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs", NO),
+    (C, {"use_beam_search": True}, 400, "use_beam_search", NO),
+    (C, {"prompt_embeds": "AAAA"}, 400, "prompt_embeds", NO),
+    (C, {"bad_words": ["x"]}, 400, "bad_words", NO),
+    (C, {"include_stop_str_in_output": 1}, 400, "include_stop_str_in_output", "invalid_type"),
+    (C, {"request_id": "a b"}, 400, "request_id", "invalid_value"),
+    (C, {"timeout_s": 601}, 400, "timeout_s", "invalid_value"),
+    (M, {"messages": []}, 400, "messages", "invalid_value"),
+    (M, {"messages": None}, 400, "messages", "invalid_type"),
+    (M, {"messages": "Hi"}, 400, "messages", "invalid_type"),
+    (M, {"messages": [{"content": "Hi"}]}, 400, "messages[0].role", "missing_field"),
+    (M, said(7), 400, "messages[0].content", "invalid_type"),
+    (M, said([]), 400, "messages[0].content", "invalid_value"),
+    (M, said("a", [{"type": "text", "text": "b"}, IMAGE]), 400, "messages[1].content[1].type", "invalid_value"),
+    (M, said(*["a"] * 9), 400, "messages", "invalid_value"),
+    (M, said("a" * 2000), 400, "messages", "context_length_exceeded"),
+    (M, said("a" * 64), 400, "messages", "context_length_exceeded"),
+    (M, said("a", role="assistant"), 400, "messages", "chat_template"),
+    (M, said(None), 400, "messages[0].content", "missing_field"),
+    (M, {"model": "gen"}, 400, "model", "no_chat_template"),
+    (M, {"max_completion_tokens": 1000}, 400, "max_completion_tokens", "context_length_exceeded"),
+    (M, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "invalid_value"),
+    (M, {"logprobs": 3}, 400, "logprobs", "invalid_type"),
+    (M, {"top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
+    (M, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_value"),
+    (M, {"tools": [TOOL], "tool_choice": "required"}, 400, "tools", NO),
+    (M, {"tool_choice": "required"}, 400, "tool_choice", NO),
+    (M, {"functions": [{"name": "f"}]}, 400, "functions", NO),
+    (M, {"modalities": ["text", "audio"]}, 400, "modalities", NO),
+    (M, {"audio": {"voice": "x"}}, 400, "audio", NO),
+    (M, {"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format", NO),
+    (M, {"reasoning_effort": "high"}, 400, "reasoning_effort", NO),
+    (M, {"web_search_options": {}}, 400, "web_search_options", NO),
+    (M, {"chat_template": "{{ 1 }}"}, 400, "chat_template", NO),
+    (M, {"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", NO),
+    (M, {"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", ""),
+    (M, {"continue_final_message": True, **said(None)}, 400, "messages[0].content", "missing_field"),
+    (V, {"input": []}, 400, "input", "invalid_value"),
+    (V, {"input": [{"text": "a"}]}, 400, "input", "invalid_type"),
+    (V, {"input": "w1 " * 20}, 400, "input", "context_length_exceeded"),
+    (V, {"dimensions": 9}, 400, "dimensions", "invalid_value"),
+    (V, {"encoding_format": "hex"}, 400, "encoding_format", "invalid_value"),
+    ("/", {"inputs": None}, 400, "inputs", "invalid_type"),
+    ("/", {"inputs": ["a"]}, 400, "inputs", "invalid_type"),
+    ("/", {"inputs": ""}, 400, "inputs", "invalid_value"),
+    ("/", {"inputs": "a" * 2000}, 400, "inputs", "context_length_exceeded"),
+    ("/", {"parameters": []}, 400, "parameters", "invalid_type"),
+    ("/", hf(max_new_tokens=1000), 400, "parameters.max_new_tokens", "context_length_exceeded"),
+    ("/", hf(max_new_tokens=0), 400, "parameters.max_new_tokens", "invalid_value"),
+    ("/", hf(temperature=0), 400, "parameters.temperature", "invalid_value"),
+    ("/", hf(top_p=2), 400, "parameters.top_p", "invalid_value"),
+    ("/", hf(top_n_tokens=30), 400, "parameters.top_n_tokens", "invalid_value"),
+    ("/", hf(stop=["a"] * 5), 400, "parameters.stop", "invalid_value"),
+    ("/", hf(best_of=2), 400, "parameters.best_of", NO),
+    ("/", hf(typical_p=2), 400, "parameters.typical_p", "invalid_value"),
+    ("/", hf(truncate=5), 400, "parameters.truncate", NO),
+    ("/", hf(watermark=True), 400, "parameters.watermark", NO),
+    ("/", hf(grammar={"type": "regex", "value": "a"}), 400, "parameters.grammar", NO),
+    ("/", hf(adapter_id="x"), 400, "parameters.adapter_id", NO),
+    ("/generate_stream", hf(repetition_penalty=0), 400, "parameters.repetition_penalty", "invalid_value"),
+    ("/embed", {"inputs": "w1 " * 20}, 400, "inputs", "context_length_exceeded"),
+    ("/embed", {"inputs": ["w1", ""]}, 400, "inputs[1]", "invalid_value"),
+    ("/embed", {"inputs": ["w1"] * 257}, 413, "inputs", "too_many_inputs"),
+    ("/embed", {"prompt_name": "query"}, 400, "prompt_name", NO),
+    ("/embed", {"truncation_direction": "up"}, 400, "truncation_direction", "invalid_value"),
+    ("/rerank", {"texts": []}, 400, "texts", "invalid_value"),
+    ("/rerank", {}, 400, "model", "wrong_task"),
+    ("/rerank", {"model": "enc"}, 400, "model", "wrong_task"),
+    ("/predict", {"inputs": []}, 400, "inputs", "invalid_value"),
+    ("/predict", {"inputs": [["a"], ["a", "b", "c"]]}, 400, "inputs[1]", "invalid_value"),
+    ("/predict", {}, 400, "model", "wrong_task"),
+    (G, {"prompt": "a"}, 400, "prompt", "ambiguous_body"),
+    (G, {"inputs": "a"}, 400, "inputs", "ambiguous_body"),
+    (G, {"input_ids": [1]}, 400, "input_ids", "ambiguous_body"),
+    (G, {"text": None}, 400, "input_ids", "ambiguous_body"),
+    (G, {"text": 7}, 400, "text", "invalid_type"),
+    (G, {"text": ["a", ""]}, 400, "text[1]", "invalid_value"),
+    (G, {"text": ["a", "b" * 2000]}, 400, "text[1]", "context_length_exceeded"),
+    (G, {"sampling_params": [{}]}, 400, "sampling_params", "invalid_type"),
+    (G, {"rid": ["a"]}, 400, "rid", "invalid_type"),
+    (G, {"priority": 1000}, 400, "priority", "invalid_value"),
+    (G, {"image_data": "x"}, 400, "image_data", NO),
+    (G, {"lora_path": "x"}, 400, "lora_path", NO),
+    (G, {"return_hidden_states": True}, 400, "return_hidden_states", NO),
+    (G, {"return_logprob": True, "top_logprobs_num": 21}, 400, "top_logprobs_num", "invalid_value"),
+    (G, sg(max_new_tokens=1000), 400, "sampling_params.max_new_tokens", "context_length_exceeded"),
+    (G, sg(n=9), 400, "sampling_params.n", "invalid_value"),
+    (G, sg(sampling_seed="x"), 400, "sampling_params.sampling_seed", "invalid_type"),
+    (G, sg(regex="a*"), 400, "sampling_params.regex", NO),
+    (G, sg(stop_regex="a*"), 400, "sampling_params.stop_regex", NO),
+    (G, sg(beam_width=4), 400, "sampling_params.beam_width", NO),
+    (G, sg(stop_token_ids=[999]), 400, "sampling_params.stop_token_ids[0]", "token_id_out_of_range"),
+    (E, {"input": "w1"}, 400, "input", "ambiguous_body"),
+    (E, {"text": "w1 " * 20}, 400, "text", "context_length_exceeded"),
+    (E, {"dimensions": 9}, 400, "dimensions", "invalid_value"),
+    (E, {"is_cross_encoder_request": True}, 400, "is_cross_encoder_request", NO),
+]
+
+
+def test_table_of_bad_requests() -> None:
+    app = chat_app(BRACKETS, settings=ServiceSettings(limits=Limits(max_chat_messages=8)))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for route, changes, status, param, code in BAD:
+            reply = await client.post(route, json={**GOOD[route], **changes})
+            found = check_error(reply, status)
+            assert (found["param"], code and found["code"]) == (param, code), (route, changes, found)
+            if route not in ("/rerank", "/predict"):
+                good = await client.post(route, json=GOOD[route])
+                assert good.status_code == 200, (route, changes, good.text)
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_harmless_values_pass_and_unknown_fields_are_ignored(app: App) -> None:
+    harmless = {
+        **{"suffix": "", "best_of": 1, "response_format": {"type": "text"}, "user": "me", "length_penalty": 1.0},
+        **{"metadata": {"a": 1}, "store": True, "invented": [1], "logit_bias": None, "stop": None, "n": None},
+    }
+    assert ask(app, "POST", C, json={**GOOD[C], **harmless}).status_code == 200
+    parameters = {"watermark": False, "best_of": 1, "invented": 1, "grammar": None}
+    assert ask(app, "POST", "/", json={**GOOD["/"], **hf(**parameters), "use_cache": True}).status_code == 200
+    params = {"spaces_between_special_tokens": True, "custom_params": {}, "stream_interval": 4}
+    assert ask(app, "POST", G, json={**GOOD[G], **sg(**params), "bootstrap_room": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("route", [C, "/", G])
+def test_beam_search_of_the_checkpoint_is_not_meant(app: App, route: str) -> None:
+    app.served["gen"].checkpoint.sampling_defaults["num_beams"] = 4
+    greedy = {C: {"temperature": 0, "logprobs": 1, "stop": "x"}, "/": hf(details=True), G: sg(temperature=0)}
+    assert ask(app, "POST", route, json={**GOOD[route], **greedy[route]}).status_code == 200
+    assert [request.params.num_beams for request in app.client.submitted] == [1]
+
+
+@pytest.mark.parametrize("route", [C, "/", "/generate_stream", G, V, "/embed", E])
+def test_a_full_queue_is_a_429(app: App, route: str) -> None:
+    app.script.queue_full = "queue_tokens"
+    reply = ask(app, "POST", route, json=GOOD[route])
+    check_error(reply, 429, None, "queue_full")
+    assert reply.headers["retry-after"] == "3"
+
+
+def test_every_dialect_is_counted() -> None:
+    app = chat_app()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for route, body in GOOD.items():
+            await client.post(route, json=body)
+
+    run(app, work)
+    check_accounts(app)
+    assert samples(app, "triptych_requests_received_total") == {("generate",): 5, ("encode",): 5}
+    assert sum(samples(app, "triptych_requests_total").values()) == 8
+
+
+def test_examples_of_the_document_work_as_pasted() -> None:
+    app = make_app(*_named_like_the_embedded())
+
+    async def work(client: httpx.AsyncClient) -> int:
+        tried = 0
+        for path, methods in (await client.get("/openapi.json")).json()["paths"].items():
+            body = methods.get("post", {}).get("requestBody", {"content": {"application/json": {}}})
+            for example in body["content"]["application/json"].get("examples", {}).values():
+                reply = await client.post(path, json=example["value"])
+                assert reply.status_code == 200, (path, reply.text)
+                tried += 1
+        return tried
+
+    assert run(app, work) >= 11
+
+
+def _named_like_the_embedded() -> list[Any]:
+
+    return [talker(name="code"), served("embed", "encoder-only", word_tokenizer())]

@@ -1,0 +1,202 @@
+"""Chat templates: the reference library's text, and hostile ones held in time, memory and size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
+
+from model.config import ConfigError
+from service.chat import ChatTemplate
+from service.chat_process import RenderError, RenderPool, RenderWorker
+from service.config import Limits, ServiceSettings
+from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app
+from tests.service.support import ask, check_accounts, run
+from tests.service.test_bad_requests import check_error
+
+HI = {"role": "user", "content": " Hi "}
+SAID = {"role": "assistant", "content": "Hello!"}
+RULES = {"role": "system", "content": "Be <brief> & 'kind'"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Zürich", "n": [1]}}}]}
+ANSWER = {"role": "tool", "content": "<b>12°</b>", "tool_call_id": "c"}
+CONVERSATIONS: list[list[dict[str, Any]]] = [[HI], [RULES, HI], [HI, SAID, HI], [RULES, HI, SAID, HI]]
+SECONDS = 0.6
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RenderWorker]:
+    made = RenderWorker(SECONDS)
+    yield made
+    made.close()
+
+
+def reference(source: str) -> PreTrainedTokenizerFast:
+    raw = RawTokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=source, **TOKENS)
+
+
+def rendered(worker: RenderWorker, source: str, messages: list[dict[str, Any]], *, speak: bool = False) -> str:
+    variables = ChatTemplate(source, TOKENS).variables(messages, add_generation_prompt=speak)
+    return worker.render(source, variables, 10_000)
+
+
+@pytest.mark.parametrize("speak", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_texts_are_the_reference_librarys(worker: RenderWorker, style: str, speak: bool) -> None:
+    source = STYLES[style]
+    library = reference(source)
+    conversations = CONVERSATIONS + ([[HI, CALL, ANSWER]] if style == "lines" else [])
+    for messages in conversations:
+        expected = library.apply_chat_template(messages, tokenize=False, add_generation_prompt=speak)
+        assert rendered(worker, source, messages, speak=speak) == expected
+
+
+def test_helpers_are_the_reference_librarys(worker: RenderWorker) -> None:
+    source = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if loop.first %}{% continue %}"
+        "{% endif %}{{ m | tojson(indent=2) }}{{ m.content | trim }}{% break %}{% endfor %}{{ ns.n }}"
+        "{{ dict(a='<é>') | tojson }}{{ strftime_now('%Y') }}{{ tools is none }}{{ documents is none }}"
+        "{{ pad_token is defined }}{{ nothing }}{% generation %} ok {% endgeneration %}\n"
+    )
+    expected = reference(source).apply_chat_template([RULES, HI, SAID], tokenize=False)
+    assert rendered(worker, source, [RULES, HI, SAID]) == expected
+
+
+def test_a_refusal_of_the_template_itself(worker: RenderWorker) -> None:
+    with pytest.raises(RenderError, match="take turns") as caught:
+        rendered(worker, STYLES["brackets"], [HI, HI])
+    assert caught.value.kind == "raised"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_continued_message_is_the_reference_librarys(style: str) -> None:
+    source = STYLES[style]
+    messages = [HI, {"role": "assistant", "content": "and then "}]
+    expected = reference(source).apply_chat_template(messages, tokenize=False, continue_final_message=True)
+
+    async def work() -> str:
+        pool = RenderPool(5)
+        try:
+            return await ChatTemplate(source, TOKENS).continued(pool, messages, 10_000)
+        finally:
+            pool.close()
+
+    assert asyncio.run(work()) == expected
+
+
+HOSTILE = {
+    "loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "power at run time": "{% set n = messages | length + 9 %}{{ n ** (n ** n) }}",
+    "one huge text": "{{ 'x' * 10 ** 10 }}",
+    "doubled texts": "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "much text": "{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+    "padding": "{{ 'x'.rjust(9999999999) }}{{ 'x' | center(9999999999) }}",
+    "format": "{{ '%9999999999d' % 1 }}",
+    "format method": "{{ '{:>9999999999}'.format(1) }}",
+    "a long list": "{{ ([1] * 9999999999) | length }}",
+    "recursion": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "deep nesting": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "format escape": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "indirect format": "{{ ['{0.__class__.__mro__}'] | map('format', messages) | list }}",
+    "stored method": "{% set f = '{0.__class__.__mro__}'.format %}{{ f(messages) }}",
+    "attr filter": "{{ (messages | attr('__class__')).__mro__ }}",
+    "namespace": "{% set ns = namespace(__class__=1) %}",
+    "mutation": "{{ messages.append(1) }}",
+    "import": "{% import 'os' as os %}",
+    "include": "{% include '/etc/passwd' %}",
+    "half a character": "{{ '\\ud800' }}",
+    "not a template": "{% if %}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end_in_time_and_yield_nothing(worker: RenderWorker, name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RenderError) as caught:
+        worker.render(HOSTILE[name], {"messages": [HI]}, 10_000)
+    assert time.monotonic() - began < SECONDS + 2
+    assert caught.value.kind in {"time", "memory", "length", "failed", "syntax", "crashed"}
+    assert worker.render("{{ 1 }}", {}, 10) == "1"
+
+
+def test_a_worker_sees_no_environment_and_writes_no_file(worker: RenderWorker) -> None:
+    worker.render("{{ 1 }}", {}, 10)
+    process = worker._process
+    assert process is not None
+    assert Path(f"/proc/{process.pid}/environ").read_bytes() == b""
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    assert any(line.startswith("Max file size") and line.split()[3] == "0" for line in limits.splitlines())
+
+
+def test_stuck_conversations_do_not_wedge_others() -> None:
+    source = "{% if messages[0].content == 'stuck' %}" + HOSTILE["power at run time"] + "{% endif %}" + TURNS
+    app = chat_app(source, settings=ServiceSettings(limits=Limits(chat_template_s=1.0)))
+
+    def body(content: str) -> dict[str, Any]:
+        return {"model": "chat", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+    async def work(client: httpx.AsyncClient) -> None:
+        path = "/v1/chat/completions"
+        stuck = [asyncio.create_task(client.post(path, json=body("stuck"))) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        assert (await client.post(path, json=body("free"))).status_code == 200
+        assert time.monotonic() - began < 0.9
+        for reply in await asyncio.gather(*stuck):
+            error = check_error(reply, 400, "messages", "chat_template")
+            assert "more than 1 s" in error["message"]
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_a_prompt_longer_than_the_context_is_not_made() -> None:
+    app = chat_app("{% for a in range(9999) %}{{ messages[0].content }}{% endfor %}")
+    reply = ask(app, "POST", "/v1/chat/completions", json={"model": "chat", "messages": [HI]})
+    check_error(reply, 400, "messages", "context_length_exceeded")
+
+
+def folder(path: Path, **files: object) -> Path:
+    for name, content in files.items():
+        file = path / name.replace("__", ".")
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_where_a_template_comes_from(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(tmp_path) is None
+    eos = {"content": "</s>", "lstrip": False}
+    folder(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": "old"})
+    folder(tmp_path, tokenizer_config__json={"chat_template": LINES, "eos_token": eos, "pad_token": None})
+    assert ChatTemplate.from_folder(tmp_path) == ChatTemplate(LINES, TOKENS)
+    several = [{"name": "other", "template": "x"}, {"name": "default", "template": TURNS}]
+    folder(tmp_path, tokenizer_config__json={"chat_template": several})
+    found = ChatTemplate.from_folder(tmp_path)
+    assert found is not None and found.source == TURNS
+    folder(tmp_path, chat_template__jinja=STYLES["brackets"])
+    found = ChatTemplate.from_folder(tmp_path)
+    assert found is not None and found.source == STYLES["brackets"]
+
+
+@pytest.mark.parametrize("value", [7, [], ["x"], [{"name": "other", "template": "x"}], "{% if %}", "{{ nothing.x.y }}"])
+def test_a_bad_template_is_found_when_it_is_loaded(tmp_path: Path, value: object) -> None:
+    folder(tmp_path, tokenizer_config__json={"chat_template": value})
+    with pytest.raises(ConfigError, match=r"chat.template"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_a_template_may_refuse_the_first_conversation(tmp_path: Path) -> None:
+    folder(tmp_path, tokenizer_config__json={"chat_template": "{{ raise_exception('a system message is needed') }}"})
+    assert ChatTemplate.from_folder(tmp_path) is not None

@@ -1,0 +1,188 @@
+"""`huggingface_hub.InferenceClient`, as it is, against the application under a real server; and their classifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerationError
+
+from model.config import ClassifierConfig, ClassifierInput
+from service.dialects import huggingface
+from service.dialects.huggingface_bodies import PredictBody, RerankBody
+from tests.service.dialects.support import chat_app
+from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
+
+
+pytestmark = pytest.mark.usefixtures("hub_client")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    app = chat_app()
+    with live(app) as address:
+        yield address
+    check_accounts(app)
+
+
+@pytest.fixture(params=["/?model=gen", "/generate?model=gen"])
+def client(url: str, request: pytest.FixtureRequest) -> InferenceClient:
+    return InferenceClient(model=url + request.param, token="any")
+
+
+def test_text_generation(client: InferenceClient) -> None:
+    assert client.text_generation("ab", max_new_tokens=5) == "hello"
+    assert client.text_generation("ab", max_new_tokens=5, return_full_text=True) == "abhello"
+    assert client.text_generation("ab", stop=["lo"], seed=3, temperature=0.5) == "hello"
+
+
+def test_details(client: InferenceClient) -> None:
+    found = client.text_generation("ab", max_new_tokens=2, details=True, decoder_input_details=True, top_n_tokens=2)
+    assert found.generated_text == "he" and found.details is not None
+    assert (found.details.finish_reason, found.details.generated_tokens, found.details.seed) == ("length", 2, None)
+    assert [(one.text, one.logprob, one.special) for one in found.details.tokens] == [
+        ("h", -0.5, False),
+        ("e", -0.5, False),
+    ]
+    assert [(one.text, one.logprob) for one in found.details.prefill] == [("<s>", None), ("a", -0.5), ("b", -0.5)]
+    assert found.details.top_tokens is not None and [len(top) for top in found.details.top_tokens] == [2, 2]
+    sampled = client.text_generation("ab", max_new_tokens=9, details=True, stop=["l"], do_sample=True, seed=3).details
+    assert sampled is not None and (sampled.finish_reason, sampled.seed) == ("stop_sequence", 3)
+
+
+def test_streams(client: InferenceClient) -> None:
+    assert "".join(client.text_generation("ab", max_new_tokens=5, stream=True)) == "hello"
+    found = list(client.text_generation("ab", max_new_tokens=5, stream=True, details=True, return_full_text=True))
+    assert [one.index for one in found] == [1, 2, 3, 4, 5]
+    assert [one.generated_text for one in found] == [None] * 4 + ["abhello"]
+    last = found[-1].details
+    assert last is not None and (last.finish_reason, last.generated_tokens, last.input_length) == ("length", 5, 3)
+
+
+def test_errors_reach_the_client(client: InferenceClient) -> None:
+    with pytest.raises(BadRequestError, match=r"parameters\.max_new_tokens"):
+        client.text_generation("ab", max_new_tokens=1000)
+    with pytest.raises(BadRequestError, match=r"parameters\.watermark is not supported"):
+        client.text_generation("ab", watermark=True)
+
+
+def test_a_failure_in_a_stream() -> None:
+    app = make_app(die_after=1)
+    with live(app) as url:
+        client = InferenceClient(model=f"{url}/?model=gen", token="any")
+        with pytest.raises(TextGenerationError, match="engine failed"):
+            list(client.text_generation("ab", stream=True))
+    check_accounts(app)
+
+
+def test_a_chat(url: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    reply = InferenceClient(base_url=f"{url}/v1", token="any").chat_completion(messages, model="chat", max_tokens=5)
+    assert reply.choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize("path", ["/embed", "/encode", "/?model=enc"])
+def test_feature_extraction(url: str, path: str) -> None:
+    client = InferenceClient(model=url + path, token="any")
+    assert client.feature_extraction("w1").shape == (1, 8)
+    both = client.feature_extraction(["w1", "w2 w3"], normalize=False, truncate=True, truncation_direction="left")
+    assert both.shape == (2, 8)
+    assert both[0].tolist() == client.feature_extraction("w1", normalize=False)[0].tolist()
+    assert client.feature_extraction("w1", dimensions=3).shape == (1, 3)
+    with pytest.raises(HfHubHTTPError, match="prompt_name is not supported"):
+        client.feature_extraction("w1", prompt_name="query")
+
+
+async def _asynchronous(url: str) -> tuple[str, str]:
+    client = AsyncInferenceClient(model=f"{url}/?model=gen", token="any")
+    whole = await client.text_generation("ab", max_new_tokens=5)
+    stream = await client.text_generation("ab", max_new_tokens=5, stream=True)
+    return whole, "".join([piece async for piece in stream])
+
+
+def test_asynchronous(url: str) -> None:
+    assert asyncio.run(_asynchronous(url)) == ("hello", "hello")
+
+
+def test_generate_stream_ends_without_a_mark(app: App) -> None:
+    body = {"inputs": "ab", "parameters": {"max_new_tokens": 3, "top_n_tokens": 1}}
+    text = ask(app, "POST", "/generate_stream?model=gen", json=body).text
+    found = events(text)
+    assert "[DONE]" not in text
+    assert [one["token"]["text"] for one in found] == ["h", "e", "l"]
+    assert found[0]["top_tokens"] == [{"id": 71, "text": "h", "logprob": -0.5, "special": False}]
+    assert found[-1]["generated_text"] == "hel"
+
+
+def test_sampling_as_they_decide_it(app: App) -> None:
+    for parameters in ({}, {"do_sample": True}, {"top_k": 5}, {"temperature": 0.3}, {"repetition_penalty": 1.2}):
+        body = {"model": "gen", "inputs": "ab", "parameters": {"max_new_tokens": 1, **parameters}}
+        assert ask(app, "POST", "/generate", json=body).status_code == 200
+    assert [one.params.temperature for one in app.client.submitted] == [0.0, 1.0, 1.0, 0.3, 0.0]
+
+
+def test_a_special_token_is_called_one() -> None:
+    app = make_app(token_ids=[256, 71])
+    body = {"model": "gen", "inputs": "ab", "parameters": {"max_new_tokens": 2, "details": True}}
+    reply = ask(app, "POST", "/generate", json=body).json()
+    assert reply["generated_text"] == "h"
+    assert [one["special"] for one in reply["details"]["tokens"]] == [True, False]
+    streamed = events(ask(app, "POST", "/generate_stream", json=body).text)
+    assert [one["token"]["text"] for one in streamed] == ["", "h"]
+
+
+def test_info(app: App) -> None:
+    info = httpx.Response(200, content=ask(app, "GET", "/info").content).json()
+    assert (info["model_id"], info["max_total_tokens"], info["max_client_batch_size"]) == ("gen", 64, 256)
+    assert info["max_stop_sequences"] == 4 and info["router"] == "triptych"
+
+
+REPLY: dict[str, Any] = {
+    "data": [{"index": 0, "scores": [-1.0]}, {"index": 1, "scores": [2.0]}],
+    "labels": ["LABEL_0"],
+}
+
+
+def test_reranking() -> None:
+    asked = RerankBody.model_validate({"query": "q", "texts": ["a", "b"], "return_text": True})
+    assert [one.text_pair for one in huggingface.rerank(asked).input] == ["a", "b"]  # type: ignore[union-attr]
+    best, other = huggingface.rerank_reply(asked)(None, REPLY)  # type: ignore[arg-type, misc, attr-defined]
+    assert best == {"index": 1, "score": pytest.approx(1 / (1 + math.exp(-2))), "text": "b"}
+    assert other["index"] == 0
+    raw = RerankBody.model_validate({"query": "q", "texts": ["a", "b"], "raw_scores": True})
+    assert huggingface.rerank_reply(raw)(None, REPLY)[0] == {"index": 1, "score": 2.0}  # type: ignore[arg-type, index]
+
+
+def test_predicting() -> None:
+    reply = {"data": [{"index": 0, "scores": [1.0, 3.0]}], "labels": ["NO", "YES"]}
+    asked = PredictBody.model_validate({"inputs": "a"})
+    best, other = huggingface.predict_reply(asked)(None, reply)  # type: ignore[arg-type, misc, attr-defined]
+    assert (best["label"], best["score"] + other["score"]) == ("YES", pytest.approx(1.0))
+    batch = PredictBody.model_validate({"inputs": [["a", "b"]], "raw_scores": True})
+    [[first, _]] = huggingface.predict_reply(batch)(None, reply)  # type: ignore[arg-type, misc, attr-defined]
+    assert first == {"label": "YES", "score": 3.0}
+    [pair] = huggingface.predict(batch).input
+    assert (pair.text, pair.text_pair) == ("a", "b")  # type: ignore[union-attr]
+    assert huggingface.probabilities([1000.0, 1000.0]) == [0.5, 0.5]
+    assert huggingface.probabilities([-1e6]) == [0.0]
+
+
+def test_classifiers_over_http() -> None:
+    plain = served("judge", "encoder-only", word_tokenizer())
+    labels = tuple(f"LABEL_{at}" for at in range(8))  # as many as the script's vectors have numbers
+    classifier = ClassifierConfig(labels, ClassifierInput.FIRST)
+    checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=classifier))
+    app = make_app(replace(plain, checkpoint=checkpoint))
+    reply = ask(app, "POST", "/rerank", json={"query": "w1", "texts": ["w2", "w9"], "return_text": True})
+    assert reply.status_code == 200, reply.text
+    assert sorted(one["index"] for one in reply.json()) == [0, 1]
+    assert [one.token_type_ids for one in app.client.encoded] == [(0, 0, 0, 1, 1)] * 2
+    [best, *others] = ask(app, "POST", "/predict", json={"inputs": "w1"}).json()
+    assert best["label"] == "LABEL_7" and len(others) == 7
+    check_accounts(app)

@@ -1,0 +1,127 @@
+"""`triptych serve` as a process of its own, and what belongs to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 120
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until `condition` holds; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not come about in {seconds} s"
+        time.sleep(0.05)
+
+
+class ServiceProcess:
+    """A started `triptych serve`; `url` is known once it is ready."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        self._lines.extend(self._process.stdout)
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
+
+    def wait_ready(self) -> None:
+        def banner() -> bool:
+            assert self._process.poll() is None, self.output
+            return "ready in" in self.output
+
+        eventually(banner, START_SECONDS)
+        found = re.search(r"on (http://\S+)", self.output)
+        assert found is not None, self.output
+        self.url = found[1]
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit code."""
+        code = self._process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self.signal(signal.SIGTERM)
+            try:
+                self.wait()
+            except subprocess.TimeoutExpired:
+                for pid in [self._process.pid, *self.descendants()]:
+                    _kill(pid)
+                raise
+
+    def descendants(self) -> dict[int, str]:
+        """Pid and command line of each process that it started, directly or not."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (parent := _parent(entry)) is not None:
+                children.setdefault(parent, []).append(int(entry.name))
+        found, todo = {}, [self._process.pid]
+        while todo:
+            for pid in children.get(todo.pop(), []):
+                found[pid] = _command_line(pid)
+                todo.append(pid)
+        return found
+
+    def engine_pid(self) -> int:
+        """The process that the engines run in; there must be one."""
+        (pid,) = (pid for pid, line in self.descendants().items() if "model.engine.process" in line)
+        return pid
+
+
+@contextmanager
+def running(arguments: Sequence[str]) -> Iterator[ServiceProcess]:
+    """A service that is ready; stopped in the end, if it still runs."""
+    service = ServiceProcess(arguments)
+    try:
+        service.wait_ready()
+        yield service
+    finally:
+        service.stop()
+
+
+def _parent(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,240 @@
+"""Applications over a scripted engine and tiny tokenizers: HTTP semantics in milliseconds, no torch, no checkpoint.
+
+Models: `gen` (decoder-only, byte-level), `seq` (encoder-decoder), `enc` (encoder-only, words between [CLS] and
+[SEP]), `bare` (decoder-only without a tokenizer, only in the applications that ask for it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from model.checkpoint import Checkpoint
+from model.config import (
+    Activation,
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    StackConfig,
+)
+from model.engine.stats import ModelInfo
+from model.tokenizer import Tokenizer
+from service.app import create_app
+from service.config import ServiceSettings
+from service.fake import FakeEngineClient, Script
+from service.metrics import Metrics
+from service.registry import Registry, ServedModel
+from service.state import Service
+
+T = TypeVar("T")
+VOCAB = 300
+WORDS = ["[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(60))]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Id = place in the byte-level alphabet, 0-255; 256 is <s>, put before every text; 257 and 258 are languages."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE({char: at for at, char in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<s>", "fr_XX", "__de__"])
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return Tokenizer(raw)
+
+
+def word_tokenizer() -> Tokenizer:
+    raw = RawTokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    specials = [("[CLS]", 1), ("[SEP]", 2)]
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=specials
+    )
+    return Tokenizer(raw)
+
+
+def stack(*, causal: bool, cross: bool = False, token_types: int = 0) -> StackConfig:
+    return StackConfig(
+        num_layers=1,
+        hidden_size=8,
+        attention=AttentionConfig(2, 2, 4, 0.5),
+        mlp=MLPConfig(16, Activation.GELU),
+        norm=NormConfig(NormKind.LAYER, 1e-5),
+        position=PositionConfig(),
+        causal=causal,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+        cross_attention=cross,
+        token_types=token_types,
+    )
+
+
+def config(form: str) -> ModelConfig:
+    embedding = EmbeddingConfig(VOCAB, 8)
+    if form == "encoder-only":
+        return ModelConfig("bert", embedding, encoder=stack(causal=False, token_types=2))
+    decoder = stack(causal=True, cross=form == "encoder-decoder")
+    encoder = stack(causal=False) if form == "encoder-decoder" else None
+    return ModelConfig("tiny", embedding, encoder, decoder, HeadConfig(tied=True), decoder_start_token_id=0)
+
+
+def served(name: str, form: str, tokenizer: Tokenizer | None, **checkpoint: Any) -> ServedModel:
+    return ServedModel(name, Checkpoint(Path("."), config(form), (), "float32", **checkpoint), tokenizer)
+
+
+def info(name: str, form: str, **changes: Any) -> ModelInfo:
+    values: dict[str, Any] = dict(
+        name=name,
+        form=form,
+        model_type="tiny",
+        parameters=1000,
+        weight_bytes=4000,
+        dtype="float32",
+        device="cpu",
+        attention_backend="reference",
+        attention_reason="scripted",
+        max_model_len=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        block_size=4,
+        num_blocks=20,
+        kv_bytes_per_token=64,
+        embedding_size=8,
+        load_seconds=0.5,
+    )
+    return ModelInfo(**(values | changes))
+
+
+@dataclass
+class App:
+    """An application with its parts in reach."""
+
+    app: FastAPI
+    client: FakeEngineClient
+    metrics: Metrics
+    served: dict[str, ServedModel] = field(default_factory=dict)
+
+    @property
+    def script(self) -> Script:
+        return self.client.script
+
+    @property
+    def service(self) -> Service:
+        service: Service = self.app.state.service
+        return service
+
+
+def make_app(*extra: str | ServedModel, settings: ServiceSettings | None = None, **script: Any) -> App:
+    """`extra`: more models; "bare" is the one without a tokenizer. The script emits "hello " over and over."""
+    byte_level = byte_tokenizer()
+    found = [
+        served("gen", "decoder-only", byte_level),
+        served("seq", "encoder-decoder", byte_level),
+        served("enc", "encoder-only", word_tokenizer(), max_input_tokens=10),
+    ]
+    if "bare" in extra:
+        found.append(served("bare", "decoder-only", None))
+    found.extend(one for one in extra if isinstance(one, ServedModel))
+    infos = [info(model.name, model.config.form) for model in found]
+    ids = byte_level.encode("hello ", add_special_tokens=False).ids
+    tokenizers = {model.name: model.tokenizer for model in found}
+    client = FakeEngineClient(infos, tokenizers, Script(**{"token_ids": ids, **script}))
+    metrics = Metrics()
+    app = create_app(client, Registry(found), settings or ServiceSettings(), metrics)
+    return App(app, client, metrics, {model.name: model for model in found})
+
+
+@asynccontextmanager
+async def opened(app: App, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the application in this event loop, with its lifespan around it."""
+    transport = httpx.ASGITransport(app.app, raise_app_exceptions=False)
+    async with (
+        app.app.router.lifespan_context(app.app),
+        httpx.AsyncClient(transport=transport, base_url="http://test", **options) as client,
+    ):
+        yield client
+
+
+def run(app: App, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]], **options: Any) -> T:
+    """The result of `work(client)` in a fresh event loop."""
+
+    async def main() -> T:
+        async with opened(app, **options) as client:
+            return await work(client)
+
+    return asyncio.run(main())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Return once `condition` holds; fail after 3 s."""
+    async with asyncio.timeout(3):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def ask(app: App, method: str, path: str, **options: Any) -> httpx.Response:
+    """One request."""
+    return run(app, lambda client: client.request(method, path, **options))
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, the last being "[DONE]"."""
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@contextmanager
+def live(app: App) -> Iterator[str]:
+    """The URL of the application under a real uvicorn in a thread, on a port of its own."""
+    settings = uvicorn.Config(app.app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive(), "the server did not start"
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(5)
+
+
+def samples(app: App, name: str) -> dict[tuple[str, ...], float]:
+    """A metric's values by its labels' values, in the order of their names."""
+    return {
+        tuple(value for _, value in sorted(sample.labels.items())): sample.value
+        for family in app.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def check_accounts(app: App) -> None:
+    """Invariant 2 of the contract, at idle."""
+    received = sum(samples(app, "triptych_requests_received_total").values())
+    accepted = sum(samples(app, "triptych_requests_accepted_total").values())
+    rejected = sum(samples(app, "triptych_rejections_total").values())
+    ended = sum(samples(app, "triptych_requests_total").values())
+    assert received == accepted + rejected
+    assert accepted == ended
+    assert len(app.service.jobs) == 0
+    assert not app.client.running

@@ -1,0 +1,242 @@
+"""Bad input gets the contract's error with the field named, and the next good request is served."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.service.support import App, check_accounts, make_app, run
+
+LEAK = re.compile(r'0x[0-9a-f]{6,}|/(home|usr|app|opt|root|tmp|work)\b|File "|Traceback|pydantic|canary-key')
+GOOD = {"model": "gen", "prompt": "ab", "max_tokens": 2}
+G, E, T, D = "/generate", "/encode", "/tokenize", "/detokenize"
+
+
+def gen(**fields: Any) -> dict[str, Any]:
+    return {**GOOD, **fields}
+
+
+def enc(**fields: Any) -> dict[str, Any]:
+    return {"model": "enc", "input": "w1 w2", **fields}
+
+
+# route, body (bytes are sent as they are), status, param, code
+BAD: list[tuple[str, Any, int, str | None, str]] = [
+    (G, b"", 400, None, "invalid_json"),
+    (G, b"{", 400, None, "invalid_json"),
+    (G, b'{"prompt": "\xff"}', 400, None, "invalid_json"),
+    (G, b"[" * 5000, 400, None, "invalid_json"),
+    (G, b"[]", 400, None, "invalid_type"),
+    (G, b'"text"', 400, None, "invalid_type"),
+    (G, b'{"prompt": "a", "temperature": NaN}', 400, None, ""),
+    (G, b'{"prompt": "a", "temperature": Infinity}', 400, None, ""),
+    (G, b'{"prompt": "a", "temperature": 1e999}', 400, None, ""),
+    (G, b'{"prompt": "\\ud800"}', 400, None, "invalid_json"),
+    (G, {"model": "gen"}, 400, "prompt", "missing_field"),
+    (G, {"prompt": "a"}, 400, "model", "missing_field"),
+    (G, gen(temprature=1), 400, "temprature", "unknown_field"),
+    (G, gen(num_beams=9), 400, "num_beams", "invalid_value"),
+    (G, gen(num_beams=0), 400, "num_beams", "invalid_value"),
+    (G, gen(num_beams=2, n=3), 400, "n", "invalid_value"),
+    (G, gen(num_beams=2, temperature=0.5), 400, "temperature", "invalid_value"),
+    (G, gen(num_beams=2, stop="x"), 400, "stop", "invalid_value"),
+    (G, gen(num_beams=2, logprobs=1), 400, "logprobs", "invalid_value"),
+    (G, gen(length_penalty=2.0), 400, "length_penalty", "invalid_value"),
+    (G, gen(early_stopping="soon"), 400, "early_stopping", "invalid_value"),
+    (G, gen(typical_p=0.0), 400, "typical_p", "invalid_value"),
+    (G, gen(no_repeat_ngram_size=-1), 400, "no_repeat_ngram_size", "invalid_value"),
+    (G, gen(no_repeat_ngram_size=1.0), 400, "no_repeat_ngram_size", "invalid_type"),
+    (G, gen(target_language="fr"), 400, "target_language", "invalid_value"),
+    (G, gen(target_language=""), 400, "target_language", "invalid_value"),
+    (G, gen(target_language="f" * 65), 400, "target_language", "invalid_value"),
+    (G, gen(model="seq", target_language="xx"), 400, "target_language", "invalid_value"),
+    (G, gen(model="bare", prompt=[1], target_language="fr"), 400, "target_language", "no_tokenizer"),
+    (G, gen(model="nope"), 404, "model", "model_not_found"),
+    (G, gen(model="x" * 5000), 404, "model", "model_not_found"),
+    (G, gen(model="enc"), 400, "model", "wrong_task"),
+    (G, gen(model=7), 400, "model", "invalid_type"),
+    (G, gen(prompt=""), 400, "prompt", "invalid_value"),
+    (G, gen(prompt=[]), 400, "prompt", "invalid_value"),
+    (G, gen(prompt=["a", ""]), 400, "prompt[1]", "invalid_value"),
+    (G, gen(prompt=[[1], []]), 400, "prompt[1]", "invalid_value"),
+    (G, gen(prompt=7), 400, "prompt", "invalid_type"),
+    (G, gen(prompt={}), 400, "prompt", "invalid_type"),
+    (G, gen(prompt=None), 400, "prompt", "invalid_type"),
+    (G, gen(prompt=[1, "a"]), 400, "prompt[1]", "invalid_type"),
+    (G, gen(prompt=[True]), 400, "prompt[0]", "invalid_type"),
+    (G, gen(prompt=[-1]), 400, "prompt[0]", "invalid_value"),
+    (G, gen(prompt=[1, 300]), 400, "prompt[1]", "token_id_out_of_range"),
+    (G, gen(prompt=[[1], [1, 1, 300]]), 400, "prompt[1][2]", "token_id_out_of_range"),
+    (G, gen(prompt=[[1], [1, 2**70]]), 400, "prompt[1][1]", ""),
+    (G, gen(prompt=["a"] * 33), 400, "prompt", "invalid_value"),
+    (G, gen(prompt="a" * 1025), 400, "prompt", "context_length_exceeded"),
+    (G, gen(prompt="a" * 62), 400, "max_tokens", "context_length_exceeded"),
+    (G, gen(prompt="a" * 64), 400, "prompt", "context_length_exceeded"),
+    (G, {"model": "gen", "prompt": [1] * 64}, 400, "prompt", "context_length_exceeded"),
+    (G, gen(max_tokens=0), 400, "max_tokens", "invalid_value"),
+    (G, gen(max_tokens=True), 400, "max_tokens", "invalid_type"),
+    (G, gen(max_tokens=1.5), 400, "max_tokens", "invalid_type"),
+    (G, gen(max_tokens="2"), 400, "max_tokens", "invalid_type"),
+    (G, gen(max_tokens=2**31), 400, "max_tokens", "invalid_value"),
+    (G, gen(max_tokens=1000), 400, "max_tokens", "context_length_exceeded"),
+    (G, gen(min_tokens=-1), 400, "min_tokens", "invalid_value"),
+    (G, gen(min_tokens=3), 400, "min_tokens", "invalid_value"),
+    (G, gen(temperature=-0.1), 400, "temperature", "invalid_value"),
+    (G, gen(temperature=True), 400, "temperature", "invalid_type"),
+    (G, gen(top_k=-1), 400, "top_k", "invalid_value"),
+    (G, gen(top_p=0), 400, "top_p", "invalid_value"),
+    (G, gen(top_p=1.1), 400, "top_p", "invalid_value"),
+    (G, gen(min_p=2), 400, "min_p", "invalid_value"),
+    (G, gen(seed=-1), 400, "seed", "invalid_value"),
+    (G, gen(seed=2**63), 400, "seed", ""),
+    (G, gen(n=0), 400, "n", "invalid_value"),
+    (G, gen(n=9), 400, "n", "invalid_value"),
+    (G, gen(n=None), 400, "n", "invalid_type"),
+    (G, gen(stop=["a"] * 5), 400, "stop", "invalid_value"),
+    (G, gen(stop=["a", "b", "c", ""]), 400, "stop[3]", "invalid_value"),
+    (G, gen(stop=["a", "b" * 257]), 400, "stop[1]", "invalid_value"),
+    (G, gen(stop=5), 400, "stop", "invalid_type"),
+    (G, gen(stop_token_ids=[1] * 129), 400, "stop_token_ids", "invalid_value"),
+    (G, gen(stop_token_ids=[300]), 400, "stop_token_ids[0]", "token_id_out_of_range"),
+    (G, gen(logit_bias={str(i): 1 for i in range(301)}), 400, "logit_bias", "invalid_value"),
+    (G, gen(logit_bias={"300": 1}), 400, "logit_bias.300", "token_id_out_of_range"),
+    (G, gen(logit_bias={"a": 1}), 400, "logit_bias.a", "invalid_type"),
+    (G, gen(logit_bias={"1": 101}), 400, "logit_bias.1", "invalid_value"),
+    (G, gen(logprobs=21), 400, "logprobs", "invalid_value"),
+    (G, gen(logprobs=-1), 400, "logprobs", "invalid_value"),
+    (G, gen(prompt_logprobs=300), 400, "prompt_logprobs", "invalid_value"),
+    (G, gen(repetition_penalty=0), 400, "repetition_penalty", "invalid_value"),
+    (G, gen(presence_penalty=3), 400, "presence_penalty", "invalid_value"),
+    (G, gen(frequency_penalty=-3), 400, "frequency_penalty", "invalid_value"),
+    (G, gen(stream=1), 400, "stream", "invalid_type"),
+    (G, gen(timeout_s=0), 400, "timeout_s", "invalid_value"),
+    (G, gen(timeout_s=601), 400, "timeout_s", "invalid_value"),
+    (G, gen(priority=101), 400, "priority", "invalid_value"),
+    (G, gen(request_id="a b"), 400, "request_id", "invalid_value"),
+    (G, gen(request_id="a\n"), 400, "request_id", "invalid_value"),
+    (G, gen(request_id="a" * 129), 400, "request_id", "invalid_value"),
+    (G, gen(decoder_prompt="a"), 400, "decoder_prompt", "invalid_value"),
+    (G, gen(model="seq", decoder_prompt=[300]), 400, "decoder_prompt[0]", "token_id_out_of_range"),
+    (G, gen(model="seq", prompt="a" * 48), 400, "prompt", "context_length_exceeded"),
+    (G, gen(model="seq", prompt="a" * 40, max_tokens=60), 400, "prompt", "kv_cache_exceeded"),
+    (G, gen(model="bare"), 400, "prompt", "no_tokenizer"),
+    (G, gen(model="bare", prompt=[1], stop="a"), 400, "stop", "no_tokenizer"),
+    (E, {"model": "enc"}, 400, "input", "missing_field"),
+    (E, enc(input=""), 400, "input", "invalid_value"),
+    (E, enc(input=[]), 400, "input", "invalid_value"),
+    (E, enc(input=["w1", ""]), 400, "input[1]", "invalid_value"),
+    (E, enc(input=[{"text": "w1", "txt_pair": "w2"}]), 400, "input[0].txt_pair", "unknown_field"),
+    (E, enc(input=[{"text_pair": "w2"}]), 400, "input[0].text", "missing_field"),
+    (E, enc(input=[{"image": "aaaa"}]), 400, "input[0]", "invalid_value"),
+    (E, enc(input=[{"image": ""}]), 400, "input[0].image", "invalid_value"),
+    (E, enc(input=[{"image": "aaaa", "text": "w1"}]), 400, "input[0].text", "unknown_field"),
+    (E, enc(input=[{"image": 7}]), 400, "input[0].image", "invalid_type"),
+    (E, enc(output="logits", pooling="cls"), 400, "pooling", "invalid_value"),
+    (E, enc(output="logits", normalize=True), 400, "normalize", "invalid_value"),
+    (E, enc(input="w1 " * 20), 400, "input", "context_length_exceeded"),
+    (E, enc(input=[[1] * 11]), 400, "input[0]", "context_length_exceeded"),
+    (E, enc(input=[[300]]), 400, "input[0][0]", "token_id_out_of_range"),
+    (E, enc(input=["w1"] * 257), 413, "input", "too_many_inputs"),
+    (E, enc(output="logits"), 400, "output", "invalid_value"),
+    (E, enc(pooling="max"), 400, "pooling", "invalid_value"),
+    (E, enc(pooling="pooler"), 400, "pooling", "invalid_value"),
+    (E, enc(pooling="cls", output="tokens"), 400, "pooling", "invalid_value"),
+    (E, enc(dimensions=9), 400, "dimensions", "invalid_value"),
+    (E, enc(dimensions=0), 400, "dimensions", "invalid_value"),
+    (E, enc(truncate=True), 400, "truncate", "invalid_value"),
+    (E, enc(encoding_format="hex"), 400, "encoding_format", "invalid_value"),
+    (E, enc(normalize=1), 400, "normalize", "invalid_type"),
+    (E, {"model": "gen", "input": [{"text": "a", "text_pair": "b"}]}, 400, "input[0].text_pair", "invalid_value"),
+    (T, {"model": "gen"}, 400, "text", "missing_field"),
+    (T, {"model": "gen", "text": "a" * 1025}, 400, "text", "context_length_exceeded"),
+    (T, {"text": "a"}, 400, "model", "missing_field"),
+    (T, {"model": "bare", "text": "a"}, 400, "model", "no_tokenizer"),
+    (D, {"model": "gen", "token_ids": []}, 400, "token_ids", "invalid_value"),
+    (D, {"model": "gen", "token_ids": [300]}, 400, "token_ids[0]", "token_id_out_of_range"),
+    (D, {"model": "gen", "token_ids": [1] * 65}, 400, "token_ids", "invalid_value"),
+]
+
+
+def check_error(reply: httpx.Response, status: int, param: str | None = None, code: str = "") -> dict[str, Any]:
+    """The reply has the contract's shape and tells nothing it should not."""
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-request-id"]
+    body = reply.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert not LEAK.search(reply.text), reply.text
+    assert len(reply.text) < 1500
+    if code:
+        assert (body["error"]["param"], body["error"]["code"]) == (param, code), reply.text
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def test_table_of_bad_requests() -> None:
+    app = make_app("bare")
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for route, body, status, param, code in BAD:
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            reply = await client.post(route, content=raw, headers={"content-type": "application/json"})
+            check_error(reply, status, param, code)
+            good = await client.post(G, json=GOOD)
+            assert good.status_code == 200, (route, body)
+        assert len(app.client.submitted) == len(BAD)
+        assert not app.client.encoded
+
+    run(app, work)
+    check_accounts(app)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "n", "max_tokens", "logprobs", "priority", "timeout_s"])
+@pytest.mark.parametrize("value", ["-1000000000000", str(2**63), "1e400", "-1e400", "NaN", "[]", "{}", '"x"', "true"])
+def test_numbers_out_of_bounds_reach_no_engine(app: App, field: str, value: str) -> None:
+    raw = b'{"model": "gen", "prompt": "a", "%s": %s}' % (field.encode(), value.encode())
+    headers = {"content-type": "application/json"}
+
+    async def work(client: httpx.AsyncClient) -> None:
+        check_error(await client.post(G, content=raw, headers=headers), 400)
+
+    run(app, work)
+    assert not app.client.submitted
+
+
+def test_messages_help(app: App) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        async def message(route: str, body: dict[str, Any]) -> str:
+            return str((await client.post(route, json=body)).json()["error"]["message"])
+
+        assert "did you mean 'temperature'?" in await message(G, gen(temprature=1))
+        assert "did you mean 'text_pair'?" in await message(E, enc(input=[{"text": "w1", "txt_pair": "w2"}]))
+        assert await message(G, gen(prompt="a" * 30, max_tokens=40)) == (
+            "31 prompt tokens + 40 max_tokens = 71, more than max_model_len 64"
+        )
+        assert "gen, seq" in await message(G, {"prompt": "a"})
+        assert "seq" in await message(G, gen(model="enc"))
+        several = await message(G, gen(n=0, top_p=2, seed=-1))
+        assert all(name in several for name in ("n:", "top_p:", "seed:"))
+        secret = await message(G, gen(prompt=["canary-key", 5]))
+        assert "canary" not in secret
+
+    run(app, work)
+
+
+def test_wrong_routes_methods_and_types(app: App) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        check_error(await client.get("/nope"), 404, None, "not_found")
+        check_error(await client.post("/generate/", json=GOOD), 404, None, "not_found")
+        refused = await client.get(G)
+        check_error(refused, 405, None, "method_not_allowed")
+        assert refused.headers["allow"] == "POST"
+        check_error(await client.request("OPTIONS", "/metrics"), 405, None, "method_not_allowed")
+        check_error(await client.post(G, data={"prompt": "a"}), 415, None, "unsupported_media_type")
+        check_error(await client.post(G, content=json.dumps(GOOD)), 415, None, "unsupported_media_type")
+        check_error(await client.delete("/requests/nobody"), 404, "id", "request_not_found")
+        check_error(await client.delete("/requests/" + "x" * 3000), 404, "id", "request_not_found")
+
+    run(app, work)

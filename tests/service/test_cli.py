@@ -1,0 +1,89 @@
+"""The console script as a person types it: in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_help_shows_defaults_and_variables() -> None:
+    run = triptych("serve", "--help")
+    assert run.returncode == 0
+    text = " ".join(run.stdout.split())
+    assert "--port PORT port to listen on (default: 8000; TRIPTYCH_PORT)" in text
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from service import cli\n"
+        "try: cli.main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'ray', 'fastapi', 'tokenizers', 'numpy') if m in sys.modules], file=sys.stderr)"
+    )
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert run.stderr.strip() == "[]"
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "/no/such/folder"), "/no/such/folder: no such folder"),
+        (("serve", "--prot", "1"), "--prot is not known; did you mean --port?"),
+        (("encode", "--modle", "embed", "x"), "--modle is not known; did you mean --model?"),
+        (("serve", "--port", "x"), "--port: found 'x', expected a whole number"),
+        (("serve", "code", "code"), "two models have the same name"),
+        (("generate", "code", "x", "--dtype", "int3"), "--dtype: found 'int3'"),
+        (("inspect", "nothing"), "nothing: no such folder"),
+        (("bake",), "invalid choice: 'bake'"),
+        ((), "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], message: str) -> None:
+    run = triptych(*arguments)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("arguments", [("-v", "serve", "/no/such"), ("serve", "/no/such", "-v")])
+def test_a_traceback_is_shown_when_asked_for(arguments: tuple[str, ...]) -> None:
+    run = triptych(*arguments)
+    assert run.returncode != 0
+    assert "Traceback" in run.stderr
+
+
+def test_generate_streams_a_normalised_date() -> None:
+    run = triptych("generate", "normalize", "the third of march twenty twenty four at half past nine")
+    assert run.stdout == "2024-03-03 09:30\n", run.stderr
+
+
+def test_encode_prints_a_json_line_for_each_text() -> None:
+    run = triptych("encode", "a cat", "a dog")
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [line["text"] for line in lines] == ["a cat", "a dog"]
+    assert all(len(line["embedding"]) == 384 for line in lines)
+
+
+def test_inspect_shows_the_anatomy_of_every_embedded_model() -> None:
+    run = triptych("inspect", COLUMNS="120")
+    assert run.returncode == 0, run.stderr
+    for text in ("decoder-only, llama", "encoder-decoder, marian", "encoder-only, bert, 22,713,216 parameters"):
+        assert text in run.stdout

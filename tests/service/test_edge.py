@@ -1,0 +1,115 @@
+"""What stands between a client and Ray Serve, without Ray: the same middleware around an application like Serve's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from service.edge import EdgeMiddleware, middlewares
+
+
+class Serve:
+    """Adds the request id it was given to every reply, as Serve does, and remembers the headers it saw."""
+
+    def __init__(self, reply: Response) -> None:
+        self.reply = reply
+        self.seen = Headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.seen = Headers(scope=scope)
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).append("X-Request-ID", self.seen.get("x-request-id", "made-by-serve"))
+            await send(message)
+
+        await self.reply(scope, receive, with_id)
+
+
+def ask(serve: Serve, path: str = "/info", **headers: str) -> httpx.Response:
+    async def get() -> httpx.Response:
+        transport = httpx.ASGITransport(app=EdgeMiddleware(serve))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(get())
+
+
+def test_a_valid_request_id_goes_through_and_comes_back_once() -> None:
+    serve = Serve(JSONResponse({}, headers={"x-request-id": "mine"}))
+    reply = ask(serve, **{"x-request-id": "mine"})
+    assert serve.seen["x-request-id"] == "mine"
+    assert reply.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_an_id_that_the_application_chose_wins() -> None:
+    reply = ask(Serve(JSONResponse({}, headers={"x-request-id": "of-the-body"})), **{"x-request-id": "of-the-header"})
+    assert reply.headers.get_list("x-request-id") == ["of-the-body"]
+
+
+@pytest.mark.parametrize("request_id", ["not valid", "a" * 200, ""])
+def test_an_invalid_request_id_is_replaced(request_id: str) -> None:
+    serve = Serve(JSONResponse({}))
+    (echoed,) = ask(serve, **{"x-request-id": request_id}).headers.get_list("x-request-id")
+    assert echoed == serve.seen["x-request-id"] != request_id
+
+
+@pytest.mark.parametrize("name", ["x-request-timeout-seconds", "x-request-disconnect-disabled"])
+def test_headers_that_steer_serve_are_dropped(name: str) -> None:
+    serve = Serve(JSONResponse({}))
+    ask(serve, **{name: "1", "other": "kept"})
+    assert name not in serve.seen
+    assert serve.seen["other"] == "kept"
+
+
+@pytest.mark.parametrize(
+    ("status", "shown", "code"),
+    [
+        (404, 404, "not_found"),
+        (408, 504, "deadline"),
+        (429, 429, "queue_full"),
+        (500, 500, "internal"),
+        (503, 503, "not_ready"),
+    ],
+)
+def test_errors_of_serve_take_the_contracts_shape(status: int, shown: int, code: str) -> None:
+    reply = ask(Serve(PlainTextResponse("Path '/secret' not found", status)))
+    assert reply.status_code == shown
+    error = reply.json()["error"]
+    assert error["code"] == code
+    assert "secret" not in reply.text
+    assert ("retry-after" in reply.headers) == (shown in (429, 503))
+    assert len(reply.headers.get_list("x-request-id")) == 1
+
+
+@pytest.mark.parametrize("reply", [JSONResponse({"error": {}}, 404), PlainTextResponse("triptych_up 1", 200)])
+def test_replies_of_the_application_stay_as_they_are(reply: Response) -> None:
+    seen = ask(Serve(reply))
+    assert (seen.status_code, seen.content) == (reply.status_code, reply.body)
+
+
+def test_routes_of_serve_itself_are_left_alone() -> None:
+    reply = ask(Serve(PlainTextResponse("draining", 503)), path="/-/healthz")
+    assert (reply.status_code, reply.text) == (503, "draining")
+
+
+def test_other_protocols_pass() -> None:
+    passed: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope["type"])
+
+    async def never() -> Message:
+        raise AssertionError
+
+    async def ignore(message: Message) -> None: ...
+
+    asyncio.run(EdgeMiddleware(app)({"type": "lifespan"}, never, ignore))
+    assert passed == ["lifespan"]
+    assert [one.cls for one in middlewares()] == [EdgeMiddleware]

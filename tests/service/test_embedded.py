@@ -1,0 +1,151 @@
+"""The embedded models through HTTP, started as a person starts them, held to the figures that their cards claim."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from huggingface_hub import InferenceClient
+
+from model.pretrained import CHECKPOINTS, corpus, pairs
+from model.pretrained.evaluate import pieces
+from tests.service.processes import running
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sentence_vectors.json").read_text())
+HELD_OUT = pairs.held_out_pairs(200, seed=1)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(["--runtime", "local"]) as service:
+        yield service.url
+
+
+def post_all(url: str, path: str, bodies: list[dict[str, object]]) -> list[dict[str, object]]:
+    """All at once, each on a connection of its own."""
+
+    async def run() -> list[dict[str, object]]:
+        limits = httpx.Limits(max_connections=len(bodies))
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            replies = await asyncio.gather(*(client.post(path, json=body) for body in bodies))
+        for reply in replies:
+            assert reply.status_code == 200, reply.text
+        return [reply.json() for reply in replies]
+
+    return asyncio.run(run())
+
+
+def texts(replies: list[dict[str, object]]) -> list[str]:
+    return [reply["choices"][0]["text"] for reply in replies]  # type: ignore[index]
+
+
+def card_figure(model: str, pattern: str) -> float:
+    found = re.search(pattern, (CHECKPOINTS / model / "README.md").read_text())
+    assert found is not None
+    return float(found[1])
+
+
+def test_normalize_is_right_for_200_held_out_pairs_in_flight_together(url: str) -> None:
+    bodies: list[dict[str, object]] = [{"model": "normalize", "prompt": spoken} for spoken, _ in HELD_OUT]
+    together = texts(post_all(url, "/generate", bodies))
+    right = sum(answer == written for answer, (_, written) in zip(together, HELD_OUT, strict=True))
+    assert right >= 0.99 * len(HELD_OUT)
+    one_by_one = [text for body in bodies for text in texts(post_all(url, "/generate", [body]))]
+    assert one_by_one == together
+
+
+def test_code_predicts_the_held_out_text_as_well_as_its_card_says(url: str) -> None:
+    sample = corpus.held_out_sample()
+    bodies: list[dict[str, object]] = [
+        {"model": "code", "prompt": piece, "max_tokens": 1, "prompt_logprobs": 0} for piece in pieces(sample)
+    ]
+    nats = 0.0
+    for reply in post_all(url, "/generate", bodies):
+        entries = reply["choices"][0]["prompt_logprobs"]  # type: ignore[index]
+        assert entries[0] is None
+        nats -= sum(entry["logprob"] for entry in entries[1:])
+    measured = nats / math.log(2) / len(sample.encode())
+    assert measured == pytest.approx(card_figure("code", r"\*\*([\d.]+)\*\* on `held_out_code"), rel=0.01)
+
+
+def test_embed_equals_the_vectors_of_sentence_transformers(url: str) -> None:
+    body = {"model": "embed", "input": VECTORS["texts"], "truncate": "right", "encoding_format": "base64"}
+    [reply] = post_all(url, "/encode", [body])
+    data: list[dict[str, str]] = reply["data"]  # type: ignore[assignment]
+    for item, expected in zip(data, VECTORS["vectors"], strict=True):
+        raw = base64.b64decode(item["embedding"])
+        assert struct.unpack(f"<{len(raw) // 4}f", raw) == pytest.approx(expected, abs=1e-4)
+    assert [item.get("truncated", False) for item in data] == [False] * (len(data) - 1) + [True]
+
+
+@pytest.mark.parametrize("model", ["code", "normalize"])
+def test_a_greedy_request_is_the_same_alone_and_among_31_others(url: str, model: str) -> None:
+    prompts = pieces(corpus.held_out_sample(), 300)[:32] if model == "code" else [spoken for spoken, _ in HELD_OUT[:32]]
+    bodies: list[dict[str, object]] = [
+        {"model": model, "prompt": prompt, "max_tokens": 24, "return_token_ids": True} for prompt in prompts
+    ]
+    crowd = [reply["choices"][0]["token_ids"] for reply in post_all(url, "/generate", bodies)]  # type: ignore[index]
+    for at in (0, 13, 31):
+        [alone] = post_all(url, "/generate", [bodies[at]])
+        assert alone["choices"][0]["token_ids"] == crowd[at]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("prompt", ["# Grüße, 東京 🎉: ünïcödé\nname = '", "def f():\n    return '日本語 "])
+def test_streamed_deltas_join_to_the_unstreamed_text(url: str, prompt: str) -> None:
+    body = {"model": "code", "prompt": prompt, "max_tokens": 48, "temperature": 1.5, "seed": 7, "echo": True}
+    whole = httpx.post(f"{url}/generate", json=body, timeout=60).json()["choices"][0]["text"]
+    joined = ""
+    with httpx.stream("POST", f"{url}/generate", json={**body, "stream": True}, timeout=60) as reply:
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    for event in events[:-1]:
+        joined += json.loads(event)["choices"][0]["text"]
+    assert joined == whole
+    assert whole.startswith(prompt)
+
+
+def test_a_prompt_that_comes_again_is_found_within_its_salt(url: str) -> None:
+    prompt = pieces(corpus.held_out_sample(), 600)[3]
+    cached = []
+    for salt in ("one", "one", "two"):
+        [reply] = post_all(url, "/generate", [{"model": "code", "prompt": prompt, "max_tokens": 8, "cache_salt": salt}])
+        cached.append((reply["usage"]["cached_tokens"] > 0, reply["choices"][0]["text"]))  # type: ignore[index]
+    text = cached[0][1]
+    assert cached == [(False, text), (True, text), (False, text)]
+
+
+def test_beam_search_returns_its_best_hypotheses_at_its_end(url: str) -> None:
+    spoken, written = HELD_OUT[0]
+    body = {"model": "normalize", "prompt": spoken, "num_beams": 4, "n": 2}
+    [reply] = post_all(url, "/generate", [body])
+    first, second = reply["choices"]  # type: ignore[misc]
+    assert first["text"] == written  # type: ignore[index]
+    assert first["score"] >= second["score"]  # type: ignore[index]
+    with httpx.stream("POST", f"{url}/generate", json={**body, "stream": True}, timeout=60) as streamed:
+        events = [line.removeprefix("data: ") for line in streamed.iter_lines() if line.startswith("data: ")]
+    texts = {choice["index"]: choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]}
+    assert texts == {0: first["text"], 1: second["text"]}  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("hub_client")
+def test_official_clients_of_other_servers_are_served(url: str) -> None:
+    spoken, written = HELD_OUT[0]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "normalize", "prompt": spoken, "temperature": 0, "max_tokens": 40}
+    streamed = client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+    assert "".join(event.choices[0].text for event in streamed) == written
+    vectors = client.embeddings.create(model="embed", input=VECTORS["texts"][0])
+    assert vectors.data[0].embedding == pytest.approx(VECTORS["vectors"][0], abs=1e-4)
+    generate = InferenceClient(model=f"{url}/?model=normalize", token="none").text_generation
+    assert generate(spoken) == "".join(generate(spoken, stream=True)) == written
+    body = {"model": "normalize", "text": spoken, "sampling_params": {"temperature": 0}}
+    assert httpx.post(f"{url}/generate", json=body, timeout=60).json()["text"] == written

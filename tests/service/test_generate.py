@@ -1,0 +1,294 @@
+"""POST /generate over a scripted engine: replies, streams, and every way in which a generation ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.request import Request
+from service.config import ServiceSettings
+from service.schemas.replies import GenerateEvent, GenerateReply
+from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, make_app, run, until
+from tests.service.test_bad_requests import check_error
+
+
+def generate(app: App, **fields: Any) -> dict[str, Any]:
+    """The reply to a good request."""
+    reply = ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab", "max_tokens": 8, **fields})
+    assert reply.status_code == 200, reply.text
+    GenerateReply.model_validate_json(reply.content)
+    body: dict[str, Any] = reply.json()
+    return body
+
+
+def streamed(app: App, **fields: Any) -> list[Any]:
+    """The events of a good streamed request."""
+    body = {"model": "gen", "prompt": "ab", "max_tokens": 8, "stream": True, **fields}
+    reply = ask(app, "POST", "/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return events(reply.text)
+
+
+def the_request(app: App) -> Request:
+    [request] = app.client.submitted
+    return request
+
+
+def test_a_reply(app: App) -> None:
+    reply = generate(app, return_token_ids=True, request_id="mine")
+    [choice] = reply["choices"]
+    assert (reply["id"], reply["model"]) == ("mine", "gen")
+    assert choice["text"] == "hello he"
+    assert choice["finish_reason"] == "length"
+    assert len(choice["token_ids"]) == 8
+    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11, "cached_tokens": 0}
+    timings = reply["timings"]
+    assert timings["ttft_ms"] == pytest.approx(timings["queue_ms"] + timings["prefill_ms"], abs=0.01)
+    assert timings["total_ms"] == pytest.approx(timings["ttft_ms"] + timings["decode_ms"], abs=0.01)
+
+
+def test_defaults_are_greedy_and_seeds_are_fresh(app: App) -> None:
+    for _ in range(2):
+        generate(app)
+    first, second = (request.params for request in app.client.submitted)
+    assert (first.temperature, first.top_p, first.n, first.stop) == (0.0, 1.0, 1, ())
+    assert first.seed != second.seed
+    assert app.client.submitted[0].request_id != app.client.submitted[1].request_id
+
+
+def test_checkpoint_defaults_apply_where_the_client_says_nothing() -> None:
+    app = make_app()
+    defaults = {"temperature": 0.7, "top_k": 5, "max_tokens": 3}
+    app.served["gen"].checkpoint.sampling_defaults.update(defaults)
+    reply = ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab", "top_k": 9})
+    params = the_request(app).params
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.7, 9, 3)
+    assert reply.json()["usage"]["completion_tokens"] == 3
+
+
+def test_max_tokens_defaults_to_what_the_context_leaves(app: App) -> None:
+    generate(app, max_tokens=None)
+    assert the_request(app).params.max_tokens == 64 - 3
+
+
+def test_text_gets_special_tokens_and_ids_do_not(app: App) -> None:
+    generate(app, prompt=["ab", "c"])
+    generate(app, prompt=[[5, 6], [7]])
+    ids = [request.prompt_token_ids for request in app.client.submitted]
+    assert [one[0] for one in ids[:2]] == [256, 256]
+    assert ids[2:] == [(5, 6), (7,)]
+
+
+def test_an_encoder_decoder_starts_from_its_start_token(app: App) -> None:
+    reply = generate(app, model="seq", decoder_prompt="xy", echo=True, return_token_ids=True, max_tokens=2)
+    request = the_request(app)
+    plain = byte_tokenizer().encode("xy", add_special_tokens=False).ids
+    assert request.prompt_token_ids[0] == 256
+    assert request.decoder_token_ids == (0, *plain)
+    [choice] = reply["choices"]
+    assert choice["text"] == "xyhe"
+    assert choice["token_ids"][:2] == list(plain)
+    assert generate(app, model="seq", max_tokens=2)["choices"][0]["text"] == "he"
+    assert app.client.submitted[-1].decoder_token_ids == (0,)
+
+
+def test_choices_of_several_prompts(app: App) -> None:
+    reply = generate(app, prompt=["ab", "cde"], n=2, echo=True, max_tokens=3)
+    shown = [(choice["index"], choice["prompt_index"], choice["text"]) for choice in reply["choices"]]
+    assert shown == [(0, 0, "abhel"), (1, 0, "abhel"), (2, 1, "cdehel"), (3, 1, "cdehel")]
+    assert reply["usage"]["prompt_tokens"] == 3 + 4
+    assert reply["usage"]["completion_tokens"] == 12
+
+
+def test_logprobs(app: App) -> None:
+    [choice] = generate(app, logprobs=2, prompt_logprobs=1, max_tokens=3)["choices"]
+    assert [entry["text"] for entry in choice["logprobs"]] == ["h", "e", "l"]
+    assert [len(entry["top"]) for entry in choice["logprobs"]] == [2, 2, 2]
+    assert choice["prompt_logprobs"][0] is None
+    assert [entry["text"] for entry in choice["prompt_logprobs"][1:]] == ["a", "b"]
+
+
+def test_stop_texts(app: App) -> None:
+    [choice] = generate(app, stop=["lo", "zz"], max_tokens=20)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hel", "stop", "lo")
+    [choice] = generate(app, stop="lo", include_stop=True, max_tokens=20)["choices"]
+    assert choice["text"] == "hello"
+
+
+def test_without_a_tokenizer_ids_are_returned() -> None:
+    app = make_app("bare")
+    reply = generate(app, model="bare", prompt=[1, 2], echo=True, max_tokens=2)
+    [choice] = reply["choices"]
+    assert choice["text"] == ""
+    assert choice["token_ids"][:2] == [1, 2] and len(choice["token_ids"]) == 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12),
+    stop=st.lists(st.text(min_size=1, max_size=3), max_size=2),
+    n=st.integers(1, 2),
+    echo=st.booleans(),
+    max_tokens=st.integers(1, 40),
+)
+def test_streamed_equals_unstreamed(text: str, stop: list[str], n: int, echo: bool, max_tokens: int) -> None:
+    app = make_app(token_ids=byte_tokenizer().encode(text, add_special_tokens=False).ids)
+    fields = {"stop": stop, "n": n, "echo": echo, "max_tokens": max_tokens, "logprobs": 0, "return_token_ids": True}
+    whole = generate(app, **fields)
+    *deltas, done = streamed(app, **fields)
+    assert done == "[DONE]"
+    for delta in deltas:
+        GenerateEvent.model_validate(delta)
+    assert ["usage" in delta for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert deltas[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [one for delta in deltas for one in delta["choices"] if one["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        assert [entry for part in parts for entry in part["logprobs"]] == choice["logprobs"]
+        ends = [part["finish_reason"] for part in parts]
+        assert ends == [None] * (len(ends) - 1) + [choice["finish_reason"]]
+    check_accounts(app)
+
+
+def test_a_full_queue_is_a_429_before_any_byte(app: App) -> None:
+    app.script.queue_full = "queue_tokens"
+    for stream in (False, True):
+        reply = ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab", "stream": stream})
+        check_error(reply, 429, None, "queue_full")
+        assert reply.headers["retry-after"] == "3"
+    assert not app.client.submitted
+
+
+def test_an_engine_that_dies_under_a_request() -> None:
+    app = make_app(die_after=2)
+    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 500, None, "engine_failed")
+    *_, failure, done = streamed(app)
+    assert failure["error"]["code"] == "engine_failed"
+    assert done == "[DONE]"
+    app.script.die_after = None
+    generate(app)
+    check_accounts(app)
+    assert len(app.client.aborted) == 2
+
+
+def test_a_sequence_that_fails() -> None:
+    app = make_app(error_after=1)
+    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 500, None, "engine_failed")
+    *deltas, failure, done = streamed(app)
+    assert len(deltas) == 1
+    assert failure["error"]["code"] == "engine_failed" and done == "[DONE]"
+    check_accounts(app)
+
+
+def test_an_unexpected_exception_tells_nothing() -> None:
+    app = make_app(crash_after=1)
+    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 500, None, "internal")
+    *_, failure, done = streamed(app)
+    assert failure["error"]["code"] == "internal" and done == "[DONE]"
+    assert "canary" not in str(failure)
+    check_accounts(app)
+
+
+def test_deadlines() -> None:
+    app = make_app(delay_s=0.05)
+    late = {"model": "gen", "prompt": "ab", "timeout_s": 0.01}
+    check_error(ask(app, "POST", "/generate", json=late), 504, "timeout_s", "deadline")
+    reply = generate(app, timeout_s=0.12, max_tokens=50)
+    assert reply["choices"][0]["finish_reason"] == "deadline"
+    assert 0 < reply["usage"]["completion_tokens"] < 50
+    [only, done] = streamed(app, timeout_s=0.01)
+    assert only["choices"][0]["finish_reason"] == "deadline" and done == "[DONE]"
+    check_accounts(app)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancel_by_id(stream: bool) -> None:
+    app = make_app(delay_s=0.01)
+
+    async def work(client: httpx.AsyncClient) -> httpx.Response:
+        body = {"model": "gen", "prompt": ["ab", "c"], "max_tokens": 50, "stream": stream, "request_id": "mine"}
+        running = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: app.client.running)
+        cancelled = await client.delete("/requests/mine")
+        assert cancelled.json() == {"id": "mine", "cancelled": 1}
+        return await running
+
+    reply = run(app, work)
+    assert reply.status_code == 200
+    assert reply.headers["x-request-id"] == "mine"
+    assert '"finish_reason":"cancelled"' in reply.text
+    check_accounts(app)
+
+
+def test_a_cancelled_task_aborts_once() -> None:
+    app = make_app(delay_s=0.01)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        body = {"model": "gen", "prompt": ["ab", "c"], "max_tokens": 50}
+        running = [asyncio.create_task(client.post("/generate", json={**body, "stream": on})) for on in (True, False)]
+        await until(lambda: len(app.client.running) == 4)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    run(app, work)
+    assert len(app.client.aborted) == len(set(app.client.aborted)) == 4
+    check_accounts(app)
+
+
+class TestTargetLanguage:
+    """The decoder starts with the language's token, by the tokenizer's own code or as M2M-100 writes it."""
+
+    @pytest.mark.parametrize(("code", "token"), [("fr_XX", 257), ("__de__", 258), ("de", 258)])
+    def test_the_output_begins_behind_the_languages_token(self, app: App, code: str, token: int) -> None:
+        generate(app, model="seq", prompt="ab", target_language=code)
+        assert app.client.submitted[-1].decoder_token_ids == (0, token)
+
+    def test_a_decoder_prompt_comes_after_it(self, app: App) -> None:
+        generate(app, model="seq", prompt="ab", target_language="fr_XX", decoder_prompt=[5, 9])
+        assert app.client.submitted[-1].decoder_token_ids == (0, 257, 5, 9)
+
+    @pytest.mark.parametrize("code", ["fr", "<s", "a", "__fr_XX__", "DE"])
+    def test_what_is_no_language_token(self, app: App, code: str) -> None:
+        reply = ask(app, "POST", "/generate", json={"model": "seq", "prompt": "ab", "target_language": code})
+        error = check_error(reply, 400, "target_language", "invalid_value")
+        assert "seq has no such language token" in error["message"]
+
+
+def test_no_repeat_ngram_size_is_the_clients_or_the_checkpoints(app: App) -> None:
+    def sent(**fields: Any) -> int:
+        generate(app, prompt="ab", **fields)
+        return app.client.submitted[-1].params.no_repeat_ngram_size
+
+    assert (sent(), sent(no_repeat_ngram_size=3)) == (0, 3)
+    app.served["gen"].checkpoint.sampling_defaults["no_repeat_ngram_size"] = 2
+    assert (sent(), sent(no_repeat_ngram_size=3), sent(no_repeat_ngram_size=0)) == (2, 3, 0)
+
+
+@pytest.mark.parametrize(("model", "left"), [("gen", 9 - 3), ("seq", 9 - 1)])
+def test_max_length_counts_the_prompt_or_the_decoders_start(app: App, model: str, left: int) -> None:
+    app.served[model].checkpoint.sampling_defaults["max_length"] = 9
+    body = {"model": model, "prompt": "ab"}  # <s> a b
+    assert ask(app, "POST", "/generate", json=body).status_code == 200
+    assert app.client.submitted[-1].params.max_tokens == left
+    assert ask(app, "POST", "/generate", json={**body, "max_tokens": 20}).status_code == 200
+    assert app.client.submitted[-1].params.max_tokens == 20
+
+
+def test_only_one_key_and_salt_share_prefixes() -> None:
+    app = make_app(settings=ServiceSettings(api_keys=("key-one", "key-two")))
+    for key, salt in (("key-one", {}), ("key-one", {}), ("key-two", {}), ("key-one", {"cache_salt": "x"})):
+        body = {"model": "gen", "prompt": "a", "max_tokens": 1, **salt}
+        reply = ask(app, "POST", "/generate", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert reply.status_code == 200, reply.text
+    salts = [request.cache_salt for request in app.client.submitted]
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 3
+    assert "key-" not in "".join(salts)

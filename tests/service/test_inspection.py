@@ -1,0 +1,57 @@
+"""`triptych inspect` beyond its tables: JSON for programs, and a page that draws attention in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from model.pretrained import embedded_models
+from service import inspection
+
+MODELS = embedded_models()
+TEXT = 'the </script><script>document.title="broken"</script> third of march'
+
+
+def test_json_has_the_figures_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    inspection.print_json("normalize", MODELS["normalize"], context=100, memory=1 << 30)
+    report = json.loads(capsys.readouterr().out)
+    assert report["form"] == "encoder-decoder"
+    assert report["parameters"]["all"] == sum(n for part, n in report["parameters"].items() if part != "all")
+    assert report["weight_bytes"]["float32"] == 4 * report["parameters"]["all"]
+    assert report["kv_bytes_per_token"]["float16"] == 2 * 3 * 192 * 2
+    assert report["flops_per_token"]["decoder"]["step"]["attention"] == 4 * 100 * 192 * 3
+    assert report["sequences_that_fit"]["float32"] == (1 << 30) // (2 * 3 * 192 * 4 * 100)
+
+
+def test_the_page_holds_every_weight_and_no_outside_asset(tmp_path: Path) -> None:
+    out = tmp_path / "heads.html"
+    inspection.write_attention("normalize", MODELS["normalize"], TEXT, out)
+    page = out.read_text()
+    assert not re.search(r"(src|href)=|https?://|url\(|@import", page)
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    assert data["text"] == TEXT
+    for one in data["maps"]:
+        size = one["layers"] * one["heads"] * len(one["queries"]) * len(one["keys"])
+        assert len(base64.b64decode(one["weights"])) == size
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium on this machine")
+def test_a_browser_draws_every_head(tmp_path: Path) -> None:
+    out = tmp_path / "heads.html"
+    inspection.write_attention("embed", MODELS["embed"], TEXT, out)
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    quiet = ["--disable-background-networking", f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=3000"]
+    run = subprocess.run(
+        ["chromium", *flags, *quiet, "--dump-dom", out.as_uri()], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.count("<canvas") == 6 * 12
+    assert run.stdout.count("<line ") > 20
+    assert "<title>embed: attention</title>" in run.stdout

@@ -1,0 +1,147 @@
+"""Over real sockets: disconnects, stalls, keep-alives and limits, as a server delivers them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from service.config import Limits, ServiceSettings
+from tests.service.support import App, check_accounts, events, live, make_app
+from tests.service.test_bad_requests import check_error
+
+LONG = {"model": "gen", "prompt": "ab", "max_tokens": 50}
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 3.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.005)
+
+
+def settings(**limits: Any) -> ServiceSettings:
+    return ServiceSettings(limits=Limits(**limits))
+
+
+def settled(app: App) -> None:
+    """Nothing runs any more and the accounts add up."""
+    eventually(lambda: not len(app.service.jobs))
+    time.sleep(0.02)
+    check_accounts(app)
+
+
+def test_a_stream_arrives_piece_by_piece() -> None:
+    app = make_app(delay_s=0.02)
+    with (
+        live(app) as url,
+        httpx.stream("POST", f"{url}/generate", json={**LONG, "max_tokens": 10, "stream": True}) as reply,
+    ):
+        arrivals = [time.monotonic() for _ in reply.iter_raw()]
+        assert arrivals[-1] - arrivals[0] > 0.1
+        assert "content-length" not in reply.headers
+    settled(app)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
+    app = make_app(delay_s=0.02)
+    with live(app) as url:
+        connection = _post(url, "/generate", {**LONG, "stream": stream})
+        eventually(lambda: app.client.running)
+        connection.close()
+        eventually(lambda: app.client.aborted, 0.5)
+        settled(app)
+    assert len(app.client.aborted) == 1
+
+
+def test_a_client_that_leaves_aborts_its_encoding() -> None:
+    app = make_app(delay_s=5)
+    with live(app) as url:
+        connection = _post(url, "/encode", {"input": ["w1", "w2"]})
+        eventually(lambda: app.client.running)
+        connection.close()
+        eventually(lambda: len(app.client.aborted) == 2, 0.5)
+        settled(app)
+
+
+def test_keep_alive_comments_fill_a_silence() -> None:
+    app = make_app(delay_s=0.2, settings=settings(stream_keepalive_s=0.05))
+    with live(app) as url:
+        text = httpx.post(f"{url}/generate", json={**LONG, "max_tokens": 2, "stream": True}).text
+    assert text.count(": keep-alive\n\n") >= 3
+    assert events(text)[-1] == "[DONE]"
+    settled(app)
+
+
+def test_a_stream_that_nobody_reads_is_aborted() -> None:
+    app = make_app("bare", settings=settings(stream_stall_s=0.3, max_logprobs=299, default_max_tokens=50))
+    app.script.token_ids = [0]
+    with live(app) as url:
+        body = {"model": "bare", "prompt": [1] * 10, "stream": True, "logprobs": 299, "n": 8, "max_tokens": 50}
+        connection = _post(url, "/generate", body, receive_buffer=2048)
+        eventually(lambda: app.client.aborted)
+        connection.close()
+        settled(app)
+    assert len(app.client.aborted) == 1
+
+
+def test_bodies_are_bounded_declared_and_streamed() -> None:
+    app = make_app(settings=settings(max_body_bytes=1000))
+    with live(app) as url:
+        declared = httpx.post(f"{url}/generate", json={"prompt": "a" * 2000})
+        check_error(declared, 413, None, "body_too_large")
+        headers = {"content-type": "application/json"}
+        streamed = httpx.post(f"{url}/generate", content=(b" " * 100 for _ in range(20)), headers=headers)
+        check_error(streamed, 413, None, "body_too_large")
+        assert httpx.post(f"{url}/generate", json=LONG).status_code == 200
+        settled(app)
+
+
+def test_headers_are_bounded() -> None:
+    app = make_app()
+    with live(app) as url:
+        many = httpx.get(f"{url}/info", headers={f"x-{i}": "1" for i in range(101)})
+        check_error(many, 431, None, "headers_too_large")
+        large = httpx.get(f"{url}/info", headers={"x-large": "1" * 16_400})
+        check_error(large, 431, None, "headers_too_large")
+        assert httpx.get(f"{url}/info").status_code == 200
+
+
+def test_a_slow_body_that_breaks_off_is_forgotten() -> None:
+    app = make_app()
+    with live(app) as url:
+        connection = _connect(url)
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b'Content-Length: 100\r\n\r\n{"prompt":')
+        connection.close()
+        eventually(lambda: app.metrics.registry.get_sample_value(*_CLOSED) == 1)
+        assert httpx.post(f"{url}/generate", json=LONG).status_code == 200
+        settled(app)
+
+
+_CLOSED = ("triptych_rejections_total", {"model": "", "reason": "client_closed"})
+
+
+def _connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    where = urlsplit(url)
+    connection.connect((where.hostname, where.port))
+    return connection
+
+
+def _post(url: str, path: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+    """A connection that has sent a request and reads nothing."""
+    raw = json.dumps(body).encode()
+    connection = _connect(url, receive_buffer)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection

@@ -1,0 +1,265 @@
+"""Health, draining, keys, ids, metrics, logs and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import httpx
+import pytest
+
+from model.config import ConfigError
+from service import logs
+from service.config import Limits, ServiceSettings
+from service.schemas.replies import InfoReply, ModelsReply
+from tests.service.support import App, ask, check_accounts, make_app, run, samples, until
+from tests.service.test_bad_requests import check_error
+
+GOOD = {"model": "gen", "prompt": "ab", "max_tokens": 4}
+
+
+def test_info_shows_every_limit(app: App) -> None:
+    reply = InfoReply.model_validate_json(ask(app, "GET", "/info").content)
+    assert set(reply.limits) == {item.name for item in fields(Limits)}
+    assert [model["name"] for model in reply.models] == ["gen", "seq", "enc"]
+    assert reply.models[0]["max_queued_requests"] == 256
+    assert "path" not in reply.models[0]
+
+
+def test_models_and_docs(app: App) -> None:
+    reply = ModelsReply.model_validate_json(ask(app, "GET", "/v1/models").content)
+    assert [card.id for card in reply.data] == ["gen", "seq", "enc"]
+    assert ask(app, "GET", "/docs").status_code == 200
+
+
+def test_health(app: App) -> None:
+    assert ask(app, "GET", "/livez").json() == ask(make_app(), "GET", "/readyz").json() == {"status": "ok"}
+    app = make_app(ready=False, live=False, reason="engine died at 0x7fff12345678 in /usr/lib/secret.py")
+    for path, code in (("/livez", "not_live"), ("/readyz", "not_ready")):
+        error = check_error(ask(app, "GET", path), 503, None, code)
+        assert "engine died" in error["message"] and "secret" not in error["message"]
+    check_error(ask(app, "POST", "/generate", json=GOOD), 503, None, "not_ready")
+    check_accounts(app)
+
+
+def test_draining_lets_the_running_finish() -> None:
+    app = make_app(delay_s=0.01)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        running = asyncio.create_task(client.post("/generate", json=GOOD))
+        await until(lambda: app.client.running)
+        drained = asyncio.create_task(app.service.drain())
+        await asyncio.sleep(0)
+        refused = await client.post("/generate", json=GOOD)
+        check_error(refused, 503, None, "draining")
+        assert refused.headers["retry-after"]
+        check_error(await client.get("/readyz"), 503, None, "draining")
+        assert (await client.get("/livez")).status_code == 200
+        await drained
+        assert (await running).json()["choices"][0]["finish_reason"] == "length"
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_a_drain_that_takes_too_long_cancels() -> None:
+    app = make_app(delay_s=0.01, settings=ServiceSettings(drain_timeout_s=0.05))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        running = asyncio.create_task(client.post("/generate", json={**GOOD, "max_tokens": 60}))
+        await until(lambda: app.client.running)
+        await app.service.drain()
+        assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
+
+    run(app, work)
+    check_accounts(app)
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+def test_every_route_asks_for_a_key() -> None:
+    app = make_app(settings=ServiceSettings(api_keys=("canary-key", "other-key")))
+    paths = [route.path.replace("{id}", "x") for route in _routes(app)] + [
+        "/nope",
+        "/generate/",
+        "//generate",
+        "/DOCS",
+    ]
+    assert {"/generate", "/docs", "/openapi.json", "/metrics", "/"} <= set(paths)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for path in paths:
+            for method in METHODS:
+                for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic canary-key"}):
+                    reply = await client.request(method, path, headers=headers)
+                    if path in ("/livez", "/readyz"):
+                        assert reply.status_code in (200, 405)
+                    elif method == "HEAD":
+                        assert reply.status_code == 401
+                    else:
+                        check_error(reply, 401, None, "invalid_api_key")
+                        assert reply.headers["www-authenticate"] == "Bearer"
+                    host = await client.request(method, path, headers={**headers, "host": "x/livez?"})
+                    assert host.status_code == reply.status_code
+                for key in ("canary-key", "other-key"):
+                    reply = await client.request(method, path, headers={"authorization": f"bearer {key}"})
+                    assert reply.status_code != 401, (method, path)
+
+    run(app, work)
+    check_accounts(app)
+
+
+def _routes(app: App) -> list[Any]:
+    found: list[Any] = []
+    pending = list(app.app.routes)
+    while pending:
+        route = pending.pop()
+        nested = getattr(getattr(route, "original_router", None), "routes", None)
+        pending.extend(nested or [])
+        if hasattr(route, "path"):
+            found.append(route)
+    return found
+
+
+@pytest.mark.parametrize("sent", ["mine", "a.b:c_d-1", "x" * 128])
+def test_request_ids_are_echoed(app: App, sent: str) -> None:
+    for path in ("/info", "/nope"):
+        assert ask(app, "GET", path, headers={"x-request-id": sent}).headers["x-request-id"] == sent
+    reply = ask(app, "POST", "/generate", json=GOOD, headers={"x-request-id": sent})
+    assert reply.json()["id"] == reply.headers["x-request-id"] == sent
+    reply = ask(app, "POST", "/generate", json={**GOOD, "request_id": "wins"}, headers={"x-request-id": sent})
+    assert reply.json()["id"] == reply.headers["x-request-id"] == "wins"
+
+
+@pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "a;b", "<script>"])
+def test_bad_request_ids_are_replaced(app: App, sent: str) -> None:
+    made = ask(app, "GET", "/info", headers={"x-request-id": sent}).headers["x-request-id"]
+    assert made != sent and len(made) == 24
+
+
+def test_metrics_add_up() -> None:
+    app = make_app()
+
+    async def work(client: httpx.AsyncClient) -> str:
+        await client.post("/generate", json=GOOD)
+        await client.post("/generate", json={**GOOD, "stop": "l", "stream": True})
+        await client.post("/generate", json={**GOOD, "n": 0})
+        await client.post("/generate", json={**GOOD, "model": "nope-\u00e9"})
+        await client.post("/encode", json={"input": "w1"})
+        app.script.queue_full = "queue_requests"
+        await client.post("/encode", json={"input": "w1"})
+        await client.post("/generate", json=GOOD)
+        return (await client.get("/metrics")).text
+
+    text = run(app, work)
+    check_accounts(app)
+    assert samples(app, "triptych_requests_total") == {
+        ("gen", "length", "generate"): 1,
+        ("gen", "stop", "generate"): 1,
+        ("enc", "stop", "encode"): 1,
+    }
+    assert samples(app, "triptych_rejections_total") == {
+        ("", "invalid_value"): 1,
+        ("", "model_not_found"): 1,
+        ("enc", "queue_requests"): 1,
+        ("gen", "queue_requests"): 1,
+    }
+    assert samples(app, "triptych_generation_tokens_total") == {("gen",): 4 + 3}
+    assert samples(app, "triptych_prompt_tokens_total") == {("gen",): 6, ("enc",): 3}
+    assert samples(app, "triptych_time_to_first_token_seconds_count") == {("gen",): 2}
+    assert samples(app, "triptych_inter_token_latency_seconds_count") == {("gen",): 5}
+    for name in (
+        "step_seconds",
+        "batch_tokens",
+        "encode_batch_tokens",
+        "kv_blocks",
+        "build_info",
+        "tokenize_seconds",
+    ):
+        assert f"triptych_{name}" in text
+    assert 'le="0.0005"' in text
+    assert "nope" not in text
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What is logged, as JSON lines."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    logs.setup("json", stream=stream)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    yield stream
+    root.handlers[:] = before
+    root.setLevel(level)
+    logging.getLogger("uvicorn.access").disabled = False
+
+
+def test_the_access_line(lines: io.StringIO) -> None:
+    app = make_app(settings=ServiceSettings(api_keys=("canary-key",)))
+    headers = {"authorization": "Bearer canary-key", "x-request-id": "mine"}
+    ask(app, "POST", "/generate", json={**GOOD, "prompt": "canary-prompt"}, headers=headers)
+    ask(app, "POST", "/generate?key=canary-key", json={"prompt": "canary-prompt", "x": 1}, headers=headers)
+    app.script.crash_after = 0
+    ask(app, "POST", "/generate", json={**GOOD, "prompt": "canary-prompt"}, headers=headers)
+    text = lines.getvalue()
+    assert "canary" not in text and "hello" not in text
+    found = [json.loads(line) for line in text.splitlines()]
+    first = next(line for line in found if line["logger"] == "triptych.access")
+    assert first["request_id"] == "mine"
+    assert (first["method"], first["path"], first["status"], first["model"]) == ("POST", "/generate", 200, "gen")
+    assert (first["tokens_in"], first["tokens_out"]) == (14, 4)
+    assert [line["status"] for line in found if line["logger"] == "triptych.access"] == [200, 400, 500]
+    assert any(line["message"].startswith("unexpected RuntimeError") for line in found)
+
+
+def test_plain_lines() -> None:
+    record = logging.LogRecord("triptych", logging.INFO, "", 0, "ready", None, None)
+    assert logs.PlainFormatter().format(record).endswith("INFO triptych ready")
+
+
+def test_openapi_declares_bodies_and_errors() -> None:
+    app = make_app(settings=ServiceSettings(api_keys=("k",)))
+    document = ask(app, "GET", "/openapi.json", headers={"authorization": "Bearer k"}).json()
+    text = json.dumps(document)
+    assert '"422"' not in text and "HTTPValidationError" not in text
+    known = document["components"]["schemas"]
+    for reference in set(_references(document)):
+        assert reference.removeprefix("#/components/schemas/") in known, reference
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert {"200", "401", "413", "431", "500"} <= set(operation["responses"]), path
+            assert operation["summary"]
+    for body in ("GenerateBody", "EncodeBody", "TokenizeBody", "DetokenizeBody"):
+        for name, field in known[body]["properties"].items():
+            assert "description" in field and "examples" in field, (body, name)
+        assert known[body]["additionalProperties"] is False
+    assert "text/event-stream" in document["paths"]["/generate"]["post"]["responses"]["200"]["content"]
+    assert document["security"]
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name == "$ref":
+                yield value
+            else:
+                yield from _references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _references(value)
+
+
+def test_settings_are_checked() -> None:
+    for wrong in ({"port": 70_000}, {"api_keys": ("",)}, {"drain_timeout_s": -1}, {"tokenizer_threads": 0}):
+        with pytest.raises(ConfigError):
+            ServiceSettings(**wrong)
+    with pytest.raises(ConfigError, match="max_n"):
+        Limits(max_n=0)
+    assert "secret" not in repr(ServiceSettings(api_keys=("secret",)))

@@ -1,0 +1,104 @@
+"""One table of settings: what each source may say, who wins, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from model.config import ConfigError
+from service import options
+
+
+def parse(*arguments: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser, options.OPTIONS)
+    return options.from_arguments(parser.parse_args(arguments), options.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("4096", 4096), ("1gb", 10**9)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert options.byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 XB", "-1MB", "two"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a size such as"):
+        options.byte_size(text)
+
+
+def test_only_what_is_given_is_set() -> None:
+    assert parse() == {}
+    assert parse("--port", "9", "--max-num-seqs", "4") == {"port": 9, "max_num_seqs": 4}
+
+
+def test_keys_may_be_repeated_or_listed() -> None:
+    assert parse("--api-key", "a", "--api-key", "b") == {"api_keys": ("a", "b")}
+    assert options.from_environment({"TRIPTYCH_API_KEYS": "a, b,"}) == {"api_keys": ("a", "b")}
+
+
+def test_every_option_reads_its_own_variable() -> None:
+    assert options.from_environment({"TRIPTYCH_KV_CACHE_MEMORY": "1MiB", "PATH": "x"}) == {"kv_cache_memory": 1 << 20}
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"TRIPTYCH_PROT is not known; did you mean TRIPTYCH_PORT\?"):
+        options.from_environment({"TRIPTYCH_PROT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "x"), "--port: found 'x', expected a whole number"),
+        (("--dtype", "int4"), "--dtype: found 'int4', expected one of auto, float32"),
+        (("--runtime", "docker"), "--runtime: found 'docker', expected one of ray, local"),
+        (("--kv-cache-memory", "lots"), "--kv-cache-memory: found 'lots', expected a size such as"),
+    ],
+)
+def test_a_bad_value_says_where_what_and_what_was_expected(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    assert message in str(caught.value)
+
+
+def test_a_file_holds_settings_and_models(tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text("port: 9\nkv-cache-memory: 1GiB\nmodels:\n  a: /x\n  b: {path: /y, max_num_seqs: 2}\n")
+    settings, models = options.from_file(file)
+    assert settings == {"port": 9, "kv_cache_memory": 1 << 30}
+    assert models == {"a": {"path": "/x"}, "b": {"path": "/y", "max_num_seqs": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "key prot is not known; did you mean port?"),
+        ("models: {a: {path: /x, port: 1}}", "models.a: key port is not known"),
+        ("models: {a: {max_num_seqs: 1}}", "models.a: path is missing"),
+        ("models: [a]", "models: expected a mapping, found list"),
+        ("a: [", "is not valid YAML"),
+        ("port: no-number", "port: found 'no-number', expected a whole number"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        options.from_file(file)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        options.from_file(tmp_path / "none.yaml")
+
+
+def test_what_is_on_has_a_flag_that_switches_it_off() -> None:
+    assert parse("--no-prefix-caching") == {"prefix_caching": False}
+    assert options.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
+    with pytest.raises(ConfigError, match="expected true or false"):
+        options.from_environment({"TRIPTYCH_PREFIX_CACHING": "maybe"})

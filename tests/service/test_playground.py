@@ -1,0 +1,229 @@
+"""The playground at `GET /`: what is served, and what a person can do with it in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.config import ServiceSettings
+from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
+from tests.service.support import App, ask, check_accounts, live, make_app
+from tests.service.test_bad_requests import check_error
+
+ARROW_RIGHT, CONTROL, ENTER, ESCAPE = "\ue014", "\ue009", "\ue007", "\ue00c"
+KEYS = ServiceSettings(api_keys=("canary-key", "key:with:colons"))
+with_browser = pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason="needs chromium and chromedriver")
+
+
+def test_the_page_and_its_headers(app: App) -> None:
+    reply = ask(app, "GET", "/")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    rules = dict(rule.split(" ", 1) for rule in reply.headers["content-security-policy"].split("; "))
+    assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["connect-src"] == "'self'" and rules["trusted-types"] == "'none'"
+    for tag in ("script", "style"):
+        (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", reply.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+    check_error(ask(app, "PUT", "/", json={}), 405, None, "method_not_allowed")
+
+
+def test_the_page_needs_nothing_from_outside(app: App) -> None:
+    page = ask(app, "GET", "/").text
+    assert set(re.findall(r"\w+://[\w.]+", page)) == {"http://www.w3.org"}  # the name of SVG, never fetched
+    for outside in (
+        r"\bsrc=",
+        r"@import",
+        r"url\((?!data:)",
+        r"\son\w+=",
+        r"\sstyle=",
+        r"innerHTML|document\.write|eval\(",
+    ):
+        assert not re.search(outside, page), outside
+    assert [link.startswith("data:") for link in re.findall(r"<link [^>]*href=\"([^\"]*)", page)] == [True]
+
+
+def test_openapi_has_the_page_as_html(app: App) -> None:
+    document = ask(app, "GET", "/openapi.json").json()
+    assert list(document["paths"]["/"]["get"]["responses"]["200"]["content"]) == ["text/html"]
+
+
+@pytest.mark.parametrize("key", KEYS.api_keys)
+def test_a_key_may_be_a_basic_password(key: str) -> None:
+    app = make_app(settings=KEYS)
+    for path in ("/", "/info", "/docs"):
+        assert ask(app, "GET", path, auth=("anybody", key)).status_code == 200
+    good = {"model": "gen", "prompt": "ab", "max_tokens": 2}
+    assert ask(app, "POST", "/generate", json=good, auth=("", key)).status_code == 200
+    check_accounts(app)
+
+
+def _basic(credentials: bytes) -> str:
+    return f"Basic {base64.b64encode(credentials).decode()}"
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [None, _basic(b"canary-key"), _basic(b"canary-key:"), _basic(b"u:canary-key2"), "Basic %%%", "Basic \xff", "Basic"],
+)
+def test_without_a_key_only_a_browser_is_asked_for_a_password(credentials: str | None) -> None:
+    app = make_app(settings=KEYS)
+    sent = {} if credentials is None else {"authorization": credentials.encode("latin-1")}
+    for accept, challenge in (("*/*", "Bearer"), ("text/html,*/*", 'Basic realm="triptych", charset="UTF-8"')):
+        reply = ask(app, "GET", "/", headers={"accept": accept, **sent})
+        check_error(reply, 401, None, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == challenge
+        assert "canary" not in reply.text
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(Path(tmp_path_factory.mktemp("profile"))) as one:
+        yield one
+
+
+def _open(browser: Browser, url: str, model: str) -> None:
+    browser.console()
+    browser.open(url)
+    eventually(lambda: browser.text(".model b"))
+    browser.run("document.querySelector(`input[value=${arguments[0]}]`).click()", model)
+
+
+def _busy(browser: Browser) -> bool:
+    return bool(browser.run("return document.getElementById('output').getAttribute('aria-busy') === 'true'"))
+
+
+def _done(browser: Browser) -> str:
+    """The line of facts, once the request has ended, and the error if it ended so."""
+    eventually(lambda: not _busy(browser))
+    return browser.text("#facts") + browser.text("#error:not([hidden])")
+
+
+@with_browser
+def test_type_stream_stop_and_see(browser: Browser, app: App) -> None:
+    app.script.delay_s = 0.02
+    with live(app) as url:
+        _open(browser, url, "gen")
+        browser.type("#prompt", "ab")
+        browser.press("#prompt", CONTROL + ENTER)
+        eventually(lambda: "hello" in browser.text("#output"))
+        assert _busy(browser)
+        browser.click("#stop-button")
+        assert _done(browser).startswith("stopped")
+        assert re.fullmatch(r"ab(hello )+h?e?l?l?o?", browser.text("#output"))
+        eventually(lambda: app.client.aborted and not app.client.running)
+
+        app.script.delay_s = 0
+        browser.type("[name=max_tokens]", "9")
+        browser.click("#start")
+        facts = _done(browser)
+        assert browser.text("#output") == "abhello hel"
+        assert facts.startswith("length") and "3 in, 9 tokens out" in facts and "first token" in facts
+        assert app.client.submitted[-1].params.logprobs == 5
+        browser.press("#output", ARROW_RIGHT * 2)
+        eventually(lambda: "60.7 %" in browser.text("#tip"))  # exp(-0.5), the script's
+        assert (
+            browser.text(".token.on") == "e" and browser.run("return document.querySelectorAll('#tip li').length") == 5
+        )
+        browser.press("#output", ESCAPE)
+        assert browser.run("return document.getElementById('tip').hidden")
+        assert browser.console() == []
+
+
+@with_browser
+def test_sampling_controls_and_refusals(browser: Browser, app: App) -> None:
+    with live(app) as url:
+        _open(browser, url, "seq")
+        browser.type("#prompt", "ab")
+        for name, value in dict(temperature="0.5", top_k="3", top_p="0.9", min_p="0.1", seed="7").items():
+            browser.type(f"[name={name}]", value)
+        browser.type("[name=stop]", "lo\\n\no h")
+        browser.type("[name=repetition_penalty]", "1.5")
+        browser.click("#with-logprobs")
+        browser.click("#start")
+        assert _done(browser).startswith("stop (o·h)")
+        assert browser.text("#output") == "hell"
+        params = app.client.submitted[-1].params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (0.5, 3, 0.9, 0.1, 7)
+        assert (params.stop, params.repetition_penalty, params.logprobs) == (("lo\n", "o h"), 1.5, None)
+
+        for typed, words in (("99999999999999999999", "seed: "), ("x", "seed: input should be a valid integer")):
+            browser.type("[name=seed]", typed)
+            browser.click("#start")
+            said = str(eventually(lambda: browser.text("#error:not([hidden])")))
+            assert words in said and "HTTP 400" in said
+            assert browser.run("return document.querySelector('[aria-invalid]').name") == "seed"
+
+        browser.type("[name=seed]", "1")
+        app.script.die_after = 3
+        browser.click("#start")
+        eventually(lambda: "the engine failed while the request was in it" in browser.text("#error"))
+        assert _done(browser).startswith("failed")
+        app.script.die_after = None
+
+
+@with_browser
+def test_what_a_model_says_is_only_text(browser: Browser, app: App) -> None:
+    said = "<img src=x onerror=1><b>é</b>"
+    tokenizer = app.served["gen"].tokenizer
+    assert tokenizer is not None
+    app.script.token_ids = tokenizer.encode(said, add_special_tokens=False).ids
+    with live(app) as url:
+        _open(browser, url, "gen")
+        browser.type("#prompt", "<script>")
+        browser.type("[name=max_tokens]", str(len(app.script.token_ids)))
+        browser.click("#start")
+        _done(browser)
+        assert browser.text("#output") == "<script>" + said
+        assert browser.run("return document.querySelectorAll('#output :not(span), #output img').length") == 0
+        assert browser.console() == []
+        blocked = "try { document.body.innerHTML = '<p>'; return 'set' } catch (error) { return error.name }"
+        assert browser.run(blocked) == "TypeError"
+
+
+@with_browser
+def test_encode_and_see_the_heat_map(browser: Browser, app: App) -> None:
+    with live(app) as url:
+        _open(browser, url, "enc")
+        for _ in range(2):
+            browser.click(".text:last-child button")
+        browser.type(".text:nth-child(1) textarea", "w1 w2")
+        browser.type(".text:nth-child(2) textarea", "w50")
+        browser.click("#compare button.first")
+        eventually(lambda: browser.text("#map tbody"))
+        shown = browser.run("return [...document.querySelectorAll('#map td')].map((cell) => cell.textContent).slice(1)")
+        raw = httpx.post(f"{url}/encode", json={"model": "enc", "input": ["w1 w2", "w50"]}).json()["data"]
+        one, other = (item["embedding"] for item in raw)
+        dot, squares = (
+            sum(a * b for a, b in zip(one, other, strict=True)),
+            (sum(a * a for a in v) for v in (one, other)),
+        )
+        cosine = f"{dot / (next(squares) * next(squares)) ** 0.5:.2f}"
+        assert shown == ["1.00", cosine, cosine, "1.00"]
+        assert f"closest: 1 and 2, {cosine}" in browser.text("#encode-facts")
+        assert browser.console() == []
+
+        browser.type(".text:nth-child(2) textarea", "w1 " * 20)
+        browser.click("#compare button.first")
+        eventually(lambda: "input[1] has 22 tokens" in browser.text("#error"))
+
+
+@with_browser
+def test_in_a_browser_with_a_key(browser: Browser) -> None:
+    app = make_app(settings=KEYS)
+    with live(app) as url:
+        _open(browser, url.replace("//", "//anybody:canary-key@"), "gen")
+        browser.type("[name=max_tokens]", "5")
+        browser.click("#start")
+        assert _done(browser).startswith("length")
+        assert browser.text("#output").endswith("hello")
+        assert browser.console() == []
+    check_accounts(app)

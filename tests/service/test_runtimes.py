@@ -1,0 +1,251 @@
+"""The service as a person starts it, under each runtime: the same requests get the same answers.
+
+One service for all tests of a runtime until a test ends it; those behind start their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests import checkpoints
+from tests.service.processes import ServiceProcess, eventually, running
+
+RUNTIMES = {
+    "local": ["--runtime", "local"],
+    "ray": ["--runtime", "ray"],
+    "ray-default-proxy": ["--runtime", "ray", "--haproxy", "off"],
+}
+PROMPT = {"model": "gen", "prompt": "def add(", "max_tokens": 12}
+LONG = {**PROMPT, "max_tokens": 1500}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    return [f"gen={checkpoints.llama(folder / 'llama')}", f"enc={checkpoints.bert(folder / 'bert')}"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["local", "ray", pytest.param("ray-default-proxy", marks=pytest.mark.slow)],
+)
+def service(request: pytest.FixtureRequest, models: list[str]) -> Iterator[ServiceProcess]:
+    with running([*models, *RUNTIMES[request.param], "--log-format", "json"]) as started:
+        yield started
+
+
+@pytest.fixture
+def base_url(service: ServiceProcess) -> str:
+    return service.url
+
+
+def generate(base_url: str, **fields: Any) -> dict[str, Any]:
+    reply = httpx.post(f"{base_url}/generate", json={**PROMPT, **fields}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def stream(base_url: str, body: dict[str, Any]) -> list[tuple[float, str]]:
+    """Time of arrival and data of every event."""
+    with httpx.stream("POST", f"{base_url}/generate", json={**body, "stream": True}, timeout=60) as reply:
+        assert reply.status_code == 200
+        lines = ((time.monotonic(), line) for line in reply.iter_lines())
+        return [(at, line.removeprefix("data: ")) for at, line in lines if line.startswith("data: ")]
+
+
+def metric(base_url: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples with these labels."""
+    samples = [
+        line for line in httpx.get(f"{base_url}/metrics").text.splitlines() if line.startswith(f"triptych_{name}")
+    ]
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(line.rpartition(" ")[2]) for line in samples if all(label in line for label in wanted))
+
+
+def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
+    assert httpx.get(f"{base_url}/livez").json() == {"status": "ok"}
+    assert httpx.get(f"{base_url}/readyz").json() == {"status": "ok"}
+    info = httpx.get(f"{base_url}/info").json()
+    assert [model["name"] for model in info["models"]] == ["gen", "enc"]
+
+
+def test_joined_deltas_are_the_unstreamed_text(base_url: str) -> None:
+    whole = generate(base_url, max_tokens=60)
+    events = [data for _, data in stream(base_url, {**PROMPT, "max_tokens": 60})]
+    assert events[-1] == "[DONE]"
+    parsed = [json.loads(data) for data in events[:-1]]
+    assert "".join(event["choices"][0]["text"] for event in parsed) == whole["choices"][0]["text"]
+    assert parsed[-1]["usage"] == whole["usage"]
+
+
+def test_a_stream_arrives_as_it_is_made(base_url: str) -> None:
+    began = time.monotonic()
+    arrivals = [at - began for at, _ in stream(base_url, {**PROMPT, "max_tokens": 300})]
+    assert arrivals[0] < arrivals[-1] / 3
+    assert len(set(arrivals)) > 30
+
+
+def test_encode_gives_the_same_vector_alone_and_among_others(base_url: str) -> None:
+    def encode(texts: list[str]) -> list[list[float]]:
+        reply = httpx.post(f"{base_url}/encode", json={"model": "enc", "input": texts}, timeout=60)
+        return [item["embedding"] for item in reply.json()["data"]]
+
+    texts = ["import os", "def add(left, right)", "12"]
+    for one, among in zip(texts, encode(texts), strict=True):
+        assert encode([one])[0] == pytest.approx(among, abs=1e-5)
+
+
+def test_many_at_once_get_what_each_gets_alone(base_url: str) -> None:
+    prompts = [f"def f{number}(" for number in range(32)]
+
+    async def all_at_once() -> list[str]:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=32)) as client:
+            posts = [client.post(f"{base_url}/generate", json={**PROMPT, "prompt": prompt}) for prompt in prompts]
+            return [reply.json()["choices"][0]["text"] for reply in await asyncio.gather(*posts)]
+
+    assert asyncio.run(all_at_once()) == [generate(base_url, prompt=p)["choices"][0]["text"] for p in prompts]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_aborts_its_request(base_url: str, streamed: bool) -> None:
+    cancelled = metric(base_url, "requests_total", task="generate", outcome="cancelled")
+    connection = post(base_url, "/generate", {**LONG, "stream": streamed})
+    eventually(lambda: metric(base_url, "requests_running", model="gen") > 0, 10)
+    connection.close()
+    eventually(lambda: metric(base_url, "requests_total", task="generate", outcome="cancelled") == cancelled + 1, 2)
+    eventually(lambda: metric(base_url, "requests_running") == 0, 2)
+
+
+def test_accounts_add_up(base_url: str) -> None:
+    eventually(lambda: metric(base_url, "requests_running") == 0, 10)
+    received = metric(base_url, "requests_received_total")
+    httpx.post(f"{base_url}/generate", json={**PROMPT, "max_tokens": 0})
+    generate(base_url)
+    assert metric(base_url, "requests_received_total") == received + 2
+    accepted = metric(base_url, "requests_accepted_total")
+    assert received + 2 == accepted + metric(base_url, "rejections_total")
+    assert accepted == metric(base_url, "requests_total")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("POST", "/generate", b"{", 400, "invalid_json"),
+        ("POST", "/generate", b'{"prompt": "a", "model": "no"}', 404, "model_not_found"),
+        ("POST", "/generate", b'{"prompt": "' + b"a" * 2_100_000 + b'"}', 413, "body_too_large"),
+        ("GET", "/generate", b"", 405, "method_not_allowed"),
+        ("GET", "/nothing/here", b"", 404, "not_found"),
+    ],
+)
+def test_errors_have_the_one_shape(
+    base_url: str, method: str, path: str, content: bytes, status: int, code: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.request(method, base_url + path, content=content, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    assert reply.headers["content-type"] == "application/json"
+
+
+def test_large_headers_are_refused(base_url: str) -> None:
+    reply = httpx.get(f"{base_url}/info", headers={"X-Large": "a" * 17_000})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize("request_id", ["mine-1", "not a valid one", None])
+def test_a_reply_has_one_request_id(base_url: str, request_id: str | None) -> None:
+    reply = httpx.get(f"{base_url}/info", headers={"X-Request-Id": request_id} if request_id else {})
+    (echoed,) = reply.headers.get_list("x-request-id")
+    assert (echoed == request_id) == (request_id == "mine-1")
+    body = {**PROMPT, "request_id": "of-the-body"}
+    reply = httpx.post(f"{base_url}/generate", json=body, headers={"X-Request-Id": "of-the-header"})
+    assert reply.headers.get_list("x-request-id") == ["of-the-body"]
+    assert reply.json()["id"] == "of-the-body"
+
+
+def test_no_header_steers_the_layers_in_front(base_url: str) -> None:
+    headers = {"x-request-timeout-seconds": "0.01", "x-request-disconnect-disabled": "?1"}
+    reply = httpx.post(f"{base_url}/generate", json={**PROMPT, "max_tokens": 100}, headers=headers, timeout=60)
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["completion_tokens"] == 100
+
+
+def test_a_killed_engine_fails_its_requests_and_comes_back(service: ServiceProcess) -> None:
+    connection = post(service.url, "/generate", {**LONG, "stream": True})
+    eventually(lambda: metric(service.url, "requests_running", model="gen") > 0, 10)
+    os.kill(service.engine_pid(), signal.SIGKILL)
+    reply = read_all(connection)
+    assert b'"engine_failed"' in reply
+    assert b"data: [DONE]" in reply
+    assert httpx.get(f"{service.url}/readyz").status_code == 503
+    assert httpx.get(f"{service.url}/livez").status_code == 200
+    eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 200, 60)
+    generate(service.url)
+
+
+def test_sigterm_lets_what_runs_end_and_refuses_the_rest(service: ServiceProcess) -> None:
+    started = set(service.descendants())
+    connection = post(service.url, "/generate", {**LONG, "max_tokens": 200, "stream": True})
+    eventually(lambda: metric(service.url, "requests_running", model="gen") > 0, 10)
+    service.signal(signal.SIGTERM)
+    eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 503, 2)
+    refused = httpx.post(f"{service.url}/generate", json=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in refused.headers
+    reply = read_all(connection)
+    assert b'"finish_reason":"length"' in reply
+    assert b"data: [DONE]" in reply
+    assert service.wait() == 128 + signal.SIGTERM, service.output
+    eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 10)
+    for line in service.output.partition("curl ")[2].splitlines()[1:]:
+        assert not line or json.loads(line)["message"], line  # nothing but our own log lines
+
+
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_model_that_does_not_load_is_one_line_and_exit_code_2(models: list[str], runtime: str) -> None:
+    service = ServiceProcess([*models, *RUNTIMES[runtime], "--max-model-len", "99999"])
+    assert service.wait() == 2, service.output
+    assert service.output.splitlines()[-1] == "triptych: max_model_len 99999 is beyond the model's 2048 positions"
+
+
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [4, 8])
+def test_a_signal_ends_it_while_it_starts(models: list[str], runtime: str, seconds: float) -> None:
+    service = ServiceProcess([*models, *RUNTIMES[runtime]])
+    try:
+        time.sleep(seconds if runtime == "ray" else seconds / 4)
+        started = service.descendants()
+        service.signal(signal.SIGTERM)
+        codes = (128 + signal.SIGTERM, -signal.SIGTERM)  # the latter, the same to a shell, before there are handlers
+        assert service.wait() in codes, service.output
+        assert "Traceback" not in service.output
+        eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 60)
+    finally:
+        service.stop()
+
+
+def post(base_url: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which the request has been sent and nothing been read."""
+    address = urlsplit(base_url)
+    assert address.hostname is not None
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    with connection:
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
