@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from huggingface_hub import constants
+
+from tests.service.support import App, check_accounts, make_app
+
+
+@pytest.fixture
+def app() -> Iterator[App]:
+    """The application over a scripted engine; in the end every request must have been accounted for."""
+    made = make_app()
+    yield made
+    check_accounts(made)
 
 
 @pytest.fixture
 def hub_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests tell huggingface_hub that it is offline, for `transformers`; its clients talk to this machine here."""
+    """Other tests set huggingface_hub offline, for `transformers`; here its clients talk to this machine."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -19,7 +19,6 @@ from service.dialects.huggingface_bodies import PredictBody, RerankBody
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
 
-
 pytestmark = pytest.mark.usefixtures("hub_client")
 
 
