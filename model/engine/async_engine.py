@@ -24,7 +24,8 @@ from model.engine.stats import EngineStats, Health, ModelInfo, StepStats
 from model.request import EncodeOutput, EncodeRequest, FinishReason, Request, TokenOutput
 from model.tokenizer import Detokenizer, Tokenizer
 
-STALL_SECONDS = 30.0  # no sign of life for so long: the loop hangs
+_EVENT_BYTES = 200  # of an output as an event, beside its text and log-probabilities
+_LOGPROB_BYTES = 48
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
 
@@ -44,10 +45,13 @@ class Transport(Protocol):
 class GenerationStream:
     """Outputs of one or more requests, merged, until each of their sequences has ended.
 
-    Iterate it, and close it (`aclose`) however that ended: what is not finished is then aborted.
+    Iterate it, and close it (`aclose`) however that ended: what is not finished is then aborted. So is what nobody
+    reads: once more than `max_unread_bytes` wait, every open sequence ends as cancelled.
     """
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, engine: AsyncEngine, requests: Sequence[Request], tokenizer: Tokenizer | None, max_unread_bytes: int
+    ) -> None:
         self._engine = engine
         self.model = requests[0].model
         self._requests = {request.request_id: request for request in requests}
@@ -56,6 +60,8 @@ class GenerationStream:
         if tokenizer is not None:
             self._detokenizers = {key: Detokenizer.of(tokenizer, self._requests[key[0]].params) for key in self._open}
         self._outputs: deque[TokenOutput] = deque()
+        self._unread_bytes = 0
+        self._max_unread_bytes = max_unread_bytes
         self._failure: EngineDeadError | None = None
         self._changed = asyncio.Event()
 
@@ -73,7 +79,9 @@ class GenerationStream:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        return self._outputs.popleft()
+        output = self._outputs.popleft()
+        self._unread_bytes -= _size(output)
+        return output
 
     async def aclose(self) -> None:
         self.end(FinishReason.CANCELLED, tell_engine=True)
@@ -87,8 +95,11 @@ class GenerationStream:
         if detokenizer is not None and detokenizer.fill(output):
             self._engine.abort(self.model, output.request_id, output.index, FinishReason.STOP)
         self._outputs.append(output)
+        self._unread_bytes += _size(output)
         if output.finish_reason is not None:
             self._close(key)
+        elif self._unread_bytes > self._max_unread_bytes:
+            self.end(FinishReason.CANCELLED, tell_engine=True)
         self._changed.set()
 
     def end(self, reason: FinishReason, *, tell_engine: bool, only: str | None = None) -> bool:
@@ -112,6 +123,12 @@ class GenerationStream:
             self._engine.forget(key[0])
 
 
+def _size(output: TokenOutput) -> int:
+    """About its bytes as an event. Log-probabilities of the prompt come once and do not count."""
+    entries = sum(1 + len(one.top) for one in output.logprobs or ())
+    return _EVENT_BYTES + len(output.text) + _LOGPROB_BYTES * entries
+
+
 class AsyncEngine:
     """The engines of one or more models behind one transport."""
 
@@ -120,11 +137,17 @@ class AsyncEngine:
         specs: Sequence[ModelSpec],
         transport: Callable[[], Transport],
         tokenizers: Mapping[str, Tokenizer | None],
+        stall_seconds: float = 30.0,
+        max_unread_bytes: int = 1 << 20,
     ) -> None:
+        """`stall_seconds`: without a sign of life for so long, the loop counts as hanging. `max_unread_bytes`: of
+        output that may wait for the reader of one stream."""
         self._specs = list(specs)
         self._new_transport = transport
         self._transport: Transport | None = None
         self._tokenizers = tokenizers
+        self._stall_seconds = stall_seconds
+        self._max_unread_bytes = max_unread_bytes
         self._models: dict[str, ModelInfo] = {}
         self._stats: dict[str, EngineStats] = {spec.name: EngineStats(spec.name) for spec in specs}
         self._admission = {spec.name: Admission(spec.engine) for spec in specs}
@@ -173,7 +196,7 @@ class AsyncEngine:
             {r.request_id: len(r.prompt_token_ids) + len(r.decoder_token_ids) for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
         )
-        stream = GenerationStream(self, requests, self._tokenizers.get(model))
+        stream = GenerationStream(self, requests, self._tokenizers.get(model), self._max_unread_bytes)
         for request in requests:
             self._streams[request.request_id] = stream
         self._queue().generate.extend(requests)
@@ -208,7 +231,7 @@ class AsyncEngine:
 
     def health(self) -> Health:
         silent = time.monotonic() - self._last_sign
-        if not self._reason and silent > STALL_SECONDS:
+        if not self._reason and silent > self._stall_seconds:
             return Health(live=False, ready=False, reason=f"the engine has given no sign for {silent:.0f} s")
         return Health(live=True, ready=not self._reason, reason=self._reason)
 

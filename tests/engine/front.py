@@ -35,11 +35,16 @@ def async_test(test: Callable[..., Coroutine[None, None, None]]) -> Callable[...
 
 @asynccontextmanager
 async def served(
-    *kinds: str, transport: Callable[[], Transport] = ThreadTransport, **settings: Any
+    *kinds: str,
+    transport: Callable[[], Transport] = ThreadTransport,
+    stall_seconds: float = 30.0,
+    max_unread_bytes: int = 1 << 20,
+    **settings: Any,
 ) -> AsyncIterator[AsyncEngine]:
     config = EngineConfig(**{"kv_cache_memory": 4 << 20, "block_size": 4, "device": "cpu", **settings})
     specs = [ModelSpec(kind, str(saved(kind).path), config) for kind in kinds]
-    engine = AsyncEngine(specs, transport, dict.fromkeys(kinds, bytes_tokenizer()))
+    tokenizers = dict.fromkeys(kinds, bytes_tokenizer())
+    engine = AsyncEngine(specs, transport, tokenizers, stall_seconds, max_unread_bytes)
     await engine.start()
     try:
         yield engine

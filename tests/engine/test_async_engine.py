@@ -147,8 +147,7 @@ async def test_deadlines_pass_while_running_and_while_waiting(brake: Brake) -> N
 @async_test
 async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_DEADLINE_GRACE", 0.05)
-    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.3)
-    async with served(LLAMA, "bert") as engine:
+    async with served(LLAMA, "bert", stall_seconds=0.3) as engine:
         brake.seconds = 2.0
         soon = time.monotonic() + 0.2
         stream = engine.submit([replace(endless("r"), deadline=soon)])
@@ -161,6 +160,19 @@ async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, m
         assert not engine.health().ready
         brake.seconds = 0.0
         await until(lambda: engine.health().ready)
+
+
+@async_test
+async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait() -> None:
+    async with served(LLAMA, max_unread_bytes=4096) as engine:
+        unread, read = engine.submit([endless("unread")]), engine.submit([endless("read")])
+        reading = asyncio.create_task(collect(read))
+        await until(lambda: "unread" not in engine._streams)
+        outputs = await collect(unread)
+        assert ends_of(outputs) == {("unread", 0): FinishReason.CANCELLED}
+        assert 4096 / 400 < len(outputs) < 4096 / 200 + 2
+        assert ends_of(await reading) == {("read", 0): FinishReason.LENGTH}
+        await until(lambda: idle(engine))
 
 
 @async_test
