@@ -17,6 +17,7 @@ from service import errors
 from service.activity import Activity
 from service.client import EngineClient
 from service.config import ServiceSettings
+from service.keys import KeyRing
 from service.metrics import Metrics
 from service.middleware import ContextMiddleware, GuardMiddleware
 from service.registry import Registry
@@ -40,6 +41,7 @@ def create_app(
     """The application for the models of `registry`, which `client` runs."""
     metrics = metrics or Metrics()
     service = Service(client, registry, settings, metrics)
+    keys = KeyRing.of(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,12 +63,12 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
         middleware=[
             Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
-            Middleware(GuardMiddleware, limits=settings.limits, api_keys=settings.api_keys),
+            Middleware(GuardMiddleware, limits=settings.limits, keys=keys),
         ],
     )
     app.state.service = service
     errors.install(app)
     for module in (generate, encode, openai, huggingface, tokens, operations, playground):
         app.include_router(module.router)
-    docs.install(app, with_keys=bool(settings.api_keys))
+    docs.install(app, with_keys=settings.asks_for_key)
     return app

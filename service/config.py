@@ -7,37 +7,42 @@ that belong to one model (context, batch, queue) are in its `EngineConfig` and `
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from model.config import ConfigError
 
 LogFormat = Literal["auto", "plain", "json"]
 
 
+def _limit(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on one HTTP request."""
+    """Bounds on one HTTP request; each is a setting of its own name."""
 
-    max_body_bytes: int = 2_000_000  # 413
-    max_header_bytes: int = 16 * 1024  # names and values together, 431
-    max_header_fields: int = 100  # 431
-    max_prompts: int = 32
-    max_n: int = 8
-    max_beams: int = 8
-    max_logprobs: int = 20
-    max_stop_strings: int = 4
-    max_stop_characters: int = 256  # of one stop string
-    max_stop_token_ids: int = 128
-    max_logit_bias: int = 300
-    max_encode_inputs: int = 256  # 413
-    max_encode_tokens: int = 16_384  # of all inputs together, 413
-    prompt_characters_per_token: int = 16  # a text of more than this x max_model_len is refused untokenised
-    default_max_tokens: int = 256  # where neither the client nor the checkpoint says
-    request_timeout_s: float = 600.0  # default and upper bound of timeout_s
-    stream_stall_s: float = 30.0  # a stream whose client takes nothing for so long is aborted
-    max_chat_messages: int = 1_000
-    chat_template_s: float = 2.0  # rendering one conversation
-    stream_keepalive_s: float = 15.0  # a comment is sent after so long without an event
+    max_body_bytes: int = _limit(2_000_000, "bytes of a body (413)")
+    max_header_bytes: int = _limit(16 * 1024, "bytes of all header names and values (431)")
+    max_header_fields: int = _limit(100, "header fields (431)")
+    max_prompts: int = _limit(32, "prompts of a request")
+    max_n: int = _limit(8, "outputs for a prompt")
+    max_beams: int = _limit(8, "beams of a prompt")
+    max_logprobs: int = _limit(20, "alternatives shown for a token")
+    max_stop_strings: int = _limit(4, "stop strings")
+    max_stop_characters: int = _limit(256, "characters of a stop string")
+    max_stop_token_ids: int = _limit(128, "stop token ids")
+    max_logit_bias: int = _limit(300, "entries of logit_bias")
+    max_encode_inputs: int = _limit(256, "inputs to encode (413)")
+    max_encode_tokens: int = _limit(16_384, "tokens of all inputs to encode (413)")
+    prompt_characters_per_token: int = _limit(16, "a text of more than this x max_model_len is refused untokenised")
+    default_max_tokens: int = _limit(256, "max_tokens where neither the client nor the checkpoint says")
+    request_timeout_s: float = _limit(600.0, "seconds: default and upper bound of timeout_s")
+    stream_stall_s: float = _limit(30.0, "seconds in which a stream's client takes nothing until it is aborted")
+    stream_unread_bytes: int = _limit(1 << 20, "output that may wait for a stream's client until it is aborted")
+    stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a stream gets a comment")
+    max_chat_messages: int = _limit(1_000, "messages of a conversation")
+    chat_template_s: float = _limit(2.0, "seconds for rendering one conversation")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -51,18 +56,32 @@ class ServiceSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is asked for
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: str = ""  # more keys, one a line, read again when it changes; neither: no key is asked for
     limits: Limits = field(default_factory=Limits)
     drain_timeout_s: float = 30.0  # how long running requests may go on after `begin_drain`
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
+    stall_timeout_s: float = 30.0  # without a sign of the step loop: /livez turns red
+    vllm_metrics: bool = False  # the figures under vLLM's names too
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port must be 0 to 65535, found {self.port}")
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise ConfigError("an API key must be printable ASCII without spaces and not empty")
+        for key in self.api_keys:
+            check_key(key, "an API key")
         if self.drain_timeout_s < 0:
             raise ConfigError(f"drain_timeout_s must not be negative, found {self.drain_timeout_s}")
-        if self.tokenizer_threads <= 0:
-            raise ConfigError(f"tokenizer_threads must be positive, found {self.tokenizer_threads}")
+        for name in ("tokenizer_threads", "stall_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
+
+    @property
+    def asks_for_key(self) -> bool:
+        return bool(self.api_keys or self.api_key_file)
+
+
+def check_key(key: str, where: str) -> None:
+    """Raise `ConfigError` for what could not be sent in a header; the key itself is not shown."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where} must be printable ASCII without spaces and not empty")

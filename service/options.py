@@ -10,12 +10,13 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from model.config import ConfigError
 from model.engine.config import DTYPES, EngineConfig
+from service.config import Limits, ServiceSettings
 
 PREFIX = "TRIPTYCH_"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -81,6 +82,7 @@ class Option:
 
 
 _ENGINE = EngineConfig()
+_SERVICE = ServiceSettings()
 
 OPTIONS: tuple[Option, ...] = (
     Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
@@ -88,6 +90,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("runtime", one_of("ray", "local"), "ray", "Ray Serve, or one plain uvicorn process", "ray|local"),
     Option("replicas", int, 1, "copies of the service under Ray"),
     Option("api_keys", _keys, (), "keys that clients must send as a bearer token", "KEY[,KEY]", "none: open"),
+    Option("api_key_file", str, "", "more keys, one a line; read again when it changes", "FILE", "none"),
     Option("device", str, _ENGINE.device, "where the models run", "auto|cpu|cuda[:N]", per_model=True),
     Option(
         "dtype", one_of(*DTYPES), _ENGINE.dtype, "number format of weights and KV", "|".join(DTYPES), per_model=True
@@ -116,26 +119,46 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("max_queued_requests", int, None, "waiting requests", shown="4 x max-num-seqs", per_model=True),
     Option("max_queued_tokens", int, None, "waiting prompt tokens", shown="8 x max-num-batched-tokens", per_model=True),
-    Option("drain_timeout", float, 30.0, "how long running requests may go on at shutdown", "SECONDS"),
+    Option(
+        "drain_timeout", float, _SERVICE.drain_timeout_s, "how long running requests may go on at shutdown", "SECONDS"
+    ),
+    Option("stall_timeout", float, _SERVICE.stall_timeout_s, "silence of an engine that turns /livez red", "SECONDS"),
+    Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "threads that turn texts into tokens"),
+    Option("metrics", one_of("triptych", "vllm"), "triptych", "vllm: its names beside ours", "triptych|vllm"),
     Option("log_format", one_of("auto", "plain", "json"), "auto", "plain on a terminal, else JSON", "auto|plain|json"),
     Option("haproxy", one_of("auto", "off"), "auto", "Ray Serve's HAProxy ingress, or its default proxy", "auto|off"),
 )
+
+
+def _limit_options() -> Iterable[Option]:
+    for item in fields(Limits):
+        assert isinstance(item.default, (int, float))
+        sized, seconds = item.name.endswith("_bytes"), isinstance(item.default, float)
+        parse: Callable[[str], Any] = byte_size if sized else float if seconds else int
+        metavar = "SIZE" if sized else "SECONDS" if seconds else "N"
+        yield Option(item.name, parse, item.default, item.metadata["meaning"], metavar)
+
+
+LIMIT_OPTIONS = tuple(_limit_options())
+OPTIONS += LIMIT_OPTIONS
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.per_model)
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
     """A flag for each option; `--api-key` may be repeated instead of the variable's list."""
+    limits = parser.add_argument_group("limits of one request")
     for option in options:
+        group = limits if option in LIMIT_OPTIONS else parser
         default = option.shown or option.default
         text = f"{option.help} (default: {default}; {option.variable})"
         if option.name == "api_keys":
-            parser.add_argument("--api-key", dest="api_keys", action="append", metavar="KEY", help=text)
+            group.add_argument("--api-key", dest="api_keys", action="append", metavar="KEY", help=text)
         elif option.parse is truth:  # on unless told otherwise
             flag = "--no-" + option.name.replace("_", "-")
-            parser.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)
+            group.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)
         else:
-            parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=text)
+            group.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=text)
 
 
 def from_arguments(arguments: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:

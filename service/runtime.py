@@ -34,7 +34,6 @@ from service.app import create_app
 from service.chat import ChatTemplate
 from service.config import ServiceSettings
 from service.http import cancel_all
-from service.metrics import Metrics
 from service.registry import Registry, ServedModel
 from service.state import Service
 
@@ -95,8 +94,15 @@ def build_registry(config: ServeConfig) -> Registry:
 def build_app(config: ServeConfig) -> FastAPI:
     """The application over engines in a child process, which starts when the application's lifespan does."""
     registry = build_registry(config)
-    client = AsyncEngine(config.models, ProcessTransport, {model.name: model.tokenizer for model in registry})
-    return create_app(client, registry, config.settings, Metrics())
+    tokenizers = {model.name: model.tokenizer for model in registry}
+    client = AsyncEngine(
+        config.models,
+        ProcessTransport,
+        tokenizers,
+        stall_seconds=config.settings.stall_timeout_s,
+        max_unread_bytes=config.settings.limits.stream_unread_bytes,
+    )
+    return create_app(client, registry, config.settings)
 
 
 def service_of(app: FastAPI) -> Service:

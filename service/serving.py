@@ -14,13 +14,19 @@ from model.engine.protocol import ModelSpec
 from model.engine.stats import ModelInfo
 from service import runtime
 from service.config import Limits, ServiceSettings
-from service.options import ENGINE_OPTIONS
+from service.keys import KeyRing
+from service.options import ENGINE_OPTIONS, LIMIT_OPTIONS
 from service.state import version
 
 _ROUTES = (
     "/generate /encode /v1/completions /v1/chat/completions /v1/embeddings /v1/models /tokenize /detokenize /info "
     "/metrics /livez /readyz /docs"
 )
+_SERVICE_SETTINGS = {  # by option name
+    **{name: name for name in ("host", "port", "api_keys", "api_key_file", "log_format", "tokenizer_threads")},
+    "drain_timeout": "drain_timeout_s",
+    "stall_timeout": "stall_timeout_s",
+}
 _EXAMPLES = {  # by form: what the curl line at the end asks
     "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
     "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),
@@ -53,12 +59,15 @@ def configuration(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str
     )
     if not specs:
         raise ConfigError("no model to serve: give a checkpoint folder")
-    service = {name: settings[name] for name in ("host", "port", "api_keys", "log_format") if name in settings}
-    if "drain_timeout" in settings:
-        service["drain_timeout_s"] = settings["drain_timeout"]
+    service = ServiceSettings(
+        limits=Limits(**{o.name: settings[o.name] for o in LIMIT_OPTIONS if o.name in settings}),
+        vllm_metrics=settings.get("metrics") == "vllm",
+        **{field: settings[name] for name, field in _SERVICE_SETTINGS.items() if name in settings},
+    )
+    KeyRing.of(service)  # what is wrong with a key file is said before anything starts
     return runtime.ServeConfig(
         models=specs,
-        settings=ServiceSettings(limits=Limits(), **service),
+        settings=service,
         runtime=settings.get("runtime", "ray"),
         replicas=settings.get("replicas", 1),
         haproxy=settings.get("haproxy", "auto") == "auto",
@@ -78,13 +87,13 @@ def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) ->
         "",
         *(line for info in ready.models.values() for line in _model_lines(info, engines[info.name])),
         "",
-        f"  keys    {'required' if settings.api_keys else 'none: anyone who reaches this port may ask'}",
+        f"  keys    {'required' if settings.asks_for_key else 'none: anyone who reaches this port may ask'}",
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
         f"deadline {settings.limits.request_timeout_s:g} s; all of them in /info",
         f"  routes  {_ROUTES}",
         "",
         f"ready in {seconds:.1f} s. Open {ready.url} in a browser, or try:",
-        f"  {_example(ready, bool(settings.api_keys))}",
+        f"  {_example(ready, settings.asks_for_key)}",
         "",
     ]
     return "\n".join(lines)
