@@ -35,11 +35,9 @@ _DESCRIPTION = (
 )
 
 
-def create_app(
-    client: EngineClient, registry: Registry, settings: ServiceSettings, metrics: Metrics | None = None
-) -> FastAPI:
+def create_app(client: EngineClient, registry: Registry, settings: ServiceSettings) -> FastAPI:
     """The application for the models of `registry`, which `client` runs."""
-    metrics = metrics or Metrics()
+    metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, registry, settings, metrics)
     keys = KeyRing.of(settings)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from model.engine.stats import EngineStats, ModelInfo, StepStats
 from model.request import FinishReason, Timings
 from service.context import RequestContext
+from service.vllm_metrics import vllm_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,8 +30,11 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 class Metrics:
     """Counters and histograms fed by the application and the engines; gauges read when scraped."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, *, vllm_names: bool = False) -> None:
+        """`vllm_names`: show the figures under vLLM's names too."""
+        self.registry = CollectorRegistry()
+        self._vllm_names = vllm_names
+        self._models: Mapping[str, ModelInfo] = {}
         self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last scrape
         self._make_counters()
         self._make_histograms()
@@ -75,6 +80,7 @@ class Metrics:
 
     def loaded(self, models: Mapping[str, ModelInfo], version: str) -> None:
         """The models are there: what does not change while they run."""
+        self._models = models
         for info in models.values():
             self._load_seconds.labels(info.name).set(info.load_seconds)
             self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
@@ -91,7 +97,10 @@ class Metrics:
         """The text for a scrape, with the engines' state as of now."""
         for one in stats:
             self._read(one)
-        return generate_latest(self.registry)
+        text = generate_latest(self.registry)
+        if self._vllm_names:
+            text += generate_latest(_Families(vllm_families(self.registry.collect(), self._models)))
+        return text
 
     def _read(self, stats: EngineStats) -> None:
         self._running.labels(stats.model).set(stats.running)
@@ -153,3 +162,13 @@ class Metrics:
         self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
         self._load_seconds = self._gauge("model_load_seconds", "How long loading took.")
         self._build_info = self._gauge("build_info", "What runs; always 1.", "version", "form", "dtype", "attention")
+
+
+class _Families(Collector):
+    """Families that no registry holds, as `generate_latest` wants them."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -156,9 +156,8 @@ def make_app(*extra: str | ServedModel, settings: ServiceSettings | None = None,
     ids = byte_level.encode("hello ", add_special_tokens=False).ids
     tokenizers = {model.name: model.tokenizer for model in found}
     client = FakeEngineClient(infos, tokenizers, Script(**{"token_ids": ids, **script}))
-    metrics = Metrics()
-    app = create_app(client, Registry(found), settings or ServiceSettings(), metrics)
-    return App(app, client, metrics, {model.name: model for model in found})
+    app = create_app(client, Registry(found), settings or ServiceSettings())
+    return App(app, client, app.state.service.metrics, {model.name: model for model in found})
 
 
 @asynccontextmanager

@@ -21,7 +21,6 @@ from model.engine.protocol import ModelSpec
 from model.engine.thread import ThreadTransport
 from service.app import create_app
 from service.config import Limits, ServiceSettings
-from service.metrics import Metrics
 from service.registry import Registry, ServedModel
 from service.schemas.replies import EncodeReply
 from tests.model.checkpoints import saved
@@ -61,7 +60,7 @@ def client() -> Iterator[Client]:
     registry = Registry(
         ServedModel(name, read_checkpoint(saved(name).path), tokenizers[name], config) for name in MODELS
     )
-    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings(), Metrics())
+    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
     loop = asyncio.new_event_loop()
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
     lifespan = app.router.lifespan_context(app)
