@@ -41,6 +41,7 @@ from service.runtime import (
     base_url,
     build_app,
     build_registry,
+    exit_code,
     listening,
     service_of,
 )
@@ -116,6 +117,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self._received: int | None = None
+        self.drained = False
 
     def take(self) -> None:
         for number in _SIGNALS:
@@ -136,10 +138,10 @@ class _Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def exit_code(self, stopped: SystemExit) -> int:
-        """128 + the signal's number; raises `stopped` again if there was no signal."""
+        """As `service.runtime.exit_code`; raises `stopped` again if there was no signal."""
         if self._received is None:
             raise stopped
-        return 128 + self._received
+        return exit_code(self._received, drained=self.drained)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._received = number
@@ -157,12 +159,12 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
             replicas = _deploy(config, folder)
             models = replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
             on_ready(Ready(_url(config), _ingress(), models))
-            _serve_until_stopped(replicas, config)
+            _serve_until_stopped(replicas, config, signals)
     except SystemExit as stopped:
         return signals.exit_code(stopped)
 
 
-def _serve_until_stopped(replicas: DeploymentHandle[Any], config: ServeConfig) -> NoReturn:
+def _serve_until_stopped(replicas: DeploymentHandle[Any], config: ServeConfig, signals: _Signals) -> NoReturn:
     try:
         while True:
             signal.pause()
@@ -172,6 +174,7 @@ def _serve_until_stopped(replicas: DeploymentHandle[Any], config: ServeConfig) -
         timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
         try:
             replicas.broadcast("drain").results(timeout_s=timeout)
+            signals.drained = True
         except (RayError, TimeoutError) as error:
             logger.warning("a replica did not drain: %s", type(error).__name__)
         raise

@@ -1,8 +1,9 @@
 """How the application is run: what to serve as plain data, the application made of it, and uvicorn around that.
 
 `run` serves until SIGTERM or SIGINT and returns the exit code. The first signal drains: /readyz turns red, new work is
-refused, what runs may end within `drain_timeout_s`; the second one ends at once. Imports no Ray: that is
-`service.deployments`, chosen by `ServeConfig.runtime`.
+refused, what runs may end within `drain_timeout_s`; the second one ends at once. A SIGTERM that was obeyed in order is a
+success; whatever else a signal ends is not. Imports no Ray: that is `service.deployments`, chosen by
+`ServeConfig.runtime`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ OnReady = Callable[[Ready], None]
 
 
 def run(config: ServeConfig, on_ready: OnReady) -> int:
-    """Serve until a signal; 128 + its number. Raises `ConfigError`, or `EngineDeadError` when loading fails."""
+    """Serve until a signal; `exit_code` of it. Raises `ConfigError`, or `EngineDeadError` when loading fails."""
     logs.setup(config.settings.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if config.runtime == "local":
@@ -84,6 +85,11 @@ def run(config: ServeConfig, on_ready: OnReady) -> int:
         from service.deployments import run_ray  # reads the environment when it is imported
 
         return run_ray(config, folder, on_ready)
+
+
+def exit_code(number: int, *, drained: bool) -> int:
+    """0 for a SIGTERM after which the service drained, as supervisors want it; else 128 + the signal's number."""
+    return 0 if drained and number == signal.SIGTERM else 128 + number
 
 
 def build_registry(config: ServeConfig) -> Registry:
@@ -151,7 +157,7 @@ class _Signals:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
-        self.exit_code = 0
+        self.number = 0  # of the last one
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._take, number)
 
@@ -159,12 +165,13 @@ class _Signals:
         if self.asked.is_set():
             self.insisted.set()
         self.asked.set()
-        self.exit_code = 128 + number
+        self.number = number
 
 
 async def _serve(config: ServeConfig, on_ready: OnReady) -> int:
     """HTTP answers from the start; while the models load it says so."""
     signals = _Signals()
+    drained = False
     app = build_app(config)
     lifespan = app.router.lifespan_context(app)
     with listening(config.settings) as listener:
@@ -174,10 +181,10 @@ async def _serve(config: ServeConfig, on_ready: OnReady) -> int:
                     url = base_url(config.settings.host, listener.getsockname()[1])
                     on_ready(Ready(url, "uvicorn", service_of(app).client.models))
                     await signals.asked.wait()
-                    await _unless(signals.insisted, service_of(app).drain())
+                    drained = await _unless(signals.insisted, service_of(app).drain())
                 finally:
                     await lifespan.__aexit__(None, None, None)
-    return signals.exit_code
+    return exit_code(signals.number, drained=drained)
 
 
 async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
