@@ -1,8 +1,8 @@
 """How the application is run: what to serve as plain data, the application made of it, and uvicorn around that.
 
 `run` serves until SIGTERM or SIGINT and returns the exit code. The first signal drains: /readyz turns red, new work is
-refused, what runs may end within `drain_timeout_s`; the second one ends at once. A SIGTERM that was obeyed in order is a
-success; whatever else a signal ends is not. Imports no Ray: that is `service.deployments`, chosen by
+refused, what runs may end within `drain_timeout_s`; the second one ends at once. A SIGTERM that was obeyed in order is
+a success; whatever else a signal ends is not. Imports no Ray: that is `service.deployments`, chosen by
 `ServeConfig.runtime`.
 """
 

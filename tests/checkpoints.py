@@ -40,9 +40,9 @@ def llama(folder: Path, *, max_positions: int = 2048) -> Path:
     return save(LlamaForCausalLM, config, tokenizer, folder)
 
 
-def bert(folder: Path, *, max_positions: int = 128) -> Path:
-    """An encoder with a WordPiece tokenizer, [CLS] and [SEP]."""
-    from transformers import BertConfig, BertModel
+def bert(folder: Path, *, max_positions: int = 128, classes: int = 0) -> Path:
+    """An encoder with a WordPiece tokenizer, [CLS] and [SEP]; with `classes`, a classifier of texts."""
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     tokenizer = word_piece(vocab_size=200)
     config = BertConfig(
@@ -53,8 +53,9 @@ def bert(folder: Path, *, max_positions: int = 128) -> Path:
         num_attention_heads=4,
         max_position_embeddings=max_positions,
         pad_token_id=tokenizer.token_to_id("[PAD]"),
+        num_labels=classes or 2,
     )
-    return save(BertModel, config, tokenizer, folder)
+    return save(BertForSequenceClassification if classes else BertModel, config, tokenizer, folder)
 
 
 def byte_level_bpe(vocab_size: int) -> Tokenizer:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
 from service.schemas.bodies import DetokenizeBody, EncodeBody, GenerateBody, TokenizeBody
-from service.schemas.replies import ErrorReply, GenerateEvent
+from service.schemas.dialect_replies import (
+    HuggingFaceClass,
+    HuggingFaceEvent,
+    HuggingFaceRank,
+    HuggingFaceText,
+    OpenAIChatChunk,
+    OpenAIChatCompletion,
+    OpenAICompletion,
+    OpenAIEmbeddings,
+    SglangText,
+    SglangVector,
+)
+from service.schemas.replies import EncodeReply, ErrorReply, GenerateEvent, GenerateReply
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -22,6 +35,12 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, EmbeddingBody),
     *(TextGenerationBody, EmbedBody, RerankBody, PredictBody),
     *(SglangGenerateBody, SglangEncodeBody),
+)
+_REPLIES: tuple[type[BaseModel], ...] = (
+    *(GenerateReply, GenerateEvent, EncodeReply),
+    *(OpenAICompletion, OpenAIChatCompletion, OpenAIChatChunk, OpenAIEmbeddings),
+    *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
+    *(SglangText, SglangVector),
 )
 _REFS = "#/components/schemas/{model}"
 _MEANING = {
@@ -53,19 +72,44 @@ def errors(*statuses: int) -> Responses:
 
 def body(*models: type[BaseModel], **examples: Any) -> dict[str, Any]:
     """`openapi_extra=` for a route that reads one of `models` itself; `examples` work as they are."""
-    references = [{"$ref": _REFS.format(model=model.__name__)} for model in models]
-    content: dict[str, Any] = {"schema": references[0] if len(references) == 1 else {"anyOf": references}}
+    content: dict[str, Any] = {"schema": _any_of([_schema(model) for model in models])}
     if examples:
         content["examples"] = {name: {"value": value} for name, value in examples.items()}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def dialect_reply(description: str, *, kind: str = "object", streams: bool = False) -> Responses:
-    """`responses=` for a reply that another project's documentation describes: an `object` or an `array`."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": kind}}}
-    if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+def ok(description: str, *shapes: Any, events: Sequence[type[BaseModel]] = ()) -> Responses:
+    """`responses=` for a route that answers in one of `shapes` (types), or as a stream of one kind of `events`."""
+    content = {"application/json": {"schema": _any_of([_schema(shape) for shape in shapes])}} if shapes else {}
+    if events:
+        data = _any_of([*(_schema(event) for event in events), _schema(ErrorReply)])
+        # As OpenAPI before 3.2 is read, the schema is that of each event.
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "data": {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": data,
+                        "description": "JSON; where the API has one, `[DONE]` ends the stream.",
+                    }
+                },
+                "required": ["data"],
+            }
+        }
     return {200: {"description": description, "content": content}}
+
+
+def _schema(shape: Any) -> dict[str, Any]:
+    """Of a type; models are referred to, and have to be among `_BODIES` or `_REPLIES`."""
+    found = TypeAdapter(shape).json_schema(ref_template=_REFS)
+    found.pop("$defs", None)
+    return {"$ref": _REFS.format(model=shape.__name__)} if isinstance(shape, type(BaseModel)) else found
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def query_model() -> dict[str, Any]:
@@ -106,7 +150,7 @@ def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = schema.setdefault("components", {})
     models = [(model, "validation") for model in _BODIES]
-    models.append((GenerateEvent, "serialization"))
+    models += [(model, "serialization") for model in _REPLIES]
     _, definitions = models_json_schema(models, ref_template=_REFS)  # type: ignore[arg-type]
     known = components.setdefault("schemas", {})
     known.update({name: one for name, one in definitions.get("$defs", {}).items() if name not in known})

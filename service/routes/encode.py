@@ -21,8 +21,9 @@ from service.errors import cancelled, deadline_passed, engine_failed, queue_full
 from service.http import context_of_request, json_response, named, read_one_of, unless_gone
 from service.jobs import Job, worst
 from service.replies import Json, encode_reply
-from service.routes.docs import WORK_ERRORS, body, errors, query_model
+from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
 from service.schemas.bodies import EncodeBody
+from service.schemas.dialect_replies import SglangVector, Vectors
 from service.schemas.replies import EncodeReply
 from service.state import Service, service_of
 
@@ -40,7 +41,10 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/encode",
     summary="Turn inputs into vectors",
     response_model=None,
-    responses={200: {"model": EncodeReply, "description": "The vectors."}, **errors(*WORK_ERRORS)},
+    responses={
+        **ok("The vectors.", EncodeReply, Vectors, SglangVector, list[SglangVector]),
+        **errors(*WORK_ERRORS),
+    },
     openapi_extra={
         **body(
             *(EncodeBody, EmbedBody, SglangEncodeBody),

@@ -20,9 +20,10 @@ from service.jobs import Job
 from service.plan import GeneratePlan
 from service.registry import Task
 from service.replies import Generation, Json, Native, Render
-from service.routes.docs import WORK_ERRORS, body, errors, query_model
+from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
 from service.schemas.bodies import GenerateBody
-from service.schemas.replies import GenerateReply
+from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText, SglangText
+from service.schemas.replies import GenerateEvent, GenerateReply
 from service.sse import EventStream, generation_events
 from service.state import Service, service_of
 
@@ -35,19 +36,18 @@ _BODIES: dict[str, type[BaseModel]] = {
     "input_ids": SglangGenerateBody,
 }
 
-_EVENTS = {"schema": {"type": "string", "description": "`data:` lines of GenerateEvent, then `data: [DONE]`."}}
-_OK = {
-    "model": GenerateReply,
-    "description": "The whole reply, or its events.",
-    "content": {"text/event-stream": _EVENTS},
-}
+_OK = ok(
+    "The whole reply, or its events.",
+    *(GenerateReply, HuggingFaceText, SglangText, list[SglangText]),
+    events=(GenerateEvent, HuggingFaceEvent, SglangText),
+)
 
 
 @router.post(
     "/generate",
     summary="Generate text",
     response_model=None,
-    responses={200: _OK, **errors(*WORK_ERRORS)},
+    responses={**_OK, **errors(*WORK_ERRORS)},
     openapi_extra={
         **body(
             *(GenerateBody, TextGenerationBody, SglangGenerateBody),

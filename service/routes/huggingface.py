@@ -18,7 +18,14 @@ from service.errors import invalid
 from service.http import named, read_body
 from service.registry import Task
 from service.routes import encode, generate
-from service.routes.docs import WORK_ERRORS, body, dialect_reply, errors, query_model
+from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
+from service.schemas.dialect_replies import (
+    HuggingFaceClass,
+    HuggingFaceEvent,
+    HuggingFaceRank,
+    HuggingFaceText,
+    Vectors,
+)
 from service.state import Service, service_of
 
 router = APIRouter()
@@ -26,6 +33,7 @@ C = TypeVar("C", RerankBody, PredictBody)
 
 _GENERATE = {"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}}
 _EMBED = {"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]}
+_EVENTS = (HuggingFaceEvent,)
 _RERANK_NAMES = {"input": "texts"}
 
 
@@ -34,7 +42,7 @@ _RERANK_NAMES = {"input": "texts"}
     summary="Generate or embed, as Hugging Face's servers do",
     response_model=None,
     responses={
-        **dialect_reply("A list of one generated text, or its events; or vectors.", kind="array", streams=True),
+        **ok("One text in a list, or its events; or vectors.", list[HuggingFaceText], Vectors, events=_EVENTS),
         **errors(*WORK_ERRORS),
     },
     openapi_extra={**body(TextGenerationBody, EmbedBody, huggingface=_GENERATE), **query_model()},
@@ -53,7 +61,7 @@ async def root(request: Request) -> Response:
     "/generate_stream",
     summary="Generate a stream, as text-generation-inference does",
     response_model=None,
-    responses={**dialect_reply("An event for each token.", streams=True), **errors(*WORK_ERRORS)},
+    responses={**ok("An event for each token.", events=_EVENTS), **errors(*WORK_ERRORS)},
     openapi_extra={**body(TextGenerationBody, huggingface=_GENERATE), **query_model()},
 )
 async def generate_stream(request: Request) -> Response:
@@ -66,7 +74,7 @@ async def generate_stream(request: Request) -> Response:
     "/embed",
     summary="Embed, as text-embeddings-inference does",
     response_model=None,
-    responses={**dialect_reply("A vector for each input.", kind="array"), **errors(*WORK_ERRORS)},
+    responses={**ok("A vector for each input.", Vectors), **errors(*WORK_ERRORS)},
     openapi_extra={**body(EmbedBody, huggingface=_EMBED), **query_model()},
 )
 async def embed(request: Request) -> Response:
@@ -78,7 +86,7 @@ async def embed(request: Request) -> Response:
     "/rerank",
     summary="Rerank, as text-embeddings-inference does",
     response_model=None,
-    responses={**dialect_reply("`index` and `score` of each text, best first.", kind="array"), **errors(*WORK_ERRORS)},
+    responses={**ok("`index` and `score` of each text, best first.", list[HuggingFaceRank]), **errors(*WORK_ERRORS)},
     openapi_extra={**body(RerankBody), **query_model()},
 )
 async def rerank(request: Request) -> Response:
@@ -92,7 +100,10 @@ async def rerank(request: Request) -> Response:
     "/predict",
     summary="Classify, as text-embeddings-inference does",
     response_model=None,
-    responses={**dialect_reply("`label` and `score` of each class, best first.", kind="array"), **errors(*WORK_ERRORS)},
+    responses={
+        **ok("Each class, best first.", list[HuggingFaceClass], list[list[HuggingFaceClass]]),
+        **errors(*WORK_ERRORS),
+    },
     openapi_extra={**body(PredictBody), **query_model()},
 )
 async def predict(request: Request) -> Response:

@@ -14,7 +14,8 @@ from service.errors import invalid
 from service.http import read_body
 from service.registry import ServedModel, Task
 from service.routes import encode, generate
-from service.routes.docs import WORK_ERRORS, body, dialect_reply, errors
+from service.routes.docs import WORK_ERRORS, body, errors, ok
+from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
 from service.state import Service, service_of
 
 router = APIRouter()
@@ -28,7 +29,10 @@ _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]
     "/v1/completions",
     summary="Completions, as OpenAI has them",
     response_model=None,
-    responses={**dialect_reply("A `text_completion`, or its events.", streams=True), **errors(*WORK_ERRORS)},
+    responses={
+        **ok("A `text_completion`, or its events.", OpenAICompletion, events=(OpenAICompletion,)),
+        **errors(*WORK_ERRORS),
+    },
     openapi_extra=body(CompletionBody, openai=_COMPLETION),
 )
 async def completions(request: Request) -> Response:
@@ -44,7 +48,10 @@ async def completions(request: Request) -> Response:
     "/v1/chat/completions",
     summary="Chat completions, as OpenAI has them",
     response_model=None,
-    responses={**dialect_reply("A `chat.completion`, or its events.", streams=True), **errors(*WORK_ERRORS)},
+    responses={
+        **ok("A `chat.completion`, or its events.", OpenAIChatCompletion, events=(OpenAIChatChunk,)),
+        **errors(*WORK_ERRORS),
+    },
     openapi_extra=body(ChatBody, openai=_CHAT),
 )
 async def chat_completions(request: Request) -> Response:
@@ -62,7 +69,7 @@ async def chat_completions(request: Request) -> Response:
     "/v1/embeddings",
     summary="Embeddings, as OpenAI has them",
     response_model=None,
-    responses={**dialect_reply("A list of `embedding`s."), **errors(*WORK_ERRORS)},
+    responses={**ok("A list of `embedding`s.", OpenAIEmbeddings), **errors(*WORK_ERRORS)},
     openapi_extra=body(EmbeddingBody, openai=_EMBEDDING),
 )
 async def embeddings(request: Request) -> Response:

@@ -1,0 +1,243 @@
+"""What the dialects answer, in the shapes that their own documentations give. `service.dialects` writes plain
+dictionaries; the OpenAPI document shows these, and a test holds every reply to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from service.schemas.types import Reply
+
+_ID = Field(description="The request id.", examples=["cmpl-5f0c1d"])
+_CREATED = Field(description="Unix time.", examples=[1_790_000_000])
+_MODEL = Field(description="Who answered.", examples=["code"])
+_INDEX = Field(description="Which choice.", examples=[0])
+_TOKEN_TEXT = Field(description="The token alone as text.", examples=[" the"])
+_LOGPROB = Field(description="Natural logarithm, of the model's own distribution.", examples=[-0.5])
+_PROMPT_TOKENS = Field(description="Tokens of all prompts.", examples=[5])
+_COMPLETION_TOKENS = Field(description="Tokens generated, over all choices.", examples=[16])
+_TOTAL_TOKENS = Field(description="The sum.", examples=[21])
+
+OpenAIFinish = Literal["stop", "length", "abort", "error"]
+
+
+class OpenAIPromptDetails(Reply):
+    cached_tokens: int = Field(description="Prompt tokens that needed no computing.", examples=[0])
+
+
+class OpenAIUsage(Reply):
+    prompt_tokens: int = _PROMPT_TOKENS
+    completion_tokens: int = _COMPLETION_TOKENS
+    total_tokens: int = _TOTAL_TOKENS
+    prompt_tokens_details: OpenAIPromptDetails = Field(description="Of the prompt tokens.")
+
+
+class OpenAICompletionLogprobs(Reply):
+    text_offset: list[int] = Field(description="Characters of the tokens before.", examples=[[0]])
+    token_logprobs: list[float | None] = Field(description="Of each token.", examples=[[-0.5]])
+    tokens: list[str] = Field(description="Each token alone as text.", examples=[[" the"]])
+    top_logprobs: list[dict[str, float] | None] | None = Field(description="The likeliest.", examples=[[{" a": -1.0}]])
+
+
+class OpenAICompletionChoice(Reply):
+    index: int = _INDEX
+    text: str = Field(description="The text; in a stream, what is new of it.", examples=[" return n"])
+    logprobs: OpenAICompletionLogprobs | None = Field(description="Where asked for.")
+    finish_reason: OpenAIFinish | None = Field(description="Why it ended.", examples=["stop"])
+
+
+class OpenAICompletion(Reply):
+    """A `text_completion`; each event of a stream is one too."""
+
+    id: str = _ID
+    object: Literal["text_completion"] = Field(description="What this is.", examples=["text_completion"])
+    created: int = _CREATED
+    model: str = _MODEL
+    choices: list[OpenAICompletionChoice] = Field(description="n for each prompt.")
+    usage: OpenAIUsage | None = Field(None, description="In a stream only where `include_usage` asks for it.")
+
+
+class OpenAIToken(Reply):
+    token: str = _TOKEN_TEXT
+    logprob: float = _LOGPROB
+    bytes: list[int] | None = Field(description="UTF-8 of the token; null for a part of a character.")
+
+
+class OpenAITopToken(OpenAIToken):
+    top_logprobs: list[OpenAIToken] = Field(description="The likeliest alternatives.")
+
+
+class OpenAIChatLogprobs(Reply):
+    content: list[OpenAITopToken] = Field(description="One for each output token.")
+    refusal: None = Field(description="Never there.", examples=[None])
+
+
+class OpenAIMessage(Reply):
+    role: Literal["assistant"] = Field(description="Who speaks.", examples=["assistant"])
+    content: str = Field(description="What was said.", examples=["Paris."])
+    refusal: None = Field(description="Never there.", examples=[None])
+
+
+class OpenAIChatChoice(Reply):
+    index: int = _INDEX
+    message: OpenAIMessage = Field(description="The answer.")
+    logprobs: OpenAIChatLogprobs | None = Field(description="Where asked for.")
+    finish_reason: OpenAIFinish = Field(description="Why it ended.", examples=["stop"])
+
+
+class OpenAIChatCompletion(Reply):
+    id: str = _ID
+    object: Literal["chat.completion"] = Field(description="What this is.", examples=["chat.completion"])
+    created: int = _CREATED
+    model: str = _MODEL
+    choices: list[OpenAIChatChoice] = Field(description="n answers.")
+    usage: OpenAIUsage = Field(description="Token counts.")
+
+
+class OpenAIDelta(Reply):
+    role: Literal["assistant"] | None = Field(None, description="On the first event.", examples=["assistant"])
+    content: str | None = Field(None, description="What is new.", examples=["Pa"])
+
+
+class OpenAIChunkChoice(Reply):
+    index: int = _INDEX
+    delta: OpenAIDelta = Field(description="What is new.")
+    logprobs: OpenAIChatLogprobs | None = Field(description="Where asked for.")
+    finish_reason: OpenAIFinish | None = Field(description="On the last event.", examples=["stop"])
+
+
+class OpenAIChatChunk(Reply):
+    id: str = _ID
+    object: Literal["chat.completion.chunk"] = Field(description="What this is.", examples=["chat.completion.chunk"])
+    created: int = _CREATED
+    model: str = _MODEL
+    choices: list[OpenAIChunkChoice] = Field(description="One choice's news; none where only usage is told.")
+    usage: OpenAIUsage | None = Field(None, description="Where `include_usage` asks for it, on an event of its own.")
+
+
+class OpenAIEmbedding(Reply):
+    object: Literal["embedding"] = Field(description="What this is.", examples=["embedding"])
+    index: int = Field(description="Which input.", examples=[0])
+    embedding: list[float] | str = Field(description="Its vector, or that as base64 of float32.", examples=[[0.1]])
+
+
+class OpenAIEmbeddingUsage(Reply):
+    prompt_tokens: int = _PROMPT_TOKENS
+    total_tokens: int = _TOTAL_TOKENS
+
+
+class OpenAIEmbeddings(Reply):
+    object: Literal["list"] = Field(description="What this is.", examples=["list"])
+    data: list[OpenAIEmbedding] = Field(description="One for each input, in order.")
+    model: str = _MODEL
+    usage: OpenAIEmbeddingUsage = Field(description="Token counts.")
+
+
+class HuggingFaceToken(Reply):
+    id: int = Field(description="Token id.", examples=[42])
+    text: str = _TOKEN_TEXT
+    logprob: float = _LOGPROB
+    special: bool = Field(description="Whether it shows nothing.", examples=[False])
+
+
+class HuggingFacePrefillToken(Reply):
+    id: int = Field(description="Token id.", examples=[42])
+    text: str = _TOKEN_TEXT
+    logprob: float | None = Field(description="Null for the first.", examples=[-0.5])
+
+
+class HuggingFaceEnding(Reply):
+    finish_reason: Literal["eos_token", "stop_sequence", "length"] = Field(description="Why.", examples=["length"])
+    generated_tokens: int = _COMPLETION_TOKENS
+    seed: int | None = Field(description="Of sampling; null when greedy.", examples=[7])
+
+
+class HuggingFaceDetails(HuggingFaceEnding):
+    prefill: list[HuggingFacePrefillToken] = Field(description="Of the prompt, where asked for.")
+    tokens: list[HuggingFaceToken] = Field(description="One for each output token.")
+    top_tokens: list[list[HuggingFaceToken]] | None = Field(None, description="The likeliest, where asked for.")
+
+
+class HuggingFaceText(Reply):
+    generated_text: str = Field(description="The text.", examples=[" return n"])
+    details: HuggingFaceDetails | None = Field(None, description="Where asked for.")
+
+
+class HuggingFaceStreamEnding(HuggingFaceEnding):
+    input_length: int = _PROMPT_TOKENS
+
+
+class HuggingFaceEvent(Reply):
+    index: int = Field(description="Which token, from 1.", examples=[1])
+    token: HuggingFaceToken = Field(description="It.")
+    top_tokens: list[HuggingFaceToken] | None = Field(None, description="The likeliest, where asked for.")
+    generated_text: str | None = Field(description="The whole text, on the last event.", examples=[None])
+    details: HuggingFaceStreamEnding | None = Field(description="On the last event.")
+
+
+class HuggingFaceRank(Reply):
+    index: int = Field(description="Which text.", examples=[0])
+    score: float = Field(description="How well it answers the query.", examples=[0.9])
+    text: str | None = Field(None, description="It, where asked for.", examples=["a cat"])
+
+
+class HuggingFaceClass(Reply):
+    score: float = Field(description="Probability, or the logit where asked for.", examples=[0.9])
+    label: str = Field(description="The class.", examples=["POSITIVE"])
+
+
+class SglangMatched(Reply):
+    type: Literal["stop"] = Field(description="Ended by itself.", examples=["stop"])
+    matched: int | str | None = Field(description="The stop id or text.", examples=[2])
+
+
+class SglangLength(Reply):
+    type: Literal["length"] = Field(description="Cut.", examples=["length"])
+    length: int = _COMPLETION_TOKENS
+
+
+class SglangAbort(Reply):
+    type: Literal["abort"] = Field(description="Ended from outside.", examples=["abort"])
+    message: str = Field(description="Why.", examples=["the deadline passed"])
+
+
+SglangFinish = Annotated[SglangMatched | SglangLength | SglangAbort, Field(discriminator="type")]
+SglangTriple = Annotated[list[Any], Field(min_length=3, max_length=3, description="log-probability, id, text")]
+
+
+class SglangMeta(Reply):
+    id: str = _ID
+    finish_reason: SglangFinish | None = Field(description="Null while it goes on.")
+    prompt_tokens: int = _PROMPT_TOKENS
+    completion_tokens: int = _COMPLETION_TOKENS
+    cached_tokens: int = Field(description="Prompt tokens that needed no computing.", examples=[0])
+    e2e_latency: float | None = Field(None, description="Seconds, at the end.", examples=[0.1])
+    output_token_logprobs: list[SglangTriple] | None = Field(None, description="Where asked for.")
+    output_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="Where asked for.")
+    input_token_logprobs: list[SglangTriple] | None = Field(None, description="Where asked for.")
+    input_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="Where asked for.")
+
+
+class SglangText(Reply):
+    """An event of a stream is one too; its text is all of it so far."""
+
+    text: str = Field(description="The text.", examples=[" return n"])
+    output_ids: list[int] = Field(description="Its ids.", examples=[[42]])
+    meta_info: SglangMeta = Field(description="What there is to tell.")
+    index: int | None = Field(None, description="Which choice of several, in a stream.", examples=[0])
+
+
+class SglangVectorMeta(Reply):
+    id: str = _ID
+    finish_reason: dict[str, str] = Field(description="Always a stop.", examples=[{"type": "stop"}])
+    prompt_tokens: int = _PROMPT_TOKENS
+    e2e_latency: float | None = Field(None, description="Seconds.", examples=[0.1])
+
+
+class SglangVector(Reply):
+    embedding: list[float] = Field(description="The vector.", examples=[[0.1, -0.2]])
+    meta_info: SglangVectorMeta = Field(description="What there is to tell.")
+
+
+Vectors = list[list[float]]

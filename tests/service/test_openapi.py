@@ -1,0 +1,48 @@
+"""The OpenAPI document held to the service and the service to it, by requests that schemathesis derives from it.
+
+Good, odd and bad requests on every route: none may end in a 500, in a status or content type that the document does not
+name, or in a body that is not of its schema. Run as a program, because its pytest plugin lags behind pytest.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model.pretrained import embedded_models
+from tests import checkpoints
+from tests.service.processes import ServiceProcess, running
+
+SETTINGS = Path(__file__).with_name("schemathesis.toml")
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """Models such that every route has one that answers."""
+    folder = tmp_path_factory.mktemp("models")
+    models = [
+        f"gen={checkpoints.llama(folder / 'llama')}",
+        f"seq={embedded_models()['normalize']}",
+        f"enc={checkpoints.bert(folder / 'bert')}",
+        f"cls={checkpoints.bert(folder / 'classifier', classes=3)}",
+    ]
+    (folder / "llama" / "chat_template.jinja").write_text(CHAT)
+    with running([*models, "--runtime", request.param, "--log-format", "json"]) as started:
+        yield started
+
+
+def test_every_answer_is_as_documented(service: ServiceProcess, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS)]
+    command += ["run", f"{service.url}/openapi.json", "--max-examples", "10", "--phases", "examples,coverage,fuzzing"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert re.search(r"Selected: (\d+)/\1\n\s+Tested: \1\n", result.stdout)  # every operation
+    assert "Traceback" not in service.output
+    assert httpx.get(f"{service.url}/readyz").status_code == 200
