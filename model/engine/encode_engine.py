@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model.config import ImageConfig
+from model.engine.faults import in_parts
 from model.engine.model_runner import packed_input
 from model.engine.stats import StepStats
 from model.images import ImageProcessing
@@ -71,11 +72,15 @@ class EncodeEngine:
         batch, outputs = self._next_batch(began)
         if not batch:
             return outputs, None
-        for request, vectors in zip(batch, self._encode(batch), strict=True):
-            data = vectors.float().cpu().contiguous()
-            outputs.append(
-                EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
-            )
+        for part, found in in_parts(batch, self._encode, self._probe):
+            if found is None:
+                outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
+                continue
+            for request, vectors in zip(part, found, strict=True):
+                data = vectors.float().cpu().contiguous()
+                outputs.append(
+                    EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
+                )
         tokens = sum(map(self._length, batch))
         return outputs, StepStats(self.name, "encode", time.monotonic() - began, tokens, len(batch))
 
@@ -107,6 +112,12 @@ class EncodeEngine:
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
         segments = hidden.split([self._length(request) for request in batch])
         return [self._finish(request, segment) for request, segment in zip(batch, segments, strict=True)]
+
+    def _probe(self) -> None:
+        """The smallest pass there is."""
+        image = self.model.config.image
+        pixels = b"" if image is None else bytes(image.channels * image.size**2)
+        self._encode([EncodeRequest("", self.name, (0,), EncodeTask.TOKENS, pixels=pixels)])
 
     def _packed(self, batch: Rows[EncodeRequest], causal: bool) -> StackInput:
         image = self.model.config.image

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from itertools import count
+from itertools import chain, count
 from typing import Protocol
 
 from model.engine.block_manager import BlockManager
+from model.engine.faults import in_parts
 from model.engine.pacing import Pacing
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.sequence import Beams, Sequence
 from model.engine.stats import EngineStats, StepStats
 from model.request import FinishReason, Request, TokenOutput
 
+Unit = list[ScheduledSequence]  # what cannot be computed apart: a sequence, or all beams of a search
+
 
 class Runner(Protocol):
     """What turns a step into tokens: `ModelRunner`, or a scripted one in tests."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]: ...
+
+    def probe(self) -> None:
+        """The smallest pass there is; raises if not even that works."""
 
 
 class Engine:
@@ -76,8 +82,13 @@ class Engine:
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
-        sampled = self.runner.execute(scheduled)
-        outputs += self._update(scheduled, sampled)
+        parts = in_parts(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
+        for part, sampled in parts:
+            steps = list(chain.from_iterable(part))
+            if sampled is None:
+                outputs += self._end_all([step.sequence for step in steps], FinishReason.ERROR)
+            else:
+                outputs += self._update(steps, sampled)
         seconds = time.monotonic() - began
         if self.pacing is not None:
             decodes = sum(step.num_tokens == 1 and not step.encode_source for step in scheduled.scheduled)
@@ -100,10 +111,19 @@ class Engine:
     def check_invariants(self) -> None:
         self.block_manager.check_invariants(self.scheduler)
 
-    def _update(self, scheduled: SchedulerOutput, sampled: Iterable[SampledToken | None]) -> list[TokenOutput]:
+    def _execute(self, whole: SchedulerOutput, units: Iterable[Unit]) -> list[SampledToken | None]:
+        """The model over these units of a step, with the copies of blocks that they need."""
+        steps = list(chain.from_iterable(units))
+        copies = whole.copies
+        if copies and len(steps) < len(whole.scheduled):
+            tables = set(chain.from_iterable(step.sequence.block_table for step in steps))
+            copies = {filled: source for filled, source in copies.items() if filled in tables}
+        return self.runner.execute(SchedulerOutput(steps, copies))
+
+    def _update(self, steps: Iterable[ScheduledSequence], sampled: Iterable[SampledToken | None]) -> list[TokenOutput]:
         outputs = []
         searches: dict[int, Beams] = {}
-        for step, token in zip(scheduled.scheduled, sampled, strict=True):
+        for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
             sequence.num_computed_tokens += step.num_tokens
             self.block_manager.remember(sequence)
@@ -188,3 +208,10 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenOutput:
         self.scheduler.finish(sequence, reason)
         return TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason)
+
+
+def _units(output: SchedulerOutput) -> list[Unit]:
+    units: dict[int, Unit] = {}
+    for step in output.scheduled:
+        units.setdefault(id(step.sequence.beams or step.sequence), []).append(step)
+    return list(units.values())

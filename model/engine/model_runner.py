@@ -52,6 +52,12 @@ class ModelRunner:
         tokens = iter(self._sample(sampling, self._last_rows(steps, hidden)) if sampling else ())
         return [next(tokens) if step.samples else None for step in steps]
 
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """The smallest pass there is, without the cache; raises if not even that works."""
+        smallest = packed_input([[0]], self.device, causal=self.model.encoder is None)
+        (self.model.decode if self.model.encoder is None else self.model.encode)(smallest)
+
     def _encode_sources(self, steps: Rows[ScheduledSequence]) -> None:
         sources = [step.sequence.source_ids for step in steps]
         memory = self.model.encode(packed_input(sources, self.device, causal=False))  # [S, d]

@@ -16,7 +16,7 @@ from model.engine.config import EngineConfig
 from model.engine.protocol import ModelSpec
 from model.engine.thread import ThreadTransport
 from model.request import FinishReason, TokenOutput
-from model.transformer import Transformer
+from model.transformer import StackInput, Transformer
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
 
@@ -89,19 +89,20 @@ def idle(engine: AsyncEngine) -> bool:
 
 
 class Brake:
-    """Makes every decoder pass of this process slow, hang or fail; counts them."""
+    """Makes decoder passes of this process slow, hang or fail (`failing`, `fails` of the tokens); counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
         self.failing = False
+        self.fails: Callable[[list[int]], bool] = lambda token_ids: self.failing
         self.passes = 0
         decode = Transformer.decode
 
-        def braked(model: Transformer, *arguments: Any, **named: Any) -> Any:
+        def braked(model: Transformer, inputs: StackInput, *arguments: Any) -> Any:
             self.passes += 1
-            if self.failing:
+            if self.fails(inputs.input_ids.tolist()):
                 raise RuntimeError("secret detail of the fault")
             time.sleep(self.seconds)
-            return decode(model, *arguments, **named)
+            return decode(model, inputs, *arguments)
 
         monkeypatch.setattr(Transformer, "decode", braked)

@@ -209,7 +209,7 @@ async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
 
 
 @async_test
-async def test_a_step_that_breaks_fails_all_waiters_at_once_and_the_engine_comes_back(
+async def test_when_nothing_works_all_waiters_fail_at_once_and_the_engine_comes_back(
     brake: Brake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.2,))
@@ -235,6 +235,55 @@ async def test_a_step_that_breaks_fails_all_waiters_at_once_and_the_engine_comes
         await until(lambda: engine.health().ready)
         assert len(ids_of(await collect(engine.submit([request(LLAMA, "again", 5)])), "again")) == 12
         await until(lambda: idle(engine))
+
+
+POISON = (96, 1, 96)
+
+
+def poisoned(token_ids: list[int]) -> bool:
+    return POISON in zip(token_ids, token_ids[1:], token_ids[2:], strict=False)
+
+
+@pytest.mark.parametrize("kind", [LLAMA, "marian"])
+@async_test
+async def test_a_request_that_breaks_the_step_fails_alone(kind: str, brake: Brake) -> None:
+    requests = mixed(kind, 6)
+    beams = replace(requests[0], request_id="beams", params=replace(requests[0].params, num_beams=3, n=2))
+    async with served(kind) as engine:
+        expected = await collect(engine.submit([*requests, beams]))
+    brake.fails = poisoned
+    bad = replace(
+        request(kind, "bad", 3, n=2), **{"decoder_token_ids" if kind == "marian" else "prompt_token_ids": POISON}
+    )
+    async with served(kind) as engine:
+        good = asyncio.create_task(collect(engine.submit([*requests, beams])))
+        for _ in range(5):
+            failed = await collect(engine.submit([bad]))
+            assert set(ends_of(failed).values()) == {FinishReason.ERROR}
+        outputs = await good
+        for one in (*requests, beams):
+            for index in range(one.params.n):
+                assert ids_of(outputs, one.request_id, index) == ids_of(expected, one.request_id, index)
+        await until(lambda: idle(engine))
+        assert engine.health().ready
+
+
+@async_test
+async def test_a_batch_that_is_too_large_goes_through_in_pieces(brake: Brake) -> None:
+    requests = mixed(LLAMA, 8)
+    async with served(LLAMA) as engine:
+        expected = await collect(engine.submit(requests))
+    brake.fails = lambda token_ids: len(token_ids) > 45  # of the longest prompt, 40
+    async with served(LLAMA) as engine:
+        outputs = await collect(engine.submit(requests))
+        vectors = await engine.encode([EncodeRequest(f"e{i}", LLAMA, prompt(30)) for i in range(3)])
+        assert [ids_of(outputs, r.request_id) for r in requests] == [ids_of(expected, r.request_id) for r in requests]
+        assert {vector.finish_reason for vector in vectors} == {FinishReason.STOP}
+        brake.fails = poisoned
+        bad = EncodeRequest("bad", LLAMA, POISON)
+        found = await engine.encode([EncodeRequest("good", LLAMA, prompt(30)), bad])
+        assert [one.finish_reason for one in found] == [FinishReason.STOP, FinishReason.ERROR]
+        assert found[0].data == vectors[0].data
 
 
 @async_test
