@@ -17,6 +17,7 @@ from service import errors
 from service.activity import Activity
 from service.client import EngineClient
 from service.config import ServiceSettings
+from service.http import cancel_all
 from service.keys import KeyRing
 from service.metrics import Metrics
 from service.middleware import ContextMiddleware, GuardMiddleware
@@ -45,9 +46,11 @@ def create_app(client: EngineClient, registry: Registry, settings: ServiceSettin
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await service.start()
-            report = asyncio.create_task(Activity(client).report())
+            background = [
+                asyncio.create_task(work) for work in (Activity(client).report(), metrics.follow(client.stats))
+            ]
             yield
-            report.cancel()
+            await cancel_all(background)
         finally:
             await service.close()
 

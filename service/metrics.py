@@ -1,5 +1,9 @@
 """What Prometheus scrapes. One `Metrics` (with its own registry) for one application.
 
+With `PROMETHEUS_MULTIPROC_DIR` set (service.ray_environment does, as there may be several replicas) every process keeps
+its figures in files of that folder, and any of them shows all: counters and histograms summed, those of the dead
+too, because a counter must not fall; gauges of the living.
+
 Invariants: every request on a model's route counts once as received, then once as rejected (by reason) or accepted,
 and an accepted one counts once in `triptych_requests_total` by its outcome. Labels hold loaded models' names and
 fixed words only: never a prompt, an id or a key. A rejected request whose model is not known has the model "".
@@ -7,10 +11,13 @@ fixed words only: never a prompt, an id or a key. A rejected request whose model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
 from prometheus_client.registry import Collector
 
 from model.engine.stats import EngineStats, ModelInfo, StepStats
@@ -19,6 +26,9 @@ from service.context import RequestContext
 from service.vllm_metrics import vllm_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported
+_FOLLOW_SECONDS = 1.0
 
 _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -82,6 +92,7 @@ class Metrics:
         """The models are there: what does not change while they run."""
         self._models = models
         for info in models.values():
+            self._replicas.labels(info.name).set(1)
             self._load_seconds.labels(info.name).set(info.load_seconds)
             self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
 
@@ -96,13 +107,32 @@ class Metrics:
     def render(self, stats: Iterable[EngineStats]) -> bytes:
         """The text for a scrape, with the engines' state as of now."""
         for one in stats:
-            self._read(one)
-        text = generate_latest(self.registry)
+            self.engine(one)
+        # Whatever else keeps figures in a shared folder (parts of Ray) is not ours to show.
+        families = [one for one in self._collector().collect() if one.name.startswith("triptych_")]
         if self._vllm_names:
-            text += generate_latest(_Families(vllm_families(self.registry.collect(), self._models)))
-        return text
+            families += vllm_families(families, self._models)
+        return generate_latest(_Families(families))
 
-    def _read(self, stats: EngineStats) -> None:
+    async def follow(self, stats: Callable[[], Mapping[str, EngineStats]]) -> None:
+        """Where other processes may be asked for our figures, write them down every second; forever."""
+        while MULTIPROCESS_FOLDER in os.environ:
+            for one in stats().values():
+                self.engine(one)
+            await asyncio.sleep(_FOLLOW_SECONDS)
+
+    def _collector(self) -> Collector:
+        """This process's registry, or the figures of all that share a folder."""
+        folder = os.environ.get(MULTIPROCESS_FOLDER)
+        if folder is None:
+            return self.registry
+        for pid in {int(file.stem.rpartition("_")[2]) for file in Path(folder).glob("gauge_live*.db")}:
+            if not Path(f"/proc/{pid}").exists():
+                multiprocess.mark_process_dead(pid, folder)
+        return multiprocess.MultiProcessCollector(None, folder)
+
+    def engine(self, stats: EngineStats) -> None:
+        """The state of one model's engine."""
         self._running.labels(stats.model).set(stats.running)
         self._waiting.labels(stats.model).set(stats.waiting)
         self._blocks.labels(stats.model, "free").set(stats.free_blocks - stats.cached_blocks)
@@ -127,9 +157,9 @@ class Metrics:
     def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return Histogram(f"triptych_{name}", text, ("model", *labels), registry=self.registry, buckets=buckets)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        names = ("model", *labels)
-        return Gauge(f"triptych_{name}", text, names, registry=self.registry, multiprocess_mode="livesum")
+    def _gauge(self, name: str, text: str, *labels: str, over_replicas: Literal["sum", "max"] = "sum") -> Gauge:
+        mode: Literal["livesum", "livemax"] = "livesum" if over_replicas == "sum" else "livemax"
+        return Gauge(f"triptych_{name}", text, ("model", *labels), registry=self.registry, multiprocess_mode=mode)
 
     def _make_counters(self) -> None:
         self._received = self._counter("requests_received_total", "Requests on a model's route.", "task")
@@ -158,10 +188,12 @@ class Metrics:
     def _make_gauges(self) -> None:
         self._running = self._gauge("requests_running", "Sequences being computed.")
         self._waiting = self._gauge("requests_waiting", "Requests queued in an engine.")
-        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.")
+        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", over_replicas="max")
         self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
-        self._load_seconds = self._gauge("model_load_seconds", "How long loading took.")
-        self._build_info = self._gauge("build_info", "What runs; always 1.", "version", "form", "dtype", "attention")
+        self._replicas = self._gauge("replicas", "Replicas that serve the model.")
+        self._load_seconds = self._gauge("model_load_seconds", "How long loading took.", over_replicas="max")
+        labels = ("version", "form", "dtype", "attention")
+        self._build_info = self._gauge("build_info", "What runs; always 1.", *labels, over_replicas="max")
 
 
 class _Families(Collector):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from service.errors import unavailable
+from service.metrics import MULTIPROCESS_FOLDER
 
 if TYPE_CHECKING:
     from service.runtime import ServeConfig
@@ -35,6 +36,7 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="triptych-", dir=_temp_dir()))
     for name, value in variables(config, folder).items():
         os.environ.setdefault(name, value)
+    Path(os.environ[MULTIPROCESS_FOLDER]).mkdir(exist_ok=True)
     os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
     try:
         yield folder
@@ -54,6 +56,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; otherwise Ray writes one into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
+        MULTIPROCESS_FOLDER: str(folder / "metrics"),
     }
     return settings | (_haproxy(config, _haproxy_folder(folder)) if haproxy else {})
 

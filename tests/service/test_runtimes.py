@@ -267,3 +267,21 @@ def post(base_url: str, path: str, body: dict[str, Any]) -> socket.socket:
 def read_all(connection: socket.socket) -> bytes:
     with connection:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.slow
+def test_any_of_several_replicas_shows_the_figures_of_all(models: list[str]) -> None:
+    with running([*models, *RUNTIMES["ray"], "--replicas", "2", "--log-format", "json"]) as service:
+        url = service.url
+        for _ in range(40):  # each on a connection of its own: both replicas get some
+            generate(url)
+        scrapes = [metric(url, "requests_total", model="gen", outcome="length") for _ in range(10)]
+        assert scrapes == [40] * 10
+        eventually(lambda: [metric(url, "replicas", model="gen") for _ in range(5)] == [2] * 5, 10)
+        replicas = [pid for pid, line in service.descendants().items() if "ServeReplica" in line]
+        assert len(replicas) == 2
+        os.kill(replicas[0], signal.SIGKILL)
+        eventually(lambda: metric(url, "replicas", model="gen") == 1, 10)
+        eventually(lambda: metric(url, "replicas", model="gen") == 2, 60)
+        assert metric(url, "requests_total", model="gen", outcome="length") >= 40
+        generate(url)

@@ -1,0 +1,81 @@
+"""Several processes of one service: any of them shows the figures of all, each once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.metrics import MULTIPROCESS_FOLDER
+
+# A process that counts, says so, and waits for a line before it shows what it sees and ends.
+REPLICA = """
+import sys
+from model.engine.stats import EngineStats, StepStats
+from model.request import FinishReason, Timings
+from service.context import RequestContext
+from service.metrics import Metrics
+
+metrics = Metrics(vllm_names=True)
+context = RequestContext(request_id="r", task="generate")
+context.model = "gen"
+metrics.received(context)
+metrics.accepted(context)
+metrics.ended(context, FinishReason.STOP, Timings(1, 1, 1, 1, 4), True)
+metrics.step(StepStats("gen", "generate", 0.01, 5, 2))
+metrics._replicas.labels("gen").set(1)
+used = int(sys.argv[1])
+metrics.engine(EngineStats("gen", running=used, total_blocks=10, free_blocks=10 - used, preemptions=used))
+print("counted", flush=True)
+sys.stdin.readline()
+sys.stdout.write(metrics.render([]).decode())
+"""
+
+
+class Replica:
+    def __init__(self, folder: Path, running: int) -> None:
+        command = [sys.executable, "-c", REPLICA, str(running)]
+        environment = {MULTIPROCESS_FOLDER: str(folder), "PYTHONPATH": ":".join(sys.path)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "counted\n"
+
+    def shown(self) -> dict[tuple[str, ...], float]:
+        """Figures by name and label values; the process ends."""
+        text, _ = self.process.communicate("\n", timeout=20)
+        found: dict[tuple[str, ...], float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                key = (sample.name, *(value for _, value in sorted(sample.labels.items())))
+                assert key not in found, f"{key} twice"
+                found[key] = sample.value
+        return found
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_each_figure_is_there_once_for_all_replicas(tmp_path: Path, asked: int) -> None:
+    replicas = [Replica(tmp_path, running) for running in (2, 3)]
+    shown = replicas[asked].shown()
+    assert shown["triptych_requests_total", "gen", "stop", "generate"] == 2
+    assert shown["vllm:request_success_total", "stop", "gen"] == 2
+    assert shown["triptych_time_to_first_token_seconds_count", "gen"] == 2
+    assert shown["triptych_requests_running", "gen"] == 5
+    assert shown["triptych_kv_blocks", "gen", "used"] == 5
+    assert shown["triptych_kv_cache_usage_ratio", "gen"] == pytest.approx(0.3)  # the fullest
+    assert shown["triptych_preemptions_total", "gen"] == 5
+    assert shown["triptych_replicas", "gen"] == 2
+    replicas[1 - asked].shown()
+
+
+def test_a_crashed_replica_keeps_its_counts_and_loses_its_state(tmp_path: Path) -> None:
+    crashed, other = Replica(tmp_path, 2), Replica(tmp_path, 3)
+    crashed.process.kill()
+    crashed.process.communicate()
+    shown = other.shown()
+    assert shown["triptych_requests_total", "gen", "stop", "generate"] == 2
+    assert shown["triptych_requests_running", "gen"] == 3
+    assert shown["triptych_replicas", "gen"] == 1
