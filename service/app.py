@@ -46,9 +46,7 @@ def create_app(client: EngineClient, registry: Registry, settings: ServiceSettin
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await service.start()
-            background = [
-                asyncio.create_task(work) for work in (Activity(client).report(), metrics.follow(client.stats))
-            ]
+            background = [asyncio.create_task(work) for work in (Activity(client).report(), metrics.follow(client))]
             yield
             await cancel_all(background)
         finally:

@@ -55,5 +55,8 @@ class EngineClient(Protocol):
     def stats(self) -> dict[str, EngineStats]:
         """The latest state of each model's engine."""
 
+    def saturation(self) -> dict[str, float]:
+        """Of each model: what runs and waits over what can run at once."""
+
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         """Call `observe` for every step of every engine, from whatever thread (metrics)."""

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,6 +45,7 @@ from service.runtime import (
     listening,
     service_of,
 )
+from service.scaling import SATURATION, Scaling
 
 NAME = "triptych"
 _LOG = "log"  # the replicas' stderr, in the session's folder
@@ -85,6 +86,10 @@ class Replica:
     async def check_health(self) -> None:
         """Raises when the step loop does not move; Serve then replaces the replica."""
         self._service.check_live()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `service.scaling` reads, from the fullest model."""
+        return {SATURATION: max(self._service.client.saturation().values())}
 
     async def models(self) -> dict[str, ModelInfo]:
         return dict(self._service.client.models)
@@ -205,7 +210,7 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
     engines = [spec.engine for spec in config.models]
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
         name=NAME,
-        num_replicas=config.replicas,
+        **_scaling(config.scaling),
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=sum(e.max_num_seqs + e.queued_requests_limit for e in engines) + _SPARE_REQUESTS,
         max_queued_requests=_SPARE_REQUESTS,
@@ -216,6 +221,24 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
         max_constructor_retry_count=1,
     )
     return decorate(Replica)
+
+
+def _scaling(scaling: Scaling) -> dict[str, Any]:
+    if scaling.least == scaling.most:
+        return {"num_replicas": scaling.least}
+    policy = AutoscalingPolicy(
+        policy_function="service.scaling:SaturationPolicy", policy_kwargs={"target": scaling.target}
+    )
+    autoscaling = AutoscalingConfig(
+        min_replicas=scaling.least,
+        max_replicas=scaling.most,
+        upscale_delay_s=scaling.up_delay_s,
+        downscale_delay_s=scaling.down_delay_s,
+        look_back_period_s=max(2.0, min(scaling.up_delay_s, 30.0)),
+        metrics_interval_s=1.0,
+        policy=policy,
+    )
+    return {"autoscaling_config": autoscaling}
 
 
 @contextmanager

@@ -122,6 +122,9 @@ class FakeEngineClient:
             for name, info in self.models.items()
         }
 
+    def saturation(self) -> dict[str, float]:
+        return {name: len(self.running) / info.max_num_seqs for name, info in self.models.items()}
+
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         self._observers.append(observe)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from model.engine.stats import EngineStats, ModelInfo, StepStats
 from model.request import FinishReason, Timings
+from service.client import EngineClient
 from service.context import RequestContext
 from service.vllm_metrics import vllm_families
 
@@ -104,21 +105,19 @@ class Metrics:
         self._batch_tokens.labels(stats.model).observe(stats.num_tokens)
         self._batch_sequences.labels(stats.model).observe(stats.num_sequences)
 
-    def render(self, stats: Iterable[EngineStats]) -> bytes:
+    def render(self, client: EngineClient) -> bytes:
         """The text for a scrape, with the engines' state as of now."""
-        for one in stats:
-            self.engine(one)
+        self.engines(client)
         # Whatever else keeps figures in a shared folder (parts of Ray) is not ours to show.
         families = [one for one in self._collector().collect() if one.name.startswith("triptych_")]
         if self._vllm_names:
             families += vllm_families(families, self._models)
         return generate_latest(_Families(families))
 
-    async def follow(self, stats: Callable[[], Mapping[str, EngineStats]]) -> None:
+    async def follow(self, client: EngineClient) -> None:
         """Where other processes may be asked for our figures, write them down every second; forever."""
         while MULTIPROCESS_FOLDER in os.environ:
-            for one in stats().values():
-                self.engine(one)
+            self.engines(client)
             await asyncio.sleep(_FOLLOW_SECONDS)
 
     def _collector(self) -> Collector:
@@ -131,8 +130,14 @@ class Metrics:
                 multiprocess.mark_process_dead(pid, folder)
         return multiprocess.MultiProcessCollector(None, folder)
 
-    def engine(self, stats: EngineStats) -> None:
-        """The state of one model's engine."""
+    def engines(self, client: EngineClient) -> None:
+        """The state of all engines."""
+        for name, saturation in client.saturation().items():
+            self._saturation.labels(name).set(saturation)
+        for stats in client.stats().values():
+            self._engine(stats)
+
+    def _engine(self, stats: EngineStats) -> None:
         self._running.labels(stats.model).set(stats.running)
         self._waiting.labels(stats.model).set(stats.waiting)
         self._blocks.labels(stats.model, "free").set(stats.free_blocks - stats.cached_blocks)
@@ -190,6 +195,9 @@ class Metrics:
         self._waiting = self._gauge("requests_waiting", "Requests queued in an engine.")
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", over_replicas="max")
         self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
+        self._saturation = self._gauge(
+            "saturation_ratio", "What runs and waits over what can run at once.", over_replicas="max"
+        )
         self._replicas = self._gauge("replicas", "Replicas that serve the model.")
         self._load_seconds = self._gauge("model_load_seconds", "How long loading took.", over_replicas="max")
         labels = ("version", "form", "dtype", "attention")

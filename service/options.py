@@ -17,6 +17,7 @@ from typing import Any
 from model.config import ConfigError
 from model.engine.config import DTYPES, EngineConfig
 from service.config import Limits, ServiceSettings
+from service.scaling import Scaling
 
 PREFIX = "TRIPTYCH_"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -33,6 +34,14 @@ def byte_size(text: str) -> int:
 
 def _keys(text: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in text.split(",") if key.strip())
+
+
+def _replicas(text: str) -> dict[str, int]:
+    """`3`, or `1-4`."""
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
+    if match is None:
+        raise ValueError("a number, or a range such as 1-4")
+    return {"least": int(match[1]), "most": int(match[2] or match[1])}
 
 
 def truth(text: str) -> bool:
@@ -83,12 +92,16 @@ class Option:
 
 _ENGINE = EngineConfig()
 _SERVICE = ServiceSettings()
+_SCALING = Scaling()
 
 OPTIONS: tuple[Option, ...] = (
     Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
     Option("port", int, 8000, "port to listen on", "PORT"),
     Option("runtime", one_of("ray", "local"), "ray", "Ray Serve, or one plain uvicorn process", "ray|local"),
-    Option("replicas", int, 1, "copies of the service under Ray"),
+    Option("replicas", _replicas, 1, "copies of the service under Ray, as many as the work asks for", "N|LEAST-MOST"),
+    Option("scale_target", float, _SCALING.target, "how full replicas should be, queue included", "SHARE"),
+    Option("scale_up_delay", float, _SCALING.up_delay_s, "before there are more of them", "SECONDS"),
+    Option("scale_down_delay", float, _SCALING.down_delay_s, "before there are fewer", "SECONDS"),
     Option("api_keys", _keys, (), "keys that clients must send as a bearer token", "KEY[,KEY]", "none: open"),
     Option("api_key_file", str, "", "more keys, one a line; read again when it changes", "FILE", "none"),
     Option("device", str, _ENGINE.device, "where the models run", "auto|cpu|cuda[:N]", per_model=True),

@@ -36,6 +36,7 @@ from service.chat import ChatTemplate
 from service.config import ServiceSettings
 from service.http import cancel_all
 from service.registry import Registry, ServedModel
+from service.scaling import Scaling
 from service.state import Service
 
 KEEP_ALIVE_SECONDS = 75  # an idle connection is kept so long
@@ -49,16 +50,15 @@ class ServeConfig:
     models: tuple[ModelSpec, ...]
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     runtime: Literal["ray", "local"] = "ray"
-    replicas: int = 1
+    scaling: Scaling = field(default_factory=Scaling)
     haproxy: bool = True  # under Ray: Serve's HAProxy ingress where its binary is found, else its own proxy
 
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("there is no model to serve")
-        if self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1, found {self.replicas}")
-        if self.replicas > 1 and self.runtime == "local":
-            raise ConfigError(f"replicas must be 1 with the local runtime, found {self.replicas}; use --runtime ray")
+        if self.scaling.most > 1 and self.runtime == "local":
+            found = self.scaling.most
+            raise ConfigError(f"replicas must be 1 with the local runtime, found {found}; use --runtime ray")
 
 
 @dataclass(frozen=True, slots=True)

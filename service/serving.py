@@ -16,6 +16,7 @@ from service import runtime
 from service.config import Limits, ServiceSettings
 from service.keys import KeyRing
 from service.options import ENGINE_OPTIONS, LIMIT_OPTIONS
+from service.scaling import Scaling
 from service.state import version
 
 _ROUTES = (
@@ -27,6 +28,7 @@ _SERVICE_SETTINGS = {  # by option name
     "drain_timeout": "drain_timeout_s",
     "stall_timeout": "stall_timeout_s",
 }
+_SCALING_SETTINGS = {"scale_target": "target", "scale_up_delay": "up_delay_s", "scale_down_delay": "down_delay_s"}
 _EXAMPLES = {  # by form: what the curl line at the end asks
     "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
     "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),
@@ -62,14 +64,14 @@ def configuration(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str
     service = ServiceSettings(
         limits=Limits(**{o.name: settings[o.name] for o in LIMIT_OPTIONS if o.name in settings}),
         vllm_metrics=settings.get("metrics") == "vllm",
-        **{field: settings[name] for name, field in _SERVICE_SETTINGS.items() if name in settings},
+        **_renamed(settings, _SERVICE_SETTINGS),
     )
     KeyRing.of(service)  # what is wrong with a key file is said before anything starts
     return runtime.ServeConfig(
         models=specs,
         settings=service,
         runtime=settings.get("runtime", "ray"),
-        replicas=settings.get("replicas", 1),
+        scaling=Scaling(**settings.get("replicas", {}), **_renamed(settings, _SCALING_SETTINGS)),
         haproxy=settings.get("haproxy", "auto") == "auto",
     )
 
@@ -122,6 +124,10 @@ def _example(ready: runtime.Ready, with_key: bool) -> str:
     path, body = _EXAMPLES[info.form]
     key = "-H 'Authorization: Bearer KEY' " if with_key else ""
     return f"curl {ready.url}{path} {key}-H 'Content-Type: application/json' -d '{body.format(name=info.name)}'"
+
+
+def _renamed(settings: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    return {field: settings[name] for name, field in fields.items() if name in settings}
 
 
 def _engine_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

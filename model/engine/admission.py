@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from model.engine.config import EngineConfig
 from model.engine.errors import QueueFullError
+from model.engine.stats import EngineStats
 
 _RECENT = 64  # ends from which the drain rate is taken
 _LONGEST_RETRY = 60.0
@@ -21,6 +22,7 @@ class Admission:
     """Who is in, of one model."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._max_sequences = config.max_num_seqs + config.queued_requests_limit
         self._max_waiting_tokens = config.queued_tokens_limit
         self._sequences: dict[str, int] = {}  # of every request that has not ended
@@ -40,6 +42,17 @@ class Admission:
             raise QueueFullError("queue_tokens", self._retry_after(len(tokens)))
         self._sequences.update(counts)
         self._waiting_tokens.update(tokens)
+
+    def saturation(self, stats: EngineStats) -> float:
+        """What is in over what can run at once, in sequences or in tokens, whichever is more; above 1 some wait.
+
+        Tokens are those in KV blocks and those that wait; without a KV cache, those that wait over their bound.
+        """
+        tokens = sum(self._waiting_tokens.values())
+        if not stats.total_blocks:
+            return tokens / self._max_waiting_tokens
+        share = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._config.block_size)
+        return max(share, sum(self._sequences.values()) / self._config.max_num_seqs)
 
     def started(self, request_id: str) -> None:
         self._waiting_tokens.pop(request_id, None)

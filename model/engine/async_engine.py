@@ -238,6 +238,10 @@ class AsyncEngine:
     def stats(self) -> dict[str, EngineStats]:
         return self._stats
 
+    def saturation(self) -> dict[str, float]:
+        """Of each model: `Admission.saturation`."""
+        return {name: one.saturation(self._stats[name]) for name, one in self._admission.items()}
+
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         self._observers.append(observe)
 

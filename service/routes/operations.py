@@ -78,7 +78,7 @@ async def info(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms, all named `triptych_`."""
     service = service_of(request)
-    text = service.metrics.render(service.client.stats().values())
+    text = service.metrics.render(service.client)
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 

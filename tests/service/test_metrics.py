@@ -28,10 +28,20 @@ metrics.ended(context, FinishReason.STOP, Timings(1, 1, 1, 1, 4), True)
 metrics.step(StepStats("gen", "generate", 0.01, 5, 2))
 metrics._replicas.labels("gen").set(1)
 used = int(sys.argv[1])
-metrics.engine(EngineStats("gen", running=used, total_blocks=10, free_blocks=10 - used, preemptions=used))
+
+
+class Client:
+    def stats(self):
+        return {"gen": EngineStats("gen", running=used, total_blocks=10, free_blocks=10 - used, preemptions=used)}
+
+    def saturation(self):
+        return {"gen": used / 4}
+
+
+metrics.engines(Client())
 print("counted", flush=True)
 sys.stdin.readline()
-sys.stdout.write(metrics.render([]).decode())
+sys.stdout.write(metrics.render(Client()).decode())
 """
 
 
@@ -66,6 +76,7 @@ def test_each_figure_is_there_once_for_all_replicas(tmp_path: Path, asked: int) 
     assert shown["triptych_requests_running", "gen"] == 5
     assert shown["triptych_kv_blocks", "gen", "used"] == 5
     assert shown["triptych_kv_cache_usage_ratio", "gen"] == pytest.approx(0.3)  # the fullest
+    assert shown["triptych_saturation_ratio", "gen"] == 0.75
     assert shown["triptych_preemptions_total", "gen"] == 5
     assert shown["triptych_replicas", "gen"] == 2
     replicas[1 - asked].shown()

@@ -285,3 +285,30 @@ def test_any_of_several_replicas_shows_the_figures_of_all(models: list[str]) -> 
         eventually(lambda: metric(url, "replicas", model="gen") == 2, 60)
         assert metric(url, "requests_total", model="gen", outcome="length") >= 40
         generate(url)
+
+
+@pytest.mark.slow
+def test_replicas_come_with_the_work_and_go_without_losing_a_request(models: list[str]) -> None:
+    scaling = ["--replicas", "1-2", "--max-num-seqs", "4", "--scale-up-delay", "1", "--scale-down-delay", "3"]
+    with running([*models, *RUNTIMES["ray"], *scaling, "--log-format", "json"]) as service:
+
+        async def load(seconds: float, clients: int) -> list[int]:
+            statuses: list[int] = []
+            end = time.monotonic() + seconds
+
+            async def ask(client: httpx.AsyncClient) -> None:
+                while time.monotonic() < end:
+                    reply = await client.post(f"{service.url}/generate", json={**PROMPT, "max_tokens": 200})
+                    statuses.append(reply.status_code)
+                    assert reply.status_code != 200 or reply.json()["choices"][0]["finish_reason"] == "length"
+
+            async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=clients)) as client:
+                await asyncio.gather(*(ask(client) for _ in range(clients)))
+            return statuses
+
+        busy = asyncio.run(load(25, 12))
+        assert set(busy) == {200}
+        eventually(lambda: metric(service.url, "replicas", model="gen") == 2, 20)
+        quiet = asyncio.run(load(25, 1))
+        assert set(quiet) == {200}
+        eventually(lambda: metric(service.url, "replicas", model="gen") == 1, 30)

@@ -1,0 +1,94 @@
+"""When there should be more replicas, and when fewer."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import pytest
+
+from model.config import ConfigError
+from model.engine.admission import Admission
+from model.engine.config import EngineConfig
+from model.engine.stats import EngineStats
+from service import options, serving
+from service.scaling import SATURATION, SaturationPolicy, Scaling
+
+
+@dataclass
+class Context:
+    aggregated_metrics: dict[str, dict[str, float]] | None
+    target_num_replicas: int = 2
+
+
+def desired(*saturations: float, target: float = 0.5) -> float:
+    metrics = {SATURATION: {f"replica-{i}": value for i, value in enumerate(saturations)}}
+    return SaturationPolicy(target)(Context(metrics))[0]
+
+
+def test_replicas_are_as_many_as_the_work_fills_to_the_target() -> None:
+    assert desired(1.0, 0.5) == 3.0
+    assert desired(0.0, 0.0) == 0.0  # Serve keeps to the least
+    assert desired(4.0) == 8.0  # a long queue
+
+
+@pytest.mark.parametrize("metrics", [None, {}, {"other": {"a": 1.0}}])
+def test_without_reports_nothing_changes(metrics: dict[str, dict[str, float]] | None) -> None:
+    assert SaturationPolicy(0.7)(Context(metrics, target_num_replicas=3))[0] == 3
+
+
+def test_saturation_counts_sequences_and_tokens_that_run_and_wait() -> None:
+    admission = Admission(EngineConfig(max_num_seqs=4, block_size=16, max_num_batched_tokens=100))
+    stats = EngineStats("m", total_blocks=10, free_blocks=10)
+    assert admission.saturation(stats) == 0.0
+    admission.admit({"a": 10, "b": 30})
+    assert admission.saturation(stats) == 2 / 4
+    admission.admit({"long": 150})
+    assert admission.saturation(stats) == pytest.approx((10 + 30 + 150) / 160)  # they wait for blocks
+    for name in ("a", "b", "long"):
+        admission.started(name)
+    assert admission.saturation(stats) == 3 / 4
+    stats.free_blocks = 1
+    assert admission.saturation(stats) == 9 / 10
+    admission.admit({f"n{i}": 1 for i in range(5)})
+    assert admission.saturation(stats) == 8 / 4
+    for name in ("a", "b", "long", *(f"n{i}" for i in range(5))):
+        admission.release(name)
+    assert admission.saturation(EngineStats("m", total_blocks=10, free_blocks=10)) == 0.0
+
+
+def test_saturation_of_an_encoder_is_how_full_its_queue_is() -> None:
+    admission = Admission(EngineConfig(max_num_batched_tokens=100))
+    admission.admit({"a": 200})
+    assert admission.saturation(EngineStats("m")) == 200 / 800
+
+
+def parse(*arguments: str) -> Scaling:
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser, options.OPTIONS)
+    settings = options.from_arguments(parser.parse_args(arguments), options.OPTIONS)
+    return serving.configuration({"m": {"path": "/nowhere"}}, settings).scaling
+
+
+def test_settings() -> None:
+    assert parse() == Scaling()
+    assert parse("--replicas", "3") == Scaling(3, 3)
+    chosen = parse("--replicas", "1-4", "--scale-target", "0.5", "--scale-up-delay", "1", "--scale-down-delay", "2")
+    assert chosen == Scaling(1, 4, 0.5, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1-", "1-2-3", ""])
+def test_bad_numbers_of_replicas_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number, or a range such as 1-4"):
+        parse(f"--replicas={text}")
+
+
+@pytest.mark.parametrize("arguments", [("0",), ("4-1",), ("1-2", "--scale-target", "0"), ("1", "--scale-up-delay=-1")])
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        parse("--replicas", *arguments)
+
+
+def test_the_local_runtime_has_one_replica() -> None:
+    with pytest.raises(ConfigError, match="replicas must be 1 with the local runtime, found 4"):
+        parse("--runtime", "local", "--replicas", "1-4")
