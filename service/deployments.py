@@ -31,7 +31,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from model.config import ConfigError
 from model.engine.errors import EngineDeadError
 from model.engine.stats import ModelInfo
-from service import log_pipe, logs
+from model.pretrained import embedded_models
+from service import log_pipe, logs, options, serving
 from service.ray_environment import request_timeout_s, write_error_pages
 from service.runtime import (
     KEEP_ALIVE_SECONDS,
@@ -54,6 +55,7 @@ _STOP_MARGIN = 15.0
 _CONTROL_SECONDS = 30.0  # for a question to the replicas
 _STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
 
+_OF_THE_CLUSTER = frozenset({"runtime", "host", "port", "haproxy"})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger("triptych.ray")
@@ -108,7 +110,9 @@ class _Mounted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+            # Under a route prefix of Serve's the application is what it is at the root.
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            await self._app({**scope, "path": path or "/", "root_path": ""}, receive, send)
             return
         await receive()
         await send({"type": "lifespan.startup.complete"})
@@ -151,6 +155,20 @@ class _Signals:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         raise SystemExit(128 + number)
+
+
+def application(arguments: dict[str, Any]) -> serve.Application:
+    """What `serve run`, `serve deploy` and KubeRay's RayService make of the import path of this function.
+
+    `arguments` are what a file for `triptych serve --config` holds, less what the cluster decides. Raises `ConfigError`;
+    the models' folders are only read where replicas run.
+    """
+    settings, models = options.from_mapping(arguments, "args")
+    for name in _OF_THE_CLUSTER & settings.keys():
+        raise ConfigError(f"args: {name} is the cluster's to set (http_options), not an application's")
+    embedded = {name: {"path": str(path)} for name, path in embedded_models().items()}
+    config = serving.configuration(models or embedded, settings)
+    return _deployment(config).bind(config)
 
 
 def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:

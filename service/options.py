@@ -202,10 +202,15 @@ def from_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    settings = _mapping(content or {}, str(path))
-    models = _mapping(settings.pop("models", {}), f"{path}: models")
-    return _read_keys(settings, OPTIONS, str(path)), {
-        str(name): _file_model(value, f"{path}: models.{name}") for name, value in models.items()
+    return from_mapping(content or {}, str(path))
+
+
+def from_mapping(content: Any, where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """As `from_file`, of what a file holds."""
+    settings = _mapping(content, where)
+    models = _mapping(settings.pop("models", {}), f"{where}: models")
+    return _read_keys(settings, OPTIONS, where), {
+        str(name): _file_model(value, f"{where}: models.{name}") for name, value in models.items()
     }
 
 
