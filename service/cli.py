@@ -126,13 +126,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     from service import serving
 
     file = arguments.config or os.environ.get("TRIPTYCH_CONFIG")
-    settings, file_models = options.from_file(Path(file)) if file else ({}, {})
-    settings |= options.from_environment(os.environ)
+    found = options.from_file(Path(file)) if file else options.FileSettings()
+    settings = found.settings | options.from_environment(os.environ)
     settings |= options.from_arguments(arguments, options.OPTIONS)
     models = {name: {"path": path} for name, path in (_named(text) for text in arguments.models)}
     if len(models) < len(arguments.models):
         raise ConfigError("two models have the same name: give them others with NAME=PATH")
-    return serving.serve(models or file_models or _embedded(), settings)
+    if models:
+        return serving.serve(models, settings)
+    return serving.serve(found.models or _embedded(), settings, found.groups)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -160,34 +160,39 @@ class _Signals:
 def application(arguments: dict[str, Any]) -> serve.Application:
     """What `serve run`, `serve deploy` and KubeRay's RayService make of the import path of this function.
 
-    `arguments` are what a file for `triptych serve --config` holds, less what the cluster decides. Raises `ConfigError`;
-    the models' folders are only read where replicas run.
+    `arguments` are what a file for `triptych serve --config` holds, less what the cluster decides. Folders of models
+    are only read where replicas run. Raises `ConfigError`.
     """
-    settings, models = options.from_mapping(arguments, "args")
-    for name in _OF_THE_CLUSTER & settings.keys():
+    file = options.from_mapping(arguments, "args")
+    for name in _OF_THE_CLUSTER & file.settings.keys():
         raise ConfigError(f"args: {name} is the cluster's to set (http_options), not an application's")
+    if file.groups:
+        raise ConfigError("args: groups are applications of their own in the Serve configuration")
     embedded = {name: {"path": str(path)} for name, path in embedded_models().items()}
-    config = serving.configuration(models or embedded, settings)
+    config = serving.configuration(file.models or embedded, file.settings)
     return _deployment(config).bind(config)
 
 
 def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     """Serve on a Ray of its own until a signal; as `service.runtime.run`, which is how to call it."""
-    build_registry(config)  # what is wrong with a folder is said before Ray starts
+    for one in (config, *config.groups):
+        build_registry(one)  # what is wrong with a folder is said before Ray starts
     config = _resolved(config)
     signals = _Signals()
     signals.take()
     try:
         with log_pipe.printing(folder / _LOG), _session(folder, signals):
-            replicas = _deploy(config, folder)
-            models = replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
+            applications = _deploy(config, folder)
+            models: dict[str, ModelInfo] = {}
+            for replicas in applications:
+                models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
             on_ready(Ready(_url(config), _ingress(), models))
-            _serve_until_stopped(replicas, config, signals)
+            _serve_until_stopped(applications, config, signals)
     except SystemExit as stopped:
         return signals.exit_code(stopped)
 
 
-def _serve_until_stopped(replicas: DeploymentHandle[Any], config: ServeConfig, signals: _Signals) -> NoReturn:
+def _serve_until_stopped(applications: list[DeploymentHandle[Any]], config: ServeConfig, signals: _Signals) -> NoReturn:
     try:
         while True:
             signal.pause()
@@ -196,15 +201,17 @@ def _serve_until_stopped(replicas: DeploymentHandle[Any], config: ServeConfig, s
         settings = config.settings
         timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
         try:
-            replicas.broadcast("drain").results(timeout_s=timeout)
+            for drained in [replicas.broadcast("drain") for replicas in applications]:
+                drained.results(timeout_s=timeout)
             signals.drained = True
         except (RayError, TimeoutError) as error:
             logger.warning("a replica did not drain: %s", type(error).__name__)
         raise
 
 
-def _deploy(config: ServeConfig, folder: Path) -> DeploymentHandle[Any]:
-    """Start Serve and the replicas, and return a handle for questions; raises what a replica's loading raised."""
+def _deploy(config: ServeConfig, folder: Path) -> list[DeploymentHandle[Any]]:
+    """Start Serve and the replicas of each application, and return handles for questions; raises what a replica's
+    loading raised."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     options = HTTPOptions(
         host=config.settings.host,
@@ -214,13 +221,17 @@ def _deploy(config: ServeConfig, folder: Path) -> DeploymentHandle[Any]:
     )
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
     write_error_pages(folder)
-    application = _deployment(config).bind(config, str(folder / _LOG))
+    targets = [
+        serve.RunTarget(_deployment(one).bind(one, str(folder / _LOG)), one.name, one.route, logging_config=quiet)
+        for one in (config, *config.groups)
+    ]
     try:
-        handle = serve.run(application, name=NAME, logging_config=quiet)
+        handles = serve.run_many(targets)
     except RuntimeError as error:
         raise _cause(error) from None
-    handle._init(_run_router_in_separate_loop=True)  # this process has no event loop for it
-    return handle
+    for handle in handles:
+        handle._init(_run_router_in_separate_loop=True)  # this process has no event loop for it
+    return handles
 
 
 def _deployment(config: ServeConfig) -> serve.Deployment:
@@ -297,7 +308,9 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     log_format = config.settings.log_format
     if log_format == "auto":
         log_format = "plain" if sys.stderr.isatty() else "json"
-    return replace(config, settings=replace(config.settings, port=port, log_format=log_format))
+    settings = replace(config.settings, port=port, log_format=log_format)
+    groups = tuple(replace(group, settings=settings) for group in config.groups)
+    return replace(config, settings=settings, groups=groups)
 
 
 def _url(config: ServeConfig) -> str:

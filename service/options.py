@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,12 @@ def _replicas(text: str) -> dict[str, int]:
     if match is None:
         raise ValueError("a number, or a range such as 1-4")
     return {"least": int(match[1]), "most": int(match[2] or match[1])}
+
+
+def _route(text: str) -> str:
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", text):
+        raise ValueError("a path such as /chat")
+    return text
 
 
 def truth(text: str) -> bool:
@@ -154,6 +160,11 @@ def _limit_options() -> Iterable[Option]:
 
 LIMIT_OPTIONS = tuple(_limit_options())
 OPTIONS += LIMIT_OPTIONS
+_SCALES = ("replicas", "scale_target", "scale_up_delay", "scale_down_delay")
+GROUP_OPTIONS = (  # what a group of models may set for itself
+    Option("route", _route, None, "the path below which it answers", "PATH", "/NAME"),
+    *(option for option in OPTIONS if option.per_model or option.name in _SCALES),
+)
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.per_model)
 
@@ -192,8 +203,18 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return {variables[n].name: variables[n].read(v, n) for n, v in ours.items() if n in variables}
 
 
-def from_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(settings, models by name: `path` and engine settings) of a YAML file; keys with dashes or underscores."""
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """What a configuration file holds: settings by option name, models by name (`path` and engine settings), and groups
+    of models with settings of their own."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[str, FileSettings] = field(default_factory=dict)
+
+
+def from_file(path: Path) -> FileSettings:
+    """Of a YAML file; keys with dashes or underscores."""
     import yaml
 
     try:
@@ -205,13 +226,16 @@ def from_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     return from_mapping(content or {}, str(path))
 
 
-def from_mapping(content: Any, where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def from_mapping(content: Any, where: str, known: Iterable[Option] = OPTIONS) -> FileSettings:
     """As `from_file`, of what a file holds."""
     settings = _mapping(content, where)
-    models = _mapping(settings.pop("models", {}), f"{where}: models")
-    return _read_keys(settings, OPTIONS, where), {
-        str(name): _file_model(value, f"{where}: models.{name}") for name, value in models.items()
-    }
+    models = _named(settings.pop("models", {}), f"{where}: models")
+    groups = _named(settings.pop("groups", {}), f"{where}: groups") if known is OPTIONS else {}
+    return FileSettings(
+        _read_keys(settings, known, where),
+        {name: _file_model(value, f"{where}: models.{name}") for name, value in models.items()},
+        {name: from_mapping(value, f"{where}: groups.{name}", GROUP_OPTIONS) for name, value in groups.items()},
+    )
 
 
 def _file_model(value: Any, where: str) -> dict[str, Any]:
@@ -232,9 +256,13 @@ def _read_keys(settings: Mapping[str, Any], options: Iterable[Option], where: st
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
+    return {name.replace("-", "_"): item for name, item in _named(value, where).items()}
+
+
+def _named(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a mapping, found {type(value).__name__}")
-    return {str(key).replace("-", "_"): item for key, item in value.items()}
+    return {str(name): item for name, item in value.items()}
 
 
 def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -6,7 +6,7 @@ and its engine settings. What the engine found out when it loaded (context, bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,7 +15,7 @@ from model.config import ConfigError, ModelConfig
 from model.engine.config import EngineConfig
 from model.tokenizer import Tokenizer
 from service.chat import ChatTemplate
-from service.errors import ApiError, invalid, unknown_model
+from service.errors import ApiError, invalid, not_found, unknown_model
 
 
 class Task(StrEnum):
@@ -65,10 +65,11 @@ class ServedModel:
 
 
 class Registry:
-    """The served models by name, in the order given."""
+    """The served models by name, in the order given; and where models are that another application serves."""
 
-    def __init__(self, models: Iterable[ServedModel]) -> None:
+    def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
         self._models: dict[str, ServedModel] = {}
+        self.elsewhere = dict(elsewhere or {})  # name: route
         for model in models:
             if model.name in self._models:
                 raise ConfigError(f"two models are named {model.name}")
@@ -87,10 +88,17 @@ class Registry:
             return self._only(task)
         model = self._models.get(name)
         if model is None:
-            raise unknown_model(name, self._models)
+            raise self.unknown(name)
         if not model.serves(task):
             raise self._wrong_task(model, task)
         return model
+
+    def unknown(self, name: str) -> ApiError:
+        """The 404 for a model that is not here."""
+        if name in self.elsewhere:
+            message = f"model {name} is served below {self.elsewhere[name]}: send the request there"
+            return not_found(message, code="model_not_found", param="model")
+        return unknown_model(name, self._models)
 
     def _only(self, task: Task) -> ServedModel:
         able = [model for model in self._models.values() if model.serves(task)]

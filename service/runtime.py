@@ -51,6 +51,9 @@ class ServeConfig:
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     runtime: Literal["ray", "local"] = "ray"
     scaling: Scaling = field(default_factory=Scaling)
+    name: str = "triptych"  # of the application, for Serve
+    route: str = "/"  # the paths below which it answers
+    groups: tuple[ServeConfig, ...] = ()  # applications beside it, with replicas of their own
     haproxy: bool = True  # under Ray: Serve's HAProxy ingress where its binary is found, else its own proxy
 
     def __post_init__(self) -> None:
@@ -59,6 +62,19 @@ class ServeConfig:
         if self.scaling.most > 1 and self.runtime == "local":
             found = self.scaling.most
             raise ConfigError(f"replicas must be 1 with the local runtime, found {found}; use --runtime ray")
+        if self.groups and self.runtime == "local":
+            raise ConfigError("groups of models need --runtime ray")
+        routes = [one.route for one in (self, *self.groups)]
+        names = [model.name for one in (self, *self.groups) for model in one.models]
+        for what, values in (("groups of models have the route", routes), ("models are named", names)):
+            for value in values:
+                if values.count(value) > 1:
+                    raise ConfigError(f"two {what} {value}")
+
+    @property
+    def elsewhere(self) -> dict[str, str]:
+        """Models of the other applications, with their routes."""
+        return {model.name: group.route for group in self.groups for model in group.models}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ def exit_code(number: int, *, drained: bool) -> int:
 
 def build_registry(config: ServeConfig) -> Registry:
     """The models' folders, read but for their weights; raises `ConfigError`."""
-    return Registry(_served(spec) for spec in config.models)
+    return Registry((_served(spec) for spec in config.models), config.elsewhere)
 
 
 def build_app(config: ServeConfig) -> FastAPI:

@@ -15,7 +15,7 @@ from model.engine.stats import ModelInfo
 from service import runtime
 from service.config import Limits, ServiceSettings
 from service.keys import KeyRing
-from service.options import ENGINE_OPTIONS, LIMIT_OPTIONS
+from service.options import ENGINE_OPTIONS, LIMIT_OPTIONS, FileSettings
 from service.scaling import Scaling
 from service.state import version
 
@@ -36,10 +36,14 @@ _EXAMPLES = {  # by form: what the curl line at the end asks
 }
 
 
-def serve(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> int:
-    """Serve the models (name -> `path` and engine settings) until a signal; the exit code."""
+def serve(
+    models: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    groups: Mapping[str, FileSettings] | None = None,
+) -> int:
+    """Serve the models (name -> `path` and engine settings), and groups of others, until a signal; the exit code."""
     began = time.monotonic()
-    config = configuration(models, settings)
+    config = configuration(models, settings, groups)
 
     def on_ready(ready: runtime.Ready) -> None:
         print(banner(ready, config, time.monotonic() - began), file=sys.stderr, flush=True)
@@ -52,13 +56,13 @@ def serve(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) 
         return 1
 
 
-def configuration(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> runtime.ServeConfig:
-    """Settings by option name, as `service.options` reads them; a model's own win over those for all."""
-    shared = _engine_settings(settings)
-    specs = tuple(
-        ModelSpec(name, str(model["path"]), EngineConfig(**{**shared, **_engine_settings(model)}))
-        for name, model in models.items()
-    )
+def configuration(
+    models: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    groups: Mapping[str, FileSettings] | None = None,
+) -> runtime.ServeConfig:
+    """Settings by option name, as `service.options` reads them; a model's own win over a group's over those for all."""
+    specs = _specs(models, settings)
     if not specs:
         raise ConfigError("no model to serve: give a checkpoint folder")
     service = ServiceSettings(
@@ -71,15 +75,43 @@ def configuration(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str
         models=specs,
         settings=service,
         runtime=settings.get("runtime", "ray"),
-        scaling=Scaling(**settings.get("replicas", {}), **_renamed(settings, _SCALING_SETTINGS)),
+        scaling=_scaling(settings),
+        groups=tuple(_group(name, group, settings, service) for name, group in (groups or {}).items()),
         haproxy=settings.get("haproxy", "auto") == "auto",
     )
+
+
+def _group(
+    name: str, group: FileSettings, settings: Mapping[str, Any], service: ServiceSettings
+) -> runtime.ServeConfig:
+    """An application beside the first; engine settings for all hold for it too, replicas are its own."""
+    if not group.models:
+        raise ConfigError(f"groups.{name}: there is no model to serve")
+    return runtime.ServeConfig(
+        models=_specs(group.models, {**settings, **group.settings}),
+        settings=service,
+        scaling=_scaling(group.settings),
+        name=f"triptych-{name}",
+        route=group.settings.get("route", f"/{name}"),
+    )
+
+
+def _specs(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
+    shared = _engine_settings(settings)
+    return tuple(
+        ModelSpec(name, str(model["path"]), EngineConfig(**{**shared, **_engine_settings(model)}))
+        for name, model in models.items()
+    )
+
+
+def _scaling(settings: Mapping[str, Any]) -> Scaling:
+    return Scaling(**settings.get("replicas", {}), **_renamed(settings, _SCALING_SETTINGS))
 
 
 def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) -> str:
     """What an operator wants to know, and a line to paste."""
     settings = config.settings
-    engines = {spec.name: spec.engine for spec in config.models}
+    engines = {spec.name: spec.engine for one in (config, *config.groups) for spec in one.models}
     versions = next(iter(ready.models.values())).versions
     lines = [
         "",
@@ -93,6 +125,10 @@ def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) ->
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
         f"deadline {settings.limits.request_timeout_s:g} s; all of them in /info",
         f"  routes  {_ROUTES}",
+        *(
+            f"          {', '.join(model.name for model in group.models)} below {group.route}"
+            for group in config.groups
+        ),
         "",
         f"ready in {seconds:.1f} s. Open {ready.url} in a browser, or try:",
         f"  {_example(ready, settings.asks_for_key)}",

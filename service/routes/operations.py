@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from service.dialects.huggingface_info import huggingface_info
-from service.errors import not_found, shorten, unknown_model
+from service.errors import not_found, shorten
 from service.http import json_response
 from service.metrics import CONTENT_TYPE
 from service.registry import ServedModel
@@ -63,6 +63,7 @@ async def info(request: Request) -> Response:
         "version": service.version,
         "versions": versions,
         "models": [_model(service, served) for served in service.registry],
+        "elsewhere": service.registry.elsewhere,
         "limits": asdict(service.limits),
         **huggingface_info(service),
     }
@@ -93,7 +94,7 @@ async def model(request: Request) -> Response:
     """Whether a model is loaded."""
     service, name = service_of(request), request.path_params["id"]
     if name not in service.registry.names:
-        raise unknown_model(name, service.registry.names)
+        raise service.registry.unknown(name)
     return json_response(card(service, name))
 
 

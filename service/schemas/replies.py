@@ -133,6 +133,9 @@ class InfoReply(Reply):
     version: str = Field(description="Its version.", examples=["0.1.0"])
     versions: dict[str, str] = Field(description="What it runs on.", examples=[{"python": "3.11.7"}])
     models: list[dict[str, Any]] = Field(description="Each model: form, size, limits, device, attention backend.")
+    elsewhere: dict[str, str] = Field(
+        description="Models of other groups, and the route below which each is served.", examples=[{"chat": "/chat"}]
+    )
     limits: dict[str, float] = Field(description="The bounds on one request.", examples=[{"max_n": 8}])
 
     model_id: str = Field(description="For clients of Hugging Face's servers: the first model.", examples=["code"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.config import ConfigError
-from service import options
+from service import options, serving
 
 
 def parse(*arguments: str) -> dict[str, object]:
@@ -68,9 +68,53 @@ def test_a_bad_value_says_where_what_and_what_was_expected(arguments: tuple[str,
 def test_a_file_holds_settings_and_models(tmp_path: Path) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text("port: 9\nkv-cache-memory: 1GiB\nmodels:\n  a: /x\n  b: {path: /y, max_num_seqs: 2}\n")
-    settings, models = options.from_file(file)
-    assert settings == {"port": 9, "kv_cache_memory": 1 << 30}
-    assert models == {"a": {"path": "/x"}, "b": {"path": "/y", "max_num_seqs": 2}}
+    found = options.from_file(file)
+    assert found.settings == {"port": 9, "kv_cache_memory": 1 << 30}
+    assert found.models == {"a": {"path": "/x"}, "b": {"path": "/y", "max_num_seqs": 2}}
+    assert found.groups == {}
+
+
+GROUPS = """
+max_num_seqs: 16
+replicas: 2
+models: {a: /a}
+groups:
+  chat: {replicas: 1-4, max-num-seqs: 8, models: {b: /b, c: {path: /c, max_num_seqs: 4}}}
+  more: {route: /v2/more, models: {d: /d}}
+"""
+
+
+def test_groups_have_models_replicas_and_a_route_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(GROUPS)
+    found = options.from_file(file)
+    config = serving.configuration(found.models, found.settings, found.groups)
+    chat, more = config.groups
+    assert (config.route, chat.route, more.route) == ("/", "/chat", "/v2/more")
+    assert [(one.scaling.least, one.scaling.most) for one in (config, chat, more)] == [(2, 2), (1, 4), (1, 1)]
+    sizes = {model.name: model.engine.max_num_seqs for one in (config, chat, more) for model in one.models}
+    assert sizes == {"a": 16, "b": 8, "c": 4, "d": 16}
+    assert config.elsewhere == {"b": "/chat", "c": "/chat", "d": "/v2/more"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{groups: {x: {port: 1, models: {a: /a}}}}", "groups.x: key port is not known"),
+        ("{groups: {x: {route: x, models: {a: /a}}}}", "groups.x: route: found 'x', expected a path such as /chat"),
+        ("{groups: {x: {}}}", "groups.x: there is no model to serve"),
+        ("{groups: {x: {models: {m: /a}}}}", "two models are named m"),
+        ("{groups: {x: {models: {a: /a}}, y: {route: /x, models: {b: /b}}}}", "the route /x"),
+        ("{runtime: local, groups: {x: {models: {a: /a}}}}", "groups of models need --runtime ray"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(text)
+    found = options.from_file
+    with pytest.raises(ConfigError) as caught:
+        serving.configuration({"m": {"path": "/m"}}, found(file).settings, found(file).groups)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

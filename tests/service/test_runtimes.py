@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -312,3 +313,28 @@ def test_replicas_come_with_the_work_and_go_without_losing_a_request(models: lis
         quiet = asyncio.run(load(25, 1))
         assert set(quiet) == {200}
         eventually(lambda: metric(service.url, "replicas", model="gen") == 1, 30)
+
+
+@pytest.mark.slow
+def test_groups_of_models_answer_below_their_routes(models: list[str], tmp_path: Path) -> None:
+    paths = dict(model.split("=") for model in models)
+    file = tmp_path / "triptych.yaml"
+    file.write_text(
+        f"models: {{enc: {paths['enc']}}}\n"
+        f"groups: {{text: {{route: /text, replicas: 2, models: {{gen: {paths['gen']}}}}}}}\n"
+    )
+    with running(["--config", str(file), *RUNTIMES["ray"], "--log-format", "json"]) as service:
+        assert len(generate(f"{service.url}/text")["choices"]) == 1
+        vectors = httpx.post(f"{service.url}/encode", json={"input": "x"}).json()
+        assert vectors["model"] == "enc"
+        missed = httpx.post(f"{service.url}/generate", json=PROMPT)
+        assert (missed.status_code, missed.json()["error"]["code"]) == (404, "model_not_found")
+        assert "served below /text" in missed.json()["error"]["message"]
+        assert httpx.get(f"{service.url}/info").json()["elsewhere"] == {"gen": "/text"}
+        assert metric(service.url, "replicas", model="gen") == 2
+        assert "gen below /text" in service.output
+        connection = post(service.url, "/text/generate", {**LONG, "max_tokens": 200, "stream": True})
+        eventually(lambda: metric(service.url, "requests_running", model="gen") > 0, 10)
+        service.signal(signal.SIGTERM)
+        assert b'"finish_reason":"length"' in read_all(connection)
+        assert service.wait() == 0, service.output
