@@ -66,6 +66,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives beside the chosen token
     prompt_logprobs: int | None = None
+    grammar: str = ""  # what the whole output must match (`model.grammar`); empty: anything
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Logits to tokens, over the whole batch; each row depends on nothing but its own request.
 
-Order, as in the literature's usual chain: logit bias and bans, repetition, presence and frequency penalties,
+Order, as in the literature's usual chain: logit bias, repetition, presence and frequency penalties, bans and grammars,
 temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), typical-p, draw. Randomness is
 counter-based: one uniform number for (seed, sequence, output position), so a token is the same whatever the neighbours
 or the history of the process. Temperature 0 is argmax.
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.request import SamplingParams, TokenLogprob
@@ -29,6 +31,7 @@ class SamplingRow:
     num_prompt_tokens: int
     banned_token_ids: Rows[int] = ()
     forced_token_id: int | None = None  # the only one allowed
+    allowed: NDArray[np.bool_] | None = None  # those that a grammar leaves, [V]; bans are counted in
 
     @property
     def num_output_tokens(self) -> int:
@@ -98,13 +101,20 @@ def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
         logits = logits.clone()
     for i in touched:
         _process_row(logits[i], rows[i])
+    masks = {i: rows[i].allowed for i in touched if rows[i].forced_token_id is None}
+    limited = {i: mask for i, mask in masks.items() if mask is not None}
+    if limited:
+        allowed = torch.from_numpy(np.stack(list(limited.values()))).to(logits.device)
+        at = torch.tensor(list(limited), device=logits.device)
+        logits[at] = logits[at].masked_fill(~allowed, float("-inf"))
     return logits
 
 
 def _needs_processing(row: SamplingRow) -> bool:
     p = row.params
     penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return bool(penalties or p.logit_bias or row.banned_token_ids or row.forced_token_id is not None)
+    imposed = row.banned_token_ids or row.forced_token_id is not None or row.allowed is not None
+    return bool(penalties or p.logit_bias or imposed)
 
 
 def _process_row(logits: Tensor, row: SamplingRow) -> None:

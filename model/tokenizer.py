@@ -7,9 +7,11 @@ No torch, no network.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -68,6 +70,20 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(self, outputs: Sequence[Sequence[int]]) -> list[str]:
+        """Each decoded without its special tokens."""
+        return self._tokenizer.decode_batch([list(ids) for ids in outputs])
+
+    @property
+    def decoder(self) -> Any:
+        """The decoder as tokenizer.json describes it; None where tokens are only joined by spaces."""
+        return json.loads(self._tokenizer.to_str())["decoder"]
+
+    def token_names(self, count: int) -> list[str | None]:
+        """The tokens 0 to `count - 1` as the vocabulary spells them; None for a special one and for none at all."""
+        special = {token for token, known in self._tokenizer.get_added_tokens_decoder().items() if known.special}
+        return [None if token in special else self._tokenizer.id_to_token(token) for token in range(count)]
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text; bytes of a split character appear as replacement characters."""

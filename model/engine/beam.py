@@ -41,6 +41,9 @@ class BeamSearch:
 
     def advance(self, candidates: Rows[Candidates], outputs: Rows[Rows[int]]) -> list[tuple[int, int]]:
         """The next running beams as (beam continued, token), best first, from each beam's candidates and output."""
+        if not any(logprob > float("-inf") for found in candidates for _, logprob in found):
+            self.done = True  # nothing can follow any of them
+            return []
         length = len(outputs[0]) + 1
         ranked = sorted(
             (

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
 
 from model.config import GenerationRules
 from model.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from model.engine.matching import Mask
 
 
 def forced_token(sequence: Sequence, rules: GenerationRules) -> int | None:
@@ -28,6 +32,21 @@ def banned_tokens(sequence: Sequence, rules: GenerationRules) -> list[int]:
     banned += _completing(sequence.token_ids, rules.banned_sequences)
     banned += _repeating(sequence.token_ids, sequence.params.no_repeat_ngram_size)
     return banned
+
+
+def allowed_tokens(sequence: Sequence, banned: Iterable[int]) -> Mask | None:
+    """The tokens that its grammar leaves, as a mask over the vocabulary; None where it has none.
+
+    What ends the output is left where the grammar is complete. Bans give way where nothing else is left, and so does
+    `min_tokens` where nothing can follow.
+    """
+    if sequence.matcher is None:
+        return None
+    may_stop = sequence.num_output_tokens >= sequence.params.min_tokens
+    allowed = sequence.matcher.allowed(sequence.stop_token_ids, may_stop=may_stop)
+    left = allowed.copy()
+    left[list(banned)] = False
+    return left if left.any() else allowed
 
 
 def _begin(sequence: Sequence, rules: GenerationRules) -> int:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from itertools import chain, count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from model.config import ConfigError
 from model.engine.block_manager import BlockManager
 from model.engine.faults import in_parts
 from model.engine.pacing import Pacing
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.sequence import Beams, Sequence
 from model.engine.stats import EngineStats, StepStats
+from model.grammar import GrammarError
 from model.request import FinishReason, Request, TokenOutput
+
+if TYPE_CHECKING:
+    from model.engine.matching import Grammars, Matcher
 
 Unit = list[ScheduledSequence]  # what cannot be computed apart: a sequence, or all beams of a search
 
@@ -43,6 +49,7 @@ class Engine:
         max_model_len: int,
         eos_token_ids: tuple[int, ...] = (),
         pacing: Pacing | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.name = name
         self.runner = runner
@@ -50,7 +57,9 @@ class Engine:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.pacing = pacing  # None: a prompt may take the whole of a step
+        self.grammars = grammars  # None: a model that knows no text takes none
         self._arrivals = count()
+        self._preparing: list[tuple[Future[Matcher], list[Sequence]]] = []
 
     @property
     def block_manager(self) -> BlockManager:
@@ -60,12 +69,24 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    @property
+    def only_prepares(self) -> bool:
+        """Whether all that is left to do waits for its grammar to be compiled."""
+        if self.scheduler.running or any(prepared.done() for prepared, _ in self._preparing):
+            return False
+        return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
+
     def add(self, request: Request) -> None:
+        count = 1 if request.params.num_beams > 1 else request.params.n
+        sequences = [Sequence.of(request, i, next(self._arrivals), self.eos_token_ids) for i in range(count)]
         if request.params.num_beams > 1:
-            self.scheduler.add(Sequence.of(request, 0, next(self._arrivals), self.eos_token_ids).searching())
-            return
-        for index in range(request.params.n):
-            self.scheduler.add(Sequence.of(request, index, next(self._arrivals), self.eos_token_ids))
+            sequences[0].searching()
+        if request.params.grammar:
+            assert self.grammars is not None, f"{self.name} knows no text"
+            self._preparing.append((self.grammars.compile(request.params.grammar), sequences))
+        for sequence in sequences:
+            sequence.is_prepared = not request.params.grammar
+            self.scheduler.add(sequence)
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> list[TokenOutput]:
         """End the sequences of a request (or one of them) now; idempotent."""
@@ -74,7 +95,7 @@ class Engine:
 
     def step(self) -> tuple[list[TokenOutput], StepStats | None]:
         """Compute one step; the outputs of all sequences it moved or ended."""
-        outputs = self._expire(time.monotonic())
+        outputs = self._expire(time.monotonic()) + self._prepared()
         began = time.monotonic()
         scheduled = self.scheduler.schedule(self.pacing.prompt_limit() if self.pacing is not None else None)
         if not scheduled.scheduled:
@@ -94,6 +115,11 @@ class Engine:
             decodes = sum(step.num_tokens == 1 and not step.encode_source for step in scheduled.scheduled)
             self.pacing.observe(seconds, decodes, scheduled.num_tokens - decodes)
         return outputs, StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(scheduled.scheduled))
+
+    def wait_prepared(self, seconds: float) -> None:
+        """Return once a grammar is compiled, or after so long."""
+        if self._preparing and self.only_prepares:
+            wait([prepared for prepared, _ in self._preparing], seconds, "FIRST_COMPLETED")
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -129,6 +155,7 @@ class Engine:
             self.block_manager.remember(sequence)
             if token is not None and beams is not None:
                 beams.candidates[beams.members.index(sequence)] = token.candidates
+                beams.forced = token.forced
                 searches[id(beams)] = beams
             elif token is not None:
                 outputs.append(self._take(step, token))
@@ -142,16 +169,17 @@ class Engine:
         candidates = [beams.candidates[place] for place in range(len(beams.members))]
         chosen = beams.search.advance(candidates, [sequence.output_token_ids for sequence in beams.members])
         if beams.search.done:
-            return self._end_search(beams, None)
+            stuck = beams.members[0].matcher if not beams.search.finished else None
+            return self._end_search(beams, FinishReason.ERROR if stuck else None, stuck.failure if stuck else None)
         children = []
         for place, token in chosen:
             parent = beams.members[place]
-            children.append(parent.fork(token))
+            children.append(parent.fork(token, forced=beams.forced))
             self.block_manager.fork(parent, children[-1])
         self.scheduler.replace_beams(beams, children)
         return []
 
-    def _end_search(self, beams: Beams, reason: FinishReason | None) -> list[TokenOutput]:
+    def _end_search(self, beams: Beams, reason: FinishReason | None, error: str | None = None) -> list[TokenOutput]:
         """The n best hypotheses; `reason` where the search was cut short, None where it is over."""
         first = beams.members[0]
         best = beams.search.best([sequence.output_token_ids for sequence in beams.members])
@@ -159,11 +187,14 @@ class Engine:
             self.scheduler.finish(sequence, reason or FinishReason.STOP)
         outputs = []
         for index in range(first.params.n):
-            output = TokenOutput(first.request.request_id, index, finish_reason=reason or FinishReason.LENGTH)
+            output = TokenOutput(
+                first.request.request_id, index, finish_reason=reason or FinishReason.LENGTH, error=error
+            )
             if index < len(best):
                 output.token_ids, output.score = list(best[index].token_ids), best[index].score
                 ended = bool(output.token_ids) and output.token_ids[-1] in first.stop_token_ids
-                if ended and reason is None:
+                cut = beams.forced and first.matcher is not None and len(output.token_ids) == first.params.max_tokens
+                if ended and not cut and reason is None:
                     output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
             output.scheduled_time = first.scheduled_time
             output.cached_tokens = min(first.num_cached_tokens, first.num_prompt_tokens)
@@ -181,6 +212,7 @@ class Engine:
             logprobs=None if token.logprob is None else [token.logprob],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_token_id,
+            error=sequence.error,
         )
         if first:
             output.scheduled_time = sequence.scheduled_time
@@ -191,23 +223,42 @@ class Engine:
             self.scheduler.remove(sequence)
         return output
 
+    def _prepared(self) -> list[TokenOutput]:
+        """Let those go on whose grammars are compiled by now; the ends of those that have none."""
+        outputs = []
+        done = [one for one in self._preparing if one[0].done()]
+        self._preparing = [one for one in self._preparing if one not in done]
+        for prepared, sequences in done:
+            waiting = [sequence for sequence in sequences if not sequence.finished]
+            try:
+                matcher = prepared.result()
+            except (GrammarError, ConfigError) as error:
+                outputs += self._end_all(waiting, FinishReason.ERROR, str(error))
+                continue
+            for sequence in waiting:
+                sequence.matcher, sequence.is_prepared = matcher.fork(), True
+        return outputs
+
     def _expire(self, now: float) -> list[TokenOutput]:
         late = [s for s in self.scheduler if s.request.deadline is not None and s.request.deadline <= now]
         return self._end_all(late, FinishReason.DEADLINE)
 
-    def _end_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[TokenOutput]:
+    def _end_all(
+        self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None
+    ) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         for sequence in sequences:
             if sequence.finished:
                 continue  # with its other beams
-            outputs += (
-                [self._end(sequence, reason)] if sequence.beams is None else self._end_search(sequence.beams, reason)
-            )
+            if sequence.beams is None:
+                outputs.append(self._end(sequence, reason, error))
+            else:
+                outputs += self._end_search(sequence.beams, reason, error)
         return outputs
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> TokenOutput:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
         self.scheduler.finish(sequence, reason)
-        return TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason)
+        return TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason, error=error)
 
 
 def _units(output: SchedulerOutput) -> list[Unit]:

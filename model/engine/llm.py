@@ -48,12 +48,17 @@ class LLM:
         engine = self._generate
         if engine is None:
             raise ConfigError(f"{self.info.name} is {self.info.form} and does not generate")
+        if params.grammar and self.tokenizer is None:
+            raise ConfigError(f"{self.info.name} has no tokenizer.json: no grammar can be followed")
         detokenizers: dict[tuple[int, int], Detokenizer] = {}
         for position, prompt in enumerate(prompts):
             engine.add(self._request(position, prompt, params))
         while engine.has_work:
+            engine.wait_prepared(1.0)
             outputs, _ = engine.step()
             for output in outputs:
+                if output.error is not None:
+                    raise ConfigError(f"the output cannot match: {output.error}")
                 position = int(output.request_id)
                 if self.tokenizer is not None:
                     key = (position, output.index)

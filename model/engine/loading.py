@@ -17,6 +17,7 @@ from model.engine.block_manager import BlockManager
 from model.engine.config import EngineConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
+from model.engine.matching import Grammars
 from model.engine.model_runner import ModelRunner
 from model.engine.pacing import Pacing
 from model.engine.protocol import ModelSpec
@@ -24,6 +25,8 @@ from model.engine.scheduler import Scheduler
 from model.engine.stats import ModelInfo
 from model.kv_cache import KVCache
 from model.loader import load_model
+from model.token_bytes import TokenBytes, token_bytes
+from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
 _DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
@@ -61,7 +64,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     )
     generate = None
     if checkpoint.config.can_generate:
-        generate = _generate_engine(spec, checkpoint.config, model, max_model_len, dtype, device)
+        generate = _generate_engine(spec, checkpoint, model, max_model_len, dtype, device)
     info = _info(spec, checkpoint, model, selection, max_model_len, generate)
     info.load_seconds = time.monotonic() - began
     return LoadedModel(info, encode, generate)
@@ -100,12 +103,13 @@ def resolve_max_model_len(engine: EngineConfig, config: ModelConfig) -> int:
 
 def _generate_engine(
     spec: ModelSpec,
-    config: ModelConfig,
+    checkpoint: Checkpoint,
     model: Transformer,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Engine:
+    config = checkpoint.config
     assert config.decoder is not None
     num_blocks = _num_blocks(spec.engine, config, max_model_len, dtype, device)
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
@@ -118,7 +122,21 @@ def _generate_engine(
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         pacing=Pacing(),
+        grammars=_grammars(checkpoint),
     )
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars | None:
+    """None for a model without a tokenizer; the tokenizer is read when a grammar is first asked for."""
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        return None
+
+    def tokens() -> TokenBytes:
+        tokenizer = Tokenizer.from_folder(checkpoint.path)
+        assert tokenizer is not None
+        return token_bytes(tokenizer, checkpoint.config.embedding.vocab_size)
+
+    return Grammars(tokens)
 
 
 def _num_blocks(

@@ -15,6 +15,7 @@ from model.engine.protocol import Abort, Channel, Commands, Events
 from model.engine.stats import EngineStats
 
 HEARTBEAT_SECONDS = 1.0
+PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while True:
-            commands = self.channel.receive(0 if self._has_work else HEARTBEAT_SECONDS)
+            commands = self.channel.receive(self._patience)
             if commands is not None and commands.close:
                 return
             events = Events()
@@ -51,6 +52,15 @@ class EngineLoop:
             if not self._has_work:
                 self._check_idle()
             self.channel.send(events)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for commands before the next round."""
+        busy = [m for m in self.models.values() if m.encode.has_work or (m.generate and m.generate.has_work)]
+        if not busy:
+            return HEARTBEAT_SECONDS
+        steps = any(m.encode.has_work or (m.generate and not m.generate.only_prepares) for m in busy)
+        return 0 if steps else PREPARING_SECONDS
 
     @property
     def _has_work(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.attention.base import AttentionMetadata
 from model.engine.beam import Candidates
 from model.engine.block_manager import BlockManager
-from model.engine.constraints import banned_tokens, forced_token
+from model.engine.constraints import allowed_tokens, banned_tokens, forced_token
 from model.engine.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.kv_cache import KVCache
 from model.request import TokenLogprob
@@ -137,13 +137,16 @@ class ModelRunner:
 
     def _sampling_row(self, step: ScheduledSequence) -> SamplingRow:
         sequence, rules = step.sequence, self.model.config.generation
+        banned = banned_tokens(sequence, rules)
+        allowed = allowed_tokens(sequence, banned)
         return SamplingRow(
             params=sequence.params,
             index=sequence.index,
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            banned_token_ids=banned_tokens(sequence, rules),
+            banned_token_ids=banned if allowed is None else (),
             forced_token_id=forced_token(sequence, rules),
+            allowed=allowed,
         )
 
     def _prompt_logprobs(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> None:

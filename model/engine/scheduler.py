@@ -143,7 +143,7 @@ class Scheduler:
         source_budget = self.max_num_batched_tokens  # of its own: a long source must not wait for an idle decoder
         places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
         for sequence in list(self.waiting):
-            if sequence.status is SequenceStatus.RUNNING or self._waits_for_sibling(sequence):
+            if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
             places -= sum(one.width for one in together)
@@ -183,8 +183,11 @@ class Scheduler:
         for child in children:
             insort(self.running, child, key=lambda s: s.order)
 
-    def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Whether the first of a request's sequences still computes the prompt, whose blocks the others then share."""
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether its grammar is not compiled, or the first of a request's sequences still computes the prompt, whose
+        blocks the others then share."""
+        if not sequence.is_prepared:
+            return True
         if sequence.index == 0 or not self.block_manager.prefix_caching:
             return False
         first = (s for s in self.running if s.request is sequence.request and s.index == 0)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from model.engine.beam import BeamSearch, Candidates
 from model.request import FinishReason, Request, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from model.engine.matching import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -16,6 +20,7 @@ class Beams:
     search: BeamSearch
     members: list[Sequence] = field(default_factory=list)
     candidates: dict[int, Candidates] = field(default_factory=dict)  # by place among the members, for the next step
+    forced: bool = False  # the checkpoint's rules chose the next step's tokens
 
 
 class SequenceStatus(Enum):
@@ -51,6 +56,9 @@ class Sequence:
     scheduled_time: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     beams: Beams | None = None
+    matcher: Matcher | None = None  # of an output that has a grammar
+    is_prepared: bool = True  # False while that is compiled
+    error: str | None = None  # why it could not go on
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -82,11 +90,15 @@ class Sequence:
         self.beams = Beams(search, [self])
         return self
 
-    def fork(self, token_id: int) -> Sequence:
+    def fork(self, token_id: int, *, forced: bool = False) -> Sequence:
         """The same with one token more, without blocks: a beam's continuation."""
         child = replace(self, token_ids=[*self.token_ids, token_id], block_table=[], cross_block_table=[])
         child.num_prompt_tokens = self.num_prompt_tokens
         child.block_hashes = list(self.block_hashes)
+        if self.matcher is not None:
+            child.matcher = self.matcher.fork()
+            if not forced:
+                child.matcher.accept(token_id)
         return child
 
     @property
@@ -134,15 +146,30 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def append(self, token_id: int, max_model_len: int, *, forced: bool = False) -> None:
-        """Take the next token and end where it says so; a stop id `forced` upon the last token ends nothing early."""
+        """Take the next token and end where it says so; a stop id `forced` upon the last token ends nothing early.
+
+        A forced token is not the model's, and no part of what a grammar judges.
+        """
         self.token_ids.append(token_id)
         spent = self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_model_len
         imposed = forced and spent
         if token_id in self.stop_token_ids and (imposed or self.num_output_tokens > self.params.min_tokens):
             self.stop_token_id = token_id
             self.finish(FinishReason.LENGTH if imposed else FinishReason.STOP)
-        elif spent:
+            return
+        if self.matcher is not None and not forced:
+            self.matcher.accept(token_id)
+            if self.matcher.is_exhausted and self.matcher.is_complete:
+                self.finish(FinishReason.STOP)
+                return
+        if spent:
             self.finish(FinishReason.LENGTH)
+        elif self.matcher is not None and self.matcher.is_exhausted:
+            self.fail(self.matcher.failure)
+
+    def fail(self, error: str) -> None:
+        self.error = error
+        self.finish(FinishReason.ERROR)
 
     def finish(self, reason: FinishReason) -> None:
         self.status = SequenceStatus.FINISHED
