@@ -79,6 +79,13 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--min-p", type=float, default=0.0, help="(default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="(default: 1)")
+    structure = parser.add_mutually_exclusive_group()
+    structure.add_argument("--json", action="store_true", help="hold the output to a JSON object")
+    structure.add_argument("--json-schema", metavar="FILE|JSON", help="hold the output to a JSON schema")
+    structure.add_argument("--regex", metavar="PATTERN", help="hold the output to a pattern that all of it matches")
+    structure.add_argument(
+        "--choice", action="append", metavar="TEXT", help="hold the output to one of such texts (repeatable)"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     _add_engine(parser)
     _add_verbose(parser)
@@ -150,12 +157,45 @@ def _generate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         repetition_penalty=arguments.repetition_penalty,
         stop=tuple(arguments.stop),
+        grammar=_grammar(arguments),
     )
     llm = LLM(Path(_named(arguments.model or "code")[1]), _engine(arguments))
     for _, output in llm.stream([arguments.prompt], params):
         print(output.text, end="", flush=True)
     print()
     return 0
+
+
+def _grammar(arguments: argparse.Namespace) -> str:
+    """What the output is held to; empty: nothing."""
+    from model import grammar
+
+    if arguments.json:
+        return grammar.json_grammar({"type": "object"})
+    if arguments.json_schema is not None:
+        return grammar.json_grammar(_schema(arguments.json_schema))
+    if arguments.regex is not None:
+        try:
+            return grammar.regex_grammar(arguments.regex)
+        except grammar.GrammarError as error:
+            raise ConfigError(f"--regex cannot be followed: {error}") from None
+    return grammar.choice_grammar(arguments.choice) if arguments.choice else ""
+
+
+def _schema(given: str) -> dict[str, Any]:
+    """A JSON schema as text, or of a file."""
+    import json
+
+    try:
+        text = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"--json-schema {given}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError("--json-schema: expected a JSON object or a file with one")
+    return found
 
 
 def _encode(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ An encoder-decoder's prompt is its source; its decoder starts from `decoder_star
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from service.errors import ApiError, invalid
 from service.limits import check_generate, stop_texts
 from service.registry import Registry, ServedModel, Task
 from service.schemas.bodies import GenerateBody
+from service.structure import GrammarTrials, Structure, structure_of
 from service.tokenizing import TokenizerThreads, check_characters, check_vocabulary, outside_vocabulary
 
 _SAMPLING_FIELDS = (
@@ -56,6 +57,7 @@ class GeneratePlan:
     return_token_ids: bool
     skip_special_tokens: bool
     echo: tuple[Source, ...]  # what goes before each prompt's output; empty: nothing
+    structure: Structure | None = None  # what each output must match
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,24 +82,37 @@ def sources(value: str | list[str] | list[int] | list[list[int]], param: str) ->
 class GeneratePlanner:
     """Turns bodies into plans for the models that are loaded."""
 
-    def __init__(self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        client: EngineClient,
+        limits: Limits,
+        threads: TokenizerThreads,
+        grammars: GrammarTrials,
+    ) -> None:
         self._registry = registry
         self._client = client
         self._limits = limits
         self._threads = threads
+        self._grammars = grammars
 
     async def plan(self, body: GenerateBody, request_id: str, arrival: float) -> GeneratePlan:
         """Raises `ApiError` for whatever cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE)
         info = self._client.models[served.name]
         check_generate(body, self._limits)
+        structure = structure_of(body, self._limits)
         prompts = sources(body.prompt, "prompt")
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
         ids = await self._tokenise(prompts, served, info)
         forced = await self._decoder_ids(prefix, _language(body, served), served, info)
+        if structure is not None:
+            _check_end(body, served, structure)
+            await self._grammars.check(structure, served)
+        grammar = "" if structure is None else structure.grammar
         requests = [
-            self._request(body, served, prompt, prompt_ids, forced, engine_id(request_id), arrival)
+            self._request(body, served, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
             for prompt, prompt_ids in zip(prompts, ids, strict=True)
         ]
         return GeneratePlan(
@@ -107,6 +122,7 @@ class GeneratePlanner:
             return_token_ids=body.return_token_ids or served.tokenizer is None,
             skip_special_tokens=body.skip_special_tokens,
             echo=_echo(body, served, prompts, prefix),
+            structure=structure,
         )
 
     def _request(
@@ -118,6 +134,7 @@ class GeneratePlanner:
         forced: tuple[int, ...],
         name: str,
         arrival: float,
+        grammar: str,
     ) -> Request:
         """One prompt's request, which fits the context and the KV pool."""
         info = self._client.models[served.name]
@@ -128,7 +145,7 @@ class GeneratePlanner:
             request_id=name,
             model=served.name,
             prompt_token_ids=ids,
-            params=_sampling(body, served, max_tokens),
+            params=replace(_sampling(body, served, max_tokens), grammar=grammar),
             decoder_token_ids=forced,
             priority=body.priority,
             cache_salt=_salt(body.cache_salt),
@@ -292,6 +309,13 @@ def _beams(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
     chosen = {name: defaults[name] for name in _BEAM_FIELDS if name in defaults}
     chosen |= {name: value for name in _BEAM_FIELDS if (value := getattr(body, name)) is not None}
     return {**chosen, "num_beams": beams}
+
+
+def _check_end(body: GenerateBody, served: ServedModel, structure: Structure) -> None:
+    """A beam ends with a token; one that is none of the text."""
+    if num_beams(body, served) > 1 and not (served.config.eos_token_ids or body.stop_token_ids):
+        message = f"num_beams needs an end-of-sequence id with {structure.param}, and {served.name} has none"
+        raise invalid(f"{message}; send num_beams: 1", "num_beams")
 
 
 def _sampling(body: GenerateBody, served: ServedModel, max_tokens: int) -> SamplingParams:

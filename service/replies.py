@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 from model.request import EncodeOutput, EncodeTask, FinishReason, TokenLogprob, TokenOutput
 from service.encode_plan import EncodePlan
+from service.errors import ApiError
 from service.jobs import Job, worst
 from service.metrics import Metrics
 from service.plan import GeneratePlan, Source
+from service.structure import failed
 
 Json = dict[str, Any]
 
@@ -37,6 +39,7 @@ class Generation:
         self._reasons: dict[int, FinishReason] = {}
         self._cached: dict[str, int] = {}
         self.completion_tokens = 0
+        self.failure: ApiError | None = None  # an output could not be what was asked for
 
     @property
     def plan(self) -> GeneratePlan:
@@ -106,6 +109,8 @@ class Generation:
         self.completion_tokens += tokens
         self._job.context.tokens_out = self.completion_tokens
         self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
+        if output.error is not None and self._plan.structure is not None:
+            self.failure = failed(self._plan.structure.param, output.error)
         if output.finish_reason is not None:
             self._reasons[index] = output.finish_reason
             if self.ended:

@@ -42,7 +42,7 @@ async def generation_events(
         async for output in stream:
             delta = generation.absorb(output)
             if output.finish_reason is FinishReason.ERROR:
-                failure = engine_failed()
+                failure = generation.failure or engine_failed()
                 break
             event = {**generation.head(), "choices": [delta]}
             if generation.ended:

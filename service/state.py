@@ -18,6 +18,7 @@ from service.jobs import Jobs
 from service.metrics import Metrics
 from service.plan import GeneratePlanner
 from service.registry import Registry
+from service.structure import GrammarTrials
 from service.tokenizing import TokenizerThreads
 
 
@@ -33,7 +34,8 @@ class Service:
         self.jobs = Jobs(client, metrics)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.renderers = RenderPool(self.limits.chat_template_s)
-        self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads)
+        self.grammars = GrammarTrials(self.limits)
+        self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.created = int(time.time())
         self.version = version()
@@ -48,6 +50,7 @@ class Service:
     async def close(self) -> None:
         self.threads.close()
         await asyncio.to_thread(self.renderers.close)
+        await asyncio.to_thread(self.grammars.close)
         await self.client.close()
 
     def begin_drain(self) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from service.context import REQUEST_ID_PATTERN
-from service.errors import NOT_SUPPORTED, ApiError, from_validation
+from service.errors import NOT_SUPPORTED, ApiError, from_validation, invalid
 from service.registry import ServedModel
 from service.schemas.types import Body
 
@@ -106,6 +106,19 @@ def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         headers=error.headers,
         reason=error.reason,
     )
+
+
+Schema = Annotated[str | dict[str, Any], Field(union_mode="left_to_right")]  # a JSON schema, or its text
+
+
+def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
+    """The native `response_format` of a JSON schema; raises `ApiError` naming `param` for a text that is none."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            raise invalid(f"{param} must be a JSON object, or one as text", param) from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def sampled(temperature: float | None, served: ServedModel) -> float | None:

@@ -12,15 +12,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from service.dialects.common import native, native_seed
+from service.dialects.common import json_format, native, native_seed
 from service.dialects.huggingface_bodies import (
     EmbedBody,
     GenerateParameters,
+    Grammar,
     PredictBody,
     RerankBody,
     TextGenerationBody,
 )
 from service.encode_plan import EncodePlan
+from service.errors import invalid
 from service.replies import Generation, Json
 from service.schemas.bodies import EncodeBody, GenerateBody
 
@@ -29,6 +31,8 @@ GENERATE_NAMES = {
     "max_tokens": "parameters.max_new_tokens",
     "prompt_logprobs": "parameters.top_n_tokens",
     "logprobs": "parameters.top_n_tokens",
+    "response_format.json_schema.schema": "parameters.grammar.value",
+    "regex": "parameters.grammar.value",
     **{
         name: f"parameters.{name}"
         for name in (
@@ -64,6 +68,7 @@ def generate(asked: TextGenerationBody, *, stream: bool | None = None) -> Genera
         "include_stop": True,
         "return_token_ids": True,
         "logprobs": parameters.top_n_tokens or 0,
+        **_structure(parameters.grammar),
     }
     if parameters.details and parameters.decoder_input_details:
         fields["prompt_logprobs"] = 0
@@ -223,6 +228,23 @@ def _encode_fields(asked: EmbedBody | RerankBody | PredictBody) -> Json:
     side = (asked.truncation_direction or "right").lower()
     fields = {name: getattr(asked, name) for name in ("model", "timeout_s", "request_id")}
     return fields | {"truncate": side if asked.truncate else None}
+
+
+def _structure(grammar: Grammar | None) -> dict[str, Any]:
+    """The native fields of what the output must match."""
+    if grammar is None:
+        return {}
+    param, value = "parameters.grammar.value", grammar.value
+    if grammar.type == "regex":
+        if not isinstance(value, str):
+            raise invalid(f"{param} must be a string", param)
+        return {"regex": value}
+    if grammar.type == "json_schema":
+        wrapped = json_format(value, param)["json_schema"]["schema"]
+        value = wrapped.get("schema")
+        if not isinstance(value, dict):
+            raise invalid(f"{param}.schema must be a JSON object", f"{param}.schema")
+    return {"response_format": json_format(value, param)}
 
 
 def _temperature(parameters: GenerateParameters) -> float | None:

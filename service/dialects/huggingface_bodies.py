@@ -6,8 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused
+from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused, Schema
 from service.schemas.types import Prompt, Text, Texts
+
+
+class Grammar(DialectBody):
+    """What the output must match."""
+
+    type: Literal["json", "json_schema", "regex"] = Field(
+        description="Of `value`: a JSON schema, one as OpenAI wraps it, or a pattern.", examples=["regex"]
+    )
+    value: Schema = Field(description="The schema, as an object or its text, or the pattern.", examples=["[0-9]{4}"])
 
 
 class GenerateParameters(DialectBody):
@@ -34,7 +43,7 @@ class GenerateParameters(DialectBody):
     best_of: Annotated[Any, Refused(1)] = None
     truncate: Never = None
     watermark: NotTrue = None
-    grammar: Never = None
+    grammar: Grammar | None = Field(None, description="What the output must match.")
     adapter_id: Never = None
 
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from service.dialects.common import native, native_seed, native_top_k, sampled
-from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, Message, Sampling
+from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
+from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, Format, Message, Sampling
 from service.encode_plan import EncodePlan
 from service.errors import invalid
 from service.registry import ServedModel
@@ -27,6 +27,11 @@ _SAME = (
     *("logit_bias", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
     *("skip_special_tokens", "priority", "cache_salt"),
 )
+
+
+def completion_names(asked: CompletionBody) -> Mapping[str, str]:
+    """Native names to those that this body uses."""
+    return {**_structure_names(asked), **COMPLETION_NAMES}
 
 
 def completion(asked: CompletionBody, served: ServedModel) -> GenerateBody:
@@ -65,9 +70,10 @@ def chat(asked: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBod
 
 def chat_names(asked: ChatBody) -> Mapping[str, str]:
     """Native names to those that this body uses."""
+    names = {**_structure_names(asked), **CHAT_NAMES}
     if asked.max_completion_tokens is None:
-        return CHAT_NAMES
-    return {**CHAT_NAMES, "max_tokens": "max_completion_tokens"}
+        return names
+    return {**names, "max_tokens": "max_completion_tokens"}
 
 
 def message(one: Message, param: str) -> Json:
@@ -108,7 +114,44 @@ def _sampling(asked: Sampling, served: ServedModel) -> dict[str, Any]:
         "seed": native_seed(asked.seed),
         "top_k": native_top_k(asked.top_k),
         "include_stop": asked.include_stop_str_in_output,
+        **_structure(asked),
     }
+
+
+def _structure(asked: Sampling) -> Json:
+    """The native fields of what the output must match."""
+    found: Json = {}
+    if asked.response_format is not None:
+        found["response_format"] = _format(asked.response_format)
+    vllm = asked.structured_outputs
+    if vllm is None:
+        return found
+    if asked.response_format is not None and asked.response_format.type != "text":
+        raise invalid("structured_outputs and response_format exclude each other", "structured_outputs")
+    if vllm.json_ is not None and vllm.json_object:
+        raise invalid("json_object and json exclude each other", "structured_outputs.json_object")
+    if vllm.json_ is not None:
+        found["response_format"] = json_format(vllm.json_, "structured_outputs.json")
+    elif vllm.json_object:
+        found["response_format"] = {"type": "json_object"}
+    return found | {"regex": vllm.regex, "choice": vllm.choice}
+
+
+def _format(asked: Format) -> Json:
+    if asked.json_schema is None:
+        return {"type": asked.type}
+    schema = asked.json_schema.schema_
+    return {"type": asked.type, "json_schema": {} if schema is None else {"schema": schema}}
+
+
+def _structure_names(asked: Sampling) -> dict[str, str]:
+    if asked.structured_outputs is None:
+        return {}
+    schema = (
+        "structured_outputs.json" if asked.structured_outputs.json_ is not None else "structured_outputs.json_object"
+    )
+    names = {name: f"structured_outputs.{name}" for name in ("regex", "choice")}
+    return {"response_format.json_schema.schema": schema, "response_format": schema, **names}
 
 
 def _arguments(given: str | Json) -> object:

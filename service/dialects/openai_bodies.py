@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused
+from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused, Schema
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 
@@ -14,6 +14,39 @@ class StreamOptions(DialectBody):
     include_usage: bool | None = Field(
         None, description="End a stream with an event that has the token counts and no choices.", examples=[True]
     )
+
+
+class FormatSchema(DialectBody):
+    name: str | None = Field(None, description="A label of the client's.", examples=["person"])
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="As in /generate.", examples=[{"type": "object"}]
+    )
+    strict: bool | None = Field(None, description="The schema is always enforced.", examples=[True])
+
+
+class Format(DialectBody):
+    """What the output is."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Anything, a JSON object, or JSON that `json_schema` accepts.", examples=["json_object"]
+    )
+    json_schema: FormatSchema | None = Field(None, description="With the type `json_schema`.")
+
+
+class StructuredOutputs(DialectBody):
+    """What the output must match; only one."""
+
+    json_: Schema | None = Field(
+        None, alias="json", description="A JSON schema, or its text.", examples=[{"type": "object"}]
+    )
+    regex: str | None = Field(None, description="As in /generate.", examples=["[0-9]{4}"])
+    choice: list[str] | None = Field(None, description="As in /generate.", examples=[["yes", "no"]])
+    json_object: bool | None = Field(None, description="Any JSON object.", examples=[True])
+    grammar: Never = None
+    structural_tag: Never = None
+    whitespace_pattern: Never = None
+    disable_any_whitespace: NotTrue = None
+    disable_additional_properties: NotTrue = None
 
 
 class Sampling(Extended):
@@ -46,8 +79,8 @@ class Sampling(Extended):
     priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
     cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
 
-    response_format: Annotated[Any, Refused({"type": "text"})] = None
-    structured_outputs: NotFilled = None
+    response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's way. Not OpenAI's.")
     guided_json: Never = None
     guided_regex: Never = None
     guided_choice: Never = None

@@ -19,6 +19,8 @@ from service.dialects.common import (
     NotFilled,
     NotTrue,
     Refused,
+    Schema,
+    json_format,
     native,
     native_seed,
     native_top_k,
@@ -43,10 +45,20 @@ _SAMPLING = {  # native: SGLang's
     },
     **{
         name: name
-        for name in ("presence_penalty", "repetition_penalty", "ignore_eos", "skip_special_tokens", "logit_bias")
+        for name in (
+            "presence_penalty",
+            "repetition_penalty",
+            "ignore_eos",
+            "skip_special_tokens",
+            "logit_bias",
+            "regex",
+        )
     },
 }
-_NAMES = {name: f"sampling_params.{theirs}" for name, theirs in _SAMPLING.items()}
+_NAMES = {name: f"sampling_params.{theirs}" for name, theirs in _SAMPLING.items()} | {
+    "response_format.json_schema.schema": "sampling_params.json_schema",
+    "response_format": "sampling_params.json_schema",
+}
 
 
 class SamplingParameters(DialectBody):
@@ -72,8 +84,12 @@ class SamplingParameters(DialectBody):
     spaces_between_special_tokens: Annotated[Any, Refused(True)] = None
     stop_regex: NotFilled = None
     beam_width: Never = None
-    json_schema: Never = None
-    regex: Never = None
+    json_schema: Schema | None = Field(
+        None,
+        description="A JSON schema, as text or an object, that the output matches.",
+        examples=['{"type": "object"}'],
+    )
+    regex: str | None = Field(None, description="As in /generate.", examples=["[0-9]{4}"])
     ebnf: Never = None
     structural_tag: Never = None
     custom_params: NotFilled = None
@@ -155,6 +171,9 @@ def generate(asked: SglangGenerateBody, served: ServedModel) -> GenerateBody:
         "seed": native_seed(params.sampling_seed),
         "return_token_ids": True,
         "logprobs": top if asked.return_logprob else None,
+        "response_format": None
+        if params.json_schema is None
+        else json_format(params.json_schema, "sampling_params.json_schema"),
         "prompt_logprobs": top if asked.return_logprob and _start(asked) is not None else None,
     }
     return native(GenerateBody, fields)

@@ -132,6 +132,8 @@ async def collect(generation: Generation, stream: GenerationStream, job: Job) ->
     except EngineError:
         job.end(FinishReason.ERROR)
         raise engine_failed() from None
+    if generation.failure is not None:
+        raise generation.failure
     if not generation.ended or FinishReason.ERROR in generation.reasons:
         job.end(FinishReason.ERROR)
         raise engine_failed()

@@ -39,7 +39,7 @@ async def completions(request: Request) -> Response:
     """Spoken by OpenAI's client. `max_tokens` is 16 unless told, `temperature` the checkpoint's or 1."""
     asked = await read_body(request, CompletionBody)
     served = service_of(request).registry.resolve(asked.model, Task.GENERATE)
-    with speaking(openai.COMPLETION_NAMES):
+    with speaking(openai.completion_names(asked)):
         found = openai.completion(asked, served)
         return await generate.answer(request, found, lambda generation: Completions(generation, asked))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from service.context import REQUEST_ID_PATTERN
 from service.schemas.types import (
@@ -14,6 +14,7 @@ from service.schemas.types import (
     Prompt,
     TextOrIds,
     TextOrTexts,
+    Texts,
     TokenId,
     TokenIds,
 )
@@ -41,6 +42,32 @@ Timeout = Annotated[
         examples=[30.0],
     ),
 ]
+
+
+class JsonSchema(Body):
+    """A JSON schema for the output."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["schema"]})
+
+    name: str | None = Field(None, description="A label of the client's; it changes nothing.", examples=["person"])
+    schema_: dict[str, Any] = Field(
+        alias="schema",
+        description="At most 64 KiB. Properties come in its order. A keyword that cannot be enforced is refused by "
+        "name; references are followed within the schema only.",
+        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
+    )
+    strict: bool | None = Field(
+        None, description="The schema is always enforced, so that this changes nothing.", examples=[True]
+    )
+
+
+class ResponseFormat(Body):
+    """What the output is."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Anything, any JSON object, or JSON that `json_schema` accepts.", examples=["json_object"]
+    )
+    json_schema: JsonSchema | None = Field(None, description="With the type `json_schema`, which needs it.")
 
 
 class GenerateBody(Body):
@@ -143,6 +170,24 @@ class GenerateBody(Body):
     )
     include_stop: bool = Field(False, description="Keep the stop text in the output.", examples=[False])
     ignore_eos: bool = Field(False, description="Go on after the end-of-sequence id.", examples=[False])
+    response_format: ResponseFormat | None = Field(
+        None,
+        description="Hold the output to JSON; default: text, which is anything. The output ends where it is complete, "
+        "unless `max_tokens` or a stop text cuts it. Only one of `response_format`, `regex` and `choice`.",
+        examples=[{"type": "json_object"}],
+    )
+    regex: str | None = Field(
+        None,
+        min_length=1,
+        description="Hold the output to a pattern of at most 4,096 characters that all of it must match. No "
+        "look-around, back-references or anchors inside. Default: none.",
+        examples=["[0-9]{4}-[0-9]{2}-[0-9]{2}"],
+    )
+    choice: Texts | None = Field(
+        None,
+        description="The output is one of these texts: at most 1,000 of 1 to 1,024 characters. Default: anything.",
+        examples=[["yes", "no"]],
+    )
     repetition_penalty: float | None = Field(
         None,
         ge=0.01,
