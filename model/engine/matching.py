@@ -128,9 +128,9 @@ class Matcher:
     @property
     def failure(self) -> str:
         """Why an output that cannot go on is not complete."""
-        if self._matcher.is_error():
+        if self._matcher.is_error() and not self._matcher.get_error().startswith("NoExtension"):
             return "it takes too much to follow"
-        return "the model's vocabulary cannot spell what has to come next"
+        return "no token of the model can come next"
 
     def _state(self) -> tuple[Mask, bool]:
         if self._next is None:
@@ -160,7 +160,7 @@ def compiled(grammar: str, vocabulary: Vocabulary) -> Matcher:
 
 
 def _reason(error: str) -> str:
-    """The library's message without the grammar that it repeats."""
+    """The library's message without what it quotes of the grammar; names of keywords stay."""
     lines = [line.strip() for line in error.splitlines()]
     syntax = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if syntax is not None:  # a regular expression's: the lines before show it
@@ -170,7 +170,9 @@ def _reason(error: str) -> str:
         reason = reason.rpartition(beginning)[2]
     if reason.startswith("Resource "):
         return "a reference leads out of the schema; none is fetched"
-    for quoting in (" in regex /", ", got "):
+    if reason.startswith(("Unimplemented keys", "Unsatisfiable schema")):
+        return reason
+    for quoting in (" in regex /", " /", " '", ": ", ", got ", ". Enable "):
         reason = reason.partition(quoting)[0]
     return reason
 

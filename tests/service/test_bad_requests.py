@@ -24,6 +24,13 @@ def enc(**fields: Any) -> dict[str, Any]:
     return {"model": "enc", "input": "w1 w2", **fields}
 
 
+SCHEMA = "response_format.json_schema.schema"
+
+
+def formed(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema, **more}}
+
+
 # route, body (bytes are sent as they are), status, param, code
 BAD: list[tuple[str, Any, int, str | None, str]] = [
     (G, b"", 400, None, "invalid_json"),
@@ -109,6 +116,38 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (G, gen(logprobs=21), 400, "logprobs", "invalid_value"),
     (G, gen(logprobs=-1), 400, "logprobs", "invalid_value"),
     (G, gen(prompt_logprobs=300), 400, "prompt_logprobs", "invalid_value"),
+    (G, gen(response_format="json"), 400, "response_format", "invalid_type"),
+    (G, gen(response_format={}), 400, "response_format.type", "missing_field"),
+    (G, gen(response_format={"type": "xml"}), 400, "response_format.type", "invalid_value"),
+    (G, gen(response_format={"type": "json_schema"}), 400, "response_format.json_schema", "missing_field"),
+    (G, gen(response_format={"type": "json_schema", "json_schema": {}}), 400, SCHEMA, "missing_field"),
+    (G, gen(response_format={"type": "json_object", "schema": {}}), 400, "response_format.schema", "unknown_field"),
+    (G, gen(response_format=formed({}, stict=True)), 400, "response_format.json_schema.stict", "unknown_field"),
+    (G, gen(response_format=formed({}) | {"type": "json_object"}), 400, "response_format.json_schema", "invalid_value"),
+    (G, gen(response_format=formed([])), 400, SCHEMA, "invalid_type"),
+    (G, gen(response_format=formed({"type": "canary-key"})), 400, SCHEMA, ""),
+    (G, gen(response_format=formed({"uniqueItems": True})), 400, SCHEMA, "invalid_grammar"),
+    (G, gen(response_format=formed({"enum": []})), 400, SCHEMA, "invalid_grammar"),
+    (G, gen(response_format=formed({"$ref": "http://127.0.0.1/x"})), 400, SCHEMA, "invalid_grammar"),
+    (G, gen(model="bare", prompt=[1], response_format=formed({})), 400, SCHEMA, "no_tokenizer"),
+    (G, gen(model="bare", prompt=[1], response_format={"type": "json_object"}), 400, "response_format", "no_tokenizer"),
+    (G, gen(regex=""), 400, "regex", "invalid_value"),
+    (G, gen(regex=5), 400, "regex", "invalid_type"),
+    (G, gen(regex="("), 400, "regex", "invalid_grammar"),
+    (G, gen(regex="a\\"), 400, "regex", "invalid_grammar"),
+    (G, gen(regex="(?=a)a"), 400, "regex", "invalid_grammar"),
+    (G, gen(regex="(a)\\1"), 400, "regex", "invalid_grammar"),
+    (G, gen(regex="()"), 400, "regex", "invalid_grammar"),
+    (G, gen(regex="a" * 4097), 400, "regex", "invalid_value"),
+    (G, gen(choice=[]), 400, "choice", "invalid_value"),
+    (G, gen(choice=["a", ""]), 400, "choice[1]", "invalid_value"),
+    (G, gen(choice="a"), 400, "choice", "invalid_type"),
+    (G, gen(choice=["a"] * 1001), 400, "choice", "invalid_value"),
+    (G, gen(choice=["a", "b" * 1025]), 400, "choice[1]", "invalid_value"),
+    (G, gen(choice=["a"], regex="a"), 400, "choice", "invalid_value"),
+    (G, gen(choice=["a"], response_format={"type": "json_object"}), 400, "choice", "invalid_value"),
+    (G, gen(regex="a", ignore_eos=True), 400, "ignore_eos", "invalid_value"),
+    (G, gen(regex="a", num_beams=2), 400, "num_beams", "invalid_value"),
     (G, gen(repetition_penalty=0), 400, "repetition_penalty", "invalid_value"),
     (G, gen(presence_penalty=3), 400, "presence_penalty", "invalid_value"),
     (G, gen(frequency_penalty=-3), 400, "frequency_penalty", "invalid_value"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -87,3 +88,34 @@ def test_inspect_shows_the_anatomy_of_every_embedded_model() -> None:
     assert run.returncode == 0, run.stderr
     for text in ("decoder-only, llama", "encoder-decoder, marian", "encoder-only, bert, 22,713,216 parameters"):
         assert text in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (("--regex", "[0-9]{4}/[0-9]{2}"), r"\d{4}/\d{2}"),
+        (("--choice", "yes", "--choice", "no"), "yes|no"),
+        (("--json-schema", '{"enum": ["a", "b"]}'), '"(a|b)"'),
+        (("--json", "--max-tokens", "200"), r"\{.*"),
+    ],
+)
+def test_generate_holds_the_output_to(flags: tuple[str, ...], pattern: str) -> None:
+    run = triptych("generate", "normalize", "the third of march twenty twenty four", *flags)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(pattern, run.stdout.strip())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--regex", "("), "the output cannot match: unclosed group"),
+        (("--regex", "a\\"), "--regex cannot be followed: it ends with a backslash"),
+        (("--json-schema", "[]"), "--json-schema []: No such file"),
+        (("--json-schema", "{"), "--json-schema: expected a JSON object"),
+        (("--json", "--regex", "a"), "not allowed with argument --json"),
+    ],
+)
+def test_what_no_output_can_be_held_to(flags: tuple[str, ...], message: str) -> None:
+    run = triptych("generate", "normalize", "x", *flags)
+    assert run.returncode == 2
+    assert message in run.stderr and run.stderr.count("\n") == 1

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from huggingface_hub import InferenceClient
@@ -149,3 +150,54 @@ def test_official_clients_of_other_servers_are_served(url: str) -> None:
     assert generate(spoken) == "".join(generate(spoken, stream=True)) == written
     body = {"model": "normalize", "text": spoken, "sampling_params": {"temperature": 0}}
     assert httpx.post(f"{url}/generate", json=body, timeout=60).json()["text"] == written
+
+
+DATE = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "day": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"}},
+    "required": ["ok", "day"],
+    "additionalProperties": False,
+}
+
+
+def test_openais_client_gets_json_that_the_schema_accepts(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    wrapped = {"type": "json_schema", "json_schema": {"name": "date", "schema": DATE, "strict": True}}
+    for model, prompt in (("normalize", "the third of march twenty twenty four"), ("code", "x = ")):
+        reply = client.completions.create(
+            model=model, prompt=prompt, n=3, max_tokens=64, temperature=0.7, extra_body={"response_format": wrapped}
+        )
+        assert [choice.finish_reason for choice in reply.choices] == ["stop"] * 3
+        for choice in reply.choices:
+            jsonschema.validate(json.loads(choice.text), DATE)
+
+
+def test_a_pattern_and_words_for_both_models_in_every_dialect(url: str) -> None:
+    spoken, pattern = "the third of march twenty twenty four", r"\d{2}/\d{2}/\d{4}"
+    native = {"model": "normalize", "prompt": spoken, "regex": pattern}
+    searched = {"model": "normalize", "prompt": spoken, "regex": pattern, "num_beams": 4}
+    coded = {"model": "code", "prompt": "x = ", "regex": pattern, "temperature": 1.0, "seed": 5, "echo": True}
+    chosen = {"model": "code", "prompt": "x = ", "choice": ["yes", "no"]}
+    found = texts(post_all(url, "/generate", [native, searched, coded, chosen, native]))
+    assert re.fullmatch(pattern, found[0]) and found[0] == found[4]
+    assert re.fullmatch(pattern, found[1])
+    assert re.fullmatch("x = " + pattern, found[2])
+    assert found[3] in ("yes", "no")
+    with httpx.stream("POST", f"{url}/generate", json={**native, "stream": True}, timeout=60) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == found[0]
+    hugging = {"model": "normalize", "inputs": spoken, "parameters": {"grammar": {"type": "regex", "value": pattern}}}
+    sglang = {"model": "normalize", "text": spoken, "sampling_params": {"regex": pattern, "temperature": 0}}
+    held = {"type": "json", "value": json.dumps(DATE)}
+    schemed = {"model": "normalize", "inputs": spoken, "parameters": {"grammar": held, "max_new_tokens": 60}}
+    replies: list[object] = [*post_all(url, "/generate", [hugging, sglang, schemed])]  # type: ignore[list-item]
+    assert [replies[0]["generated_text"], replies[1]["text"]] == [found[0]] * 2  # type: ignore[index]
+    jsonschema.validate(json.loads(replies[2]["generated_text"]), DATE)  # type: ignore[index]
+
+
+def test_what_no_token_is_left_for_is_refused_by_name(url: str) -> None:
+    body = {"model": "normalize", "text": "a"}
+    [token] = httpx.post(f"{url}/tokenize", json=body | {"add_special_tokens": False}).json()["token_ids"]
+    held = {"model": "normalize", "prompt": "x", "regex": "a", "stop_token_ids": [token]}  # a stop id is no text
+    reply = httpx.post(f"{url}/generate", json=held)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "regex"), reply.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from model.grammar import choice_grammar, json_grammar, regex_grammar
 from service.config import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, check_accounts, live
@@ -235,3 +237,25 @@ def test_leaving_a_stream_ends_its_work() -> None:
     with client_of(app) as client, client.completions.create(**ABC | {"max_tokens": 50}, stream=True) as stream:
         next(iter(stream))
     assert len(app.client.aborted) == 1
+
+
+def test_structured_output(client: openai.OpenAI, app: App) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": None}}}
+    wrapped: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    chat: Any = client.chat.completions
+    chat.create(model="chat", messages=HELLO, max_tokens=2, response_format=wrapped)
+    chat.create(model="chat", messages=HELLO, max_tokens=2, response_format={"type": "json_object"})
+    chat.create(model="chat", messages=HELLO, max_tokens=2, response_format={"type": "text"})
+    for extra in (
+        {"json": schema},
+        {"json": json.dumps(schema)},
+        {"regex": "a+"},
+        {"choice": ["a"]},
+        {"json_object": True},
+    ):
+        client.completions.create(**ABC, extra_body={"structured_outputs": extra})
+    as_schema, as_object = json_grammar(schema), json_grammar({"type": "object"})
+    assert [request.params.grammar for request in app.client.submitted] == [
+        *(as_schema, as_object, ""),
+        *(as_schema, as_schema, regex_grammar("a+"), choice_grammar(["a"]), as_object),
+    ]
