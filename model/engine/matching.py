@@ -30,10 +30,10 @@ CACHED_GRAMMARS = 64
 # Bounds on what a grammar may cost: to compile, and at each token.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 25_000,
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
