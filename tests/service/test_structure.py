@@ -186,5 +186,7 @@ def test_a_worker_that_does_not_start_is_nobodys_fault(monkeypatch: pytest.Monke
 
 
 def test_a_worker_imports_neither_torch_nor_the_reference_library() -> None:
-    code = "import service.grammar_worker, sys; print(sorted({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
+    code = (
+        "import service.grammar_worker, sys; print(sorted({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
+    )
     assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) == []
