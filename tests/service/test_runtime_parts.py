@@ -14,6 +14,7 @@ from model.engine.protocol import ModelSpec
 from service import ray_environment
 from service.config import Limits, ServiceSettings
 from service.runtime import ServeConfig, base_url, listening
+from service.scaling import Scaling
 from tests.service.processes import ROOT
 
 SPECS = (ModelSpec("gen", "/nowhere"),)
@@ -30,8 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ("fields", "message"),
     [
         ({"models": ()}, "no model"),
-        ({"models": SPECS, "replicas": 0}, "replicas must be at least 1, found 0"),
-        ({"models": SPECS, "replicas": 2, "runtime": "local"}, "use --runtime ray"),
+        ({"models": SPECS, "scaling": Scaling(1, 2), "runtime": "local"}, "use --runtime ray"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused(fields: dict[str, object], message: str) -> None:
