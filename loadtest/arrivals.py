@@ -1,0 +1,59 @@
+"""When requests are due: offsets in seconds from the start, fixed before the first is sent.
+
+A Poisson process of a changing rate is one of rate 1 on a stretched time axis: unit exponential steps are mapped back
+through the inverse of the cumulated rate (Cinlar 1975). Constant arrivals are the same with steps of exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadtest.errors import UsageError
+from loadtest.settings import Arrivals
+
+Times = NDArray[np.float64]
+MOST = 5_000_000  # arrivals of one run
+
+
+def offsets(arrivals: Arrivals, duration_s: float, requests: int, seed: int) -> Times:
+    """Sorted offsets `[N]` below `duration_s`, at most `requests`; 0 is no bound, one of them must be one."""
+    total, unstretch = _clock(arrivals, duration_s)
+    expected = min(total, float(requests) if requests else np.inf)
+    if not expected <= MOST:
+        raise UsageError(f"arrivals: found about {expected:.3g} requests, expected at most {MOST:,}")
+    steps = _steps(arrivals, int(expected + 6 * np.sqrt(expected * _variance(arrivals)) + 16), seed)
+    steps = steps[: requests or None]
+    return unstretch(steps[steps < total])
+
+
+def _variance(arrivals: Arrivals) -> float:
+    return max(1.0, 1 / arrivals.burstiness) if arrivals.kind == "gamma" else 1.0
+
+
+def _steps(arrivals: Arrivals, count: int, seed: int) -> Times:
+    """Cumulated steps of mean 1."""
+    rng = np.random.default_rng([seed, 0xA1])
+    if arrivals.kind == "constant":
+        return np.arange(count, dtype=np.float64)
+    if arrivals.kind == "gamma":
+        return np.cumsum(rng.gamma(arrivals.burstiness, 1 / arrivals.burstiness, count))
+    return np.cumsum(rng.exponential(1.0, count))
+
+
+def _clock(arrivals: Arrivals, duration_s: float) -> tuple[float, Callable[[Times], Times]]:
+    """Expected arrivals in all, and the inverse of the cumulated rate."""
+    if arrivals.kind == "stages":
+        rates, seconds = np.array(arrivals.stages, dtype=np.float64).T
+        ends = np.concatenate([[0.0], np.cumsum(seconds)])
+        expected = np.concatenate([[0.0], np.cumsum(rates * seconds)])
+        return float(expected[-1]), lambda steps: np.interp(steps, expected, ends)
+    rate = arrivals.rate
+    if arrivals.kind == "ramp":
+        slope = (arrivals.ramp_to - rate) / duration_s
+        total = duration_s * (rate + arrivals.ramp_to) / 2
+        if slope:
+            return total, lambda steps: (np.sqrt(np.maximum(0, rate**2 + 2 * slope * steps)) - rate) / slope
+    return (duration_s * rate if duration_s else np.inf), lambda steps: steps / rate

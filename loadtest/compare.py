@@ -1,0 +1,111 @@
+"""Two runs against each other: ratios of B to A, with bootstrap intervals of the ratio.
+
+Each run is resampled by itself (requests for latencies, seconds for throughput) and the ratios of the resampled
+figures give the interval. B is worse or better where the whole interval lies beyond 1 and the ratio beyond the
+tolerance. Two runs say nothing about what varies between runs of the same thing: repeat them, in turns, before
+believing a small ratio.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loadtest import columns, stats
+from loadtest.errors import UsageError
+from loadtest.stats import Floats, Sample
+
+_LATENCIES = {"ttft": "ttft_ms", "itl": "gaps_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
+_COMPARED = ("mean", "p50", "p99")
+_RATES = {"request_throughput": ("requests",), "output_throughput": ("output_tokens",), "goodput": ("good",)}
+
+Json = dict[str, Any]
+
+
+def compare(a: Json, b: Json, tolerance: float) -> Json:
+    """The document: rows, what got worse, and what makes the comparison doubtful. Raises `UsageError`."""
+    for name, run in (("A", a), ("B", b)):
+        if "columns" not in run:
+            raise UsageError(f"{name}: found no requests in it, expected the run.json of --out, not the printed line")
+    rows = [*_latency_rows(a, b, tolerance), *_rate_rows(a, b, tolerance), *_share_rows(a, b, tolerance)]
+    return {
+        "schema": 1,
+        "kind": "compare",
+        "tolerance": tolerance,
+        "commits": [a["commit"], b["commit"]],
+        "rows": rows,
+        "regressions": [row["name"] for row in rows if row["verdict"] == "worse"],
+        "warnings": _warnings(a, b),
+    }
+
+
+def _latency_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
+    rows = []
+    for name, column in _LATENCIES.items():
+        samples = [Sample.of(columns.answered(r["columns"], column, r["settings"]["warmup_s"])) for r in (a, b)]
+        if not all(len(sample.values) > 1 for sample in samples):
+            continue
+        figures = [stats.describe(sample) for sample in samples]
+        drawn = [stats.replicates(sample, seed) for seed, sample in enumerate(samples)]
+        for statistic in _COMPARED:
+            at = stats.STATISTICS.index(statistic)
+            pair = (figures[0][statistic], figures[1][statistic])
+            label = f"{name}_{statistic} ms"
+            rows.append(_row(label, pair, drawn[0][:, at], drawn[1][:, at], tolerance, less_is_better=True))
+    return rows
+
+
+def _rate_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
+    rows = []
+    for name, series in _RATES.items():
+        each = [_within_window(run, series) for run in (a, b)]
+        values = [run["throughput"][name]["value"] for run in (a, b)]
+        if not all(values) or min(map(len, each)) < 2:
+            continue
+        drawn = [stats.rate_replicates(one, seed) for seed, one in enumerate(each)]
+        rows.append(_row(f"{name} /s", (values[0], values[1]), drawn[0], drawn[1], tolerance, less_is_better=False))
+    return rows
+
+
+def _within_window(run: Json, names: tuple[str, ...]) -> list[float]:
+    """What came in each whole second of the window."""
+    start, end = run["window_s"]
+    summed = np.sum([run["series"][name] for name in names], axis=0)
+    return [float(value) for value in summed[int(np.ceil(start)) : int(end)]]
+
+
+def _share_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
+    """The share of requests that were answered, where the runs differ in it."""
+    answered = [1 - (run["shares"]["error_rate"] or 0.0) for run in (a, b)]
+    if answered[0] == answered[1]:
+        return []
+    rng = np.random.default_rng(0)
+    counts = [max(1, run["counts"]["counted"]) for run in (a, b)]
+    drawn = [rng.binomial(n, share, stats.RESAMPLES) / n for n, share in zip(counts, answered, strict=True)]
+    pair = (answered[0], answered[1])
+    return [_row("answered share", pair, drawn[0], drawn[1], tolerance, less_is_better=False)]
+
+
+def _row(name: str, pair: tuple[float, float], a: Floats, b: Floats, tolerance: float, *, less_is_better: bool) -> Json:
+    """`a`, `b`: the resampled figures."""
+    ratio = pair[1] / pair[0] if pair[0] else np.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = (float(bound) for bound in stats.bounds(b / a))
+    more = low > 1 and ratio > 1 + tolerance
+    less = high < 1 and ratio < 1 / (1 + tolerance)
+    worse, better = (more, less) if less_is_better else (less, more)
+    verdict = "worse" if worse else "better" if better else "same"
+    return {"name": name, "a": pair[0], "b": pair[1], "ratio": ratio, "ci95": [low, high], "verdict": verdict}
+
+
+def _warnings(a: Json, b: Json) -> list[str]:
+    found = [
+        f"the runs differ in {name}: {a['settings'][name]} and {b['settings'][name]}"
+        for name in ("target", "model", "workload", "arrivals", "clients", "seed")
+        if a["settings"][name] != b["settings"][name]
+    ]
+    if a["machine"]["processor"] != b["machine"]["processor"]:
+        found.append("the runs were made on different processors")
+    found += [f"{name} is invalid: {doubt}" for name, run in (("A", a), ("B", b)) for doubt in run["doubts"]]
+    return found

@@ -1,0 +1,83 @@
+"""What a command leaves: a table, files in one folder, and one JSON line that is the last of standard output."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from loadtest import columns, records, report
+from loadtest.errors import UsageError
+from loadtest.run import SCHEMA, Measured
+
+Json = dict[str, Any]
+
+
+def folder(asked: str | None, kind: str) -> Path:
+    """The folder for results, made; by the time where none was asked for. Raises `UsageError`."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = Path(asked) if asked else Path("out") / "loadtest" / f"{now}-{kind}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: {path}: {error.strerror}") from None
+    return path
+
+
+def with_columns(measured: Measured) -> Json:
+    """The document with what it was made of."""
+    return measured.document | {"columns": columns.of(measured.records)}
+
+
+def write_run(measured: Measured, to: Path) -> None:
+    """`run.json` (the document with its columns), `requests.csv`, `report.html`."""
+    full = with_columns(measured)
+    (to / "run.json").write_text(line(full), encoding="utf-8")
+    records.write_csv(measured.records, to / "requests.csv")
+    (to / "report.html").write_text(report.page(full), encoding="utf-8")
+
+
+def write_sweep(document: Json, to: Path) -> None:
+    """`sweep.json` and `report.html`; every point holds its run's columns."""
+    (to / "sweep.json").write_text(line(document), encoding="utf-8")
+    (to / "report.html").write_text(report.page(document), encoding="utf-8")
+
+
+def read(path: str, *kinds: str) -> Json:
+    """A result that was written before; raises `UsageError` where it is none of `kinds`."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: expected a {' or '.join(kinds)}.json of this tool ({error})") from None
+    if not isinstance(found, dict) or found.get("kind") not in kinds:
+        raise UsageError(f"{path}: expected a {' or '.join(kinds)}.json of this tool, found another JSON document")
+    if found.get("schema") != SCHEMA:
+        raise UsageError(f"{path}: expected schema {SCHEMA}, found {found.get('schema')!r}")
+    return found
+
+
+def print_end(document: Json, to: Path | None, console: Console) -> None:
+    """Where the files are, then the JSON line."""
+    if to is not None:
+        console.print(f"report: {to / 'report.html'}")
+    console.file.flush()
+    print(line(document), flush=True)
+
+
+def line(document: Json) -> str:
+    """JSON of one line, numbers cut to what they can mean, nan and infinity as null."""
+    return json.dumps(_plain(document), separators=(",", ":"), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

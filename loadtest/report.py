@@ -1,0 +1,30 @@
+"""One self-contained HTML page of a result: `page.html` with the document in it. No outside asset, no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_PAGE = Path(__file__).parent / "page.html"
+_MOST_REQUESTS = 20_000  # drawn; of more, every k-th
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page of a run or a sweep that has its columns."""
+    runs = [document] if document["kind"] == "run" else [point["run"] for point in document["points"]]
+    thinned = {id(run): _thinned(run) for run in runs}
+    if document["kind"] == "run":
+        shown = thinned[id(document)]
+    else:
+        points = [{**point, "run": thinned[id(point["run"])]} for point in document["points"]]
+        shown = {**document, "points": points}
+    data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
+    return _PAGE.read_text(encoding="utf-8").replace("@@DATA@@", data)
+
+
+def _thinned(run: dict[str, Any]) -> dict[str, Any]:
+    """The run with at most `_MOST_REQUESTS` rows; `drawn_every` says which."""
+    rows = len(run["columns"]["outcome"])
+    step = -(-rows // _MOST_REQUESTS) or 1
+    return {**run, "columns": {name: column[::step] for name, column in run["columns"].items()}, "drawn_every": step}

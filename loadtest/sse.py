@@ -1,0 +1,45 @@
+"""Server-sent events from bytes as they come (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+Chunks may split anywhere: inside a line ending, a character or a field. Only whole lines are decoded, so a character is
+never cut. Comments and unknown fields are dropped; what follows the last blank line is no event.
+"""
+
+from __future__ import annotations
+
+
+class EventParser:
+    """Feed it chunks; it returns the data of each event that became complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._after_cr = False  # the next byte belongs to the last line's ending if it is \n
+        self._begun = False
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The `data` of every event that ends in `chunk`, in order, UTF-8."""
+        if self._after_cr and chunk:
+            chunk = chunk.removeprefix(b"\n")
+            self._after_cr = False
+        if not chunk:
+            return []
+        lines = (self._rest + chunk).splitlines(keepends=True)  # of bytes: \n, \r and \r\n only
+        self._rest = b"" if lines[-1][-1:] in b"\r\n" else lines.pop()
+        self._after_cr = chunk.endswith(b"\r")
+        found: list[bytes] = []
+        for line in lines:
+            self._line(line.rstrip(b"\r\n"), found)
+        return found
+
+    def _line(self, line: bytes, found: list[bytes]) -> None:
+        if not self._begun:
+            self._begun = True
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line:
+            if self._data:
+                found.append(b"\n".join(self._data))
+                self._data = []
+            return
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))

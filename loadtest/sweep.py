@@ -1,0 +1,188 @@
+"""The load is raised until the server saturates; then the highest load that keeps the SLO is searched by bisection.
+
+A point is saturated when the server no longer keeps up: it answers less than `KEPT_UP` of what was offered in the
+same time, or refuses more than `REFUSED`. Of a closed loop, where nothing can be offered in excess, it is one whose
+throughput is less than `GAIN` above that of half as many clients (scaled to the step). The knee is the highest load
+that is not saturated. Without an SLO, "met" means not saturated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from loadtest import output
+from loadtest.errors import UsageError
+from loadtest.progress import Progress
+from loadtest.run import SCHEMA, Subject, measure
+from loadtest.settings import Settings
+from loadtest.slo import Limit
+
+KEPT_UP = 0.95
+REFUSED = 0.01
+GAIN = 0.1  # for a doubling
+CLOSE = 1.03  # loads nearer than this are one
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`loads`: those to begin with, rising; doubled from the last up to `most`; then `bisections`."""
+
+    over: str  # rate or concurrency
+    loads: tuple[float, ...]
+    most: float
+    bisections: int
+
+    @classmethod
+    def parse(cls, over: str, points: str, first: float, most: float, bisections: int) -> Self:
+        """Raises `UsageError`."""
+        try:
+            loads = tuple(sorted(float(part) for part in points.split(",") if part.strip())) or (first,)
+            if min(loads) <= 0 or (over == "concurrency" and any(load != int(load) for load in loads)):
+                raise ValueError
+        except ValueError:
+            kind = "numbers" if over == "rate" else "whole numbers"
+            raise UsageError(f"--points: found {points!r}, expected {kind} above 0 with commas between") from None
+        return cls(over, loads, most, bisections)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    load: float
+    run: Json
+    saturated: bool
+    met: bool
+
+    def document(self) -> Json:
+        return dataclasses.asdict(self)
+
+
+class Sweep:
+    """Measures point after point; `run` gives the document."""
+
+    def __init__(self, subject: Subject, limits: Sequence[Limit], api_key: str, progress: Progress, plan: Plan) -> None:
+        self._subject = subject
+        self._limits = limits
+        self._api_key = api_key
+        self._progress = progress
+        self._plan = plan
+        self._points: list[Point] = []
+        self._interrupted = False
+
+    def run(self) -> Json:
+        """Rise, then bisect; ends early when interrupted."""
+        self._rise()
+        for _ in range(self._plan.bisections):
+            load = self._between()
+            if load is None or self._interrupted:
+                break
+            self._measure(load)
+        return self._document()
+
+    def _rise(self) -> None:
+        """The planned loads, then doubled, until one is both saturated and not met."""
+        loads = list(self._plan.loads)
+        while loads and not self._interrupted:
+            load = loads.pop(0)
+            point = self._measure(load)
+            if point.saturated and not point.met:
+                return
+            if not loads and 2 * load <= self._plan.most:
+                loads.append(2 * load)
+
+    def _between(self) -> float | None:
+        """A load between the highest that is met and the lowest above it that is not; None: they are close."""
+        low = max((point.load for point in self._points if point.met), default=None)
+        if low is None:
+            return None
+        high = min((point.load for point in self._points if point.load > low), default=None)
+        if high is None or high / low < CLOSE:
+            return None
+        middle = math.sqrt(low * high)
+        if self._plan.over == "rate":
+            return float(f"{middle:.3g}")
+        return float(round(middle)) if low < round(middle) < high else None
+
+    def _measure(self, load: float) -> Point:
+        self._progress.say(f"{'rate' if self._plan.over == 'rate' else 'clients'} {load:g}")
+        settings = with_load(self._subject.settings, self._plan.over, load)
+        measured = measure(self._subject, settings, self._limits, self._api_key, self._progress)
+        self._interrupted = measured.interrupted
+        run = output.with_columns(measured)
+        saturated = self._is_saturated(load, run)
+        met = all(one["met"] for one in run["slo"]) if self._limits else not saturated
+        point = Point(load, run, saturated, met and not self._interrupted)
+        self._points.append(point)
+        return point
+
+    def _is_saturated(self, load: float, run: Json) -> bool:
+        done = run["throughput"]["request_throughput"]["value"] or 0.0
+        if (run["shares"]["rejection_rate"] or 0.0) > REFUSED:
+            return True
+        if self._plan.over == "rate":
+            return bool(done < KEPT_UP * (run["offered_per_s"] or math.inf))
+        below = max((point for point in self._points if point.load < load), key=lambda one: one.load, default=None)
+        if below is None:
+            return False
+        before = below.run["throughput"]["request_throughput"]["value"] or 0.0
+        return bool(done < before * (1 + GAIN * math.log2(load / below.load)))
+
+    def _document(self) -> Json:
+        knee = max((p.load for p in self._points if not p.saturated), default=None)
+        kept = max((p.load for p in self._points if p.met), default=None) if self._limits else None
+        points = sorted(self._points, key=lambda one: one.load)
+        capacity = max((p.run["throughput"]["request_throughput"]["value"] or 0.0 for p in points), default=None)
+        document: Json = {
+            "schema": SCHEMA,
+            "kind": "sweep",
+            "over": self._plan.over,
+            "slo": [limit.text for limit in self._limits],
+            "knee": knee,
+            "saturation_seen": any(point.saturated for point in points),
+            "capacity_per_s": capacity,
+            "slo_load": kept,
+            "interrupted": self._interrupted,
+            "points": [point.document() for point in points],
+        }
+        return document | {"findings": _findings(document)}
+
+
+def with_load(settings: Settings, over: str, load: float) -> Settings:
+    """The settings of one point."""
+    change = {"rate": load} if over == "rate" else {"concurrency": int(load), "kind": "closed"}
+    return dataclasses.replace(settings, arrivals=dataclasses.replace(settings.arrivals, **change))
+
+
+def without_columns(document: Json) -> Json:
+    """For the one JSON line: the points' figures without the requests that they are made of."""
+    bulky = ("columns", "series", "gauges", "server", "crosscheck")
+    points = [
+        {**point, "run": {name: value for name, value in point["run"].items() if name not in bulky}}
+        for point in document["points"]
+    ]
+    return {**document, "points": points}
+
+
+def _findings(document: Json) -> list[str]:
+    """What the sweep says, in sentences."""
+    unit = "requests/s" if document["over"] == "rate" else "clients"
+    lines = []
+    if document["knee"] is None:
+        lines.append("saturated at the lowest load: begin lower with --from")
+    elif document["saturation_seen"]:
+        lines.append(f"knee: {document['knee']:g} {unit} is the highest load that the server kept up with")
+    else:
+        lines.append(f"no saturation up to {document['knee']:g} {unit}: go on with --to")
+    lines.append(f"most that it answered: {document['capacity_per_s'] or 0:.2f} requests/s")
+    if document["slo"]:
+        kept = document["slo_load"]
+        text = f"highest load that keeps {','.join(document['slo'])}: "
+        lines.append(text + (f"{kept:g} {unit}" if kept is not None else "none of those measured"))
+    if document["interrupted"]:
+        lines.append("interrupted: not all points were measured")
+    return lines
