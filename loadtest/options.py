@@ -57,6 +57,7 @@ def settings(asked: argparse.Namespace) -> Settings:
         warmup_s=asked.warmup,
         drain_s=asked.drain,
         workers=asked.workers,
+        max_lag_ms=asked.max_lag,
         seed=asked.seed,
     )
     for flag in ("prompt_tokens", "output_tokens", "turns", "texts"):
@@ -218,6 +219,9 @@ def _add_run(group: Any) -> None:
         "--drain", type=amount, default=60.0, metavar="SECONDS", help="for answers after the last arrival"
     )
     group.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes that make the load")
+    group.add_argument(
+        "--max-lag", type=above_zero, default=10.0, metavar="MS", help="of the generator, p99; more: invalid"
+    )
     group.add_argument("--slo", default="", metavar="LIMITS", help="ttft_p99<500ms,itl_p99<60ms,error_rate<0.1%%")
     group.add_argument("--out", default=None, metavar="FOLDER", help="for the files; none: out/loadtest/ and the time")
     group.add_argument("--quiet", action="store_true", help="no progress")

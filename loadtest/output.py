@@ -28,9 +28,9 @@ def folder(asked: str | None, kind: str) -> Path:
     return path
 
 
-def with_columns(measured: Measured) -> Json:
-    """The document with what it was made of."""
-    return measured.document | {"columns": columns.of(measured.records)}
+def with_columns(measured: Measured) -> Any:
+    """The document with what it was made of, as it is written."""
+    return plain(measured.document | {"columns": columns.of(measured.records)})
 
 
 def write_run(measured: Measured, to: Path) -> None:
@@ -44,7 +44,7 @@ def write_run(measured: Measured, to: Path) -> None:
 def write_sweep(document: Json, to: Path) -> None:
     """`sweep.json` and `report.html`; every point holds its run's columns."""
     (to / "sweep.json").write_text(line(document), encoding="utf-8")
-    (to / "report.html").write_text(report.page(document), encoding="utf-8")
+    (to / "report.html").write_text(report.page(plain(document)), encoding="utf-8")
 
 
 def read(path: str, *kinds: str) -> Json:
@@ -69,15 +69,16 @@ def print_end(document: Json, to: Path | None, console: Console) -> None:
 
 
 def line(document: Json) -> str:
-    """JSON of one line, numbers cut to what they can mean, nan and infinity as null."""
-    return json.dumps(_plain(document), separators=(",", ":"), ensure_ascii=False)
+    """JSON of one line."""
+    return json.dumps(plain(document), separators=(",", ":"), ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Numbers cut to what they can mean, nan and infinity as null."""
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -30,6 +30,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
     "e2e": ("triptych_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
     "queue": ("triptych_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
 }
+_TYPE = re.compile(r"^# TYPE (\S+) counter", re.MULTILINE)
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -65,8 +66,11 @@ class Scrape:
         self.at = at
         self._samples: dict[str, list[tuple[Labels, float]]] = {}
         for name, labels, value in _parse(text):
+            found = self._samples.setdefault(name, [])
             if labels.get("model", labels.get("model_name", model)) in (model, "") or not model:
-                self._samples.setdefault(name, []).append((labels, value))
+                found.append((labels, value))
+        for name in _TYPE.findall(text):  # a counter that nothing was counted with is 0
+            self._samples.setdefault(name, [])
 
     def value(self, figure: str, **labels: str) -> float | None:
         """The sum of a counter's or gauge's samples that have `labels`; None: the server has no such figure."""

@@ -141,7 +141,7 @@ class _Run:
         found = summary.summarise(gathered.records, self._settings, self._limits, self._stopped)
         elapsed = max((record.ended for record in gathered.records), default=0.0)
         busy = [cpu_s / elapsed for cpu_s in gathered.cpu_s] if elapsed else []
-        doubts = summary.doubts(found, gathered.beats, busy)
+        doubts = summary.doubts(found, self._settings, gathered.beats, busy)
         generator = {
             "workers": self._settings.workers,
             "cores_used": [round(share, 3) for share in busy],

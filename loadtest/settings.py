@@ -80,6 +80,7 @@ class Settings:
     drain_s: float = 60.0  # how long what is under way may take after the last arrival
     workers: int = 1
     seed: int = 0
+    max_lag_ms: float = 10.0  # a generator later than that (p99) makes the run invalid
     max_model_len: int = 0  # of the served model, where known; plans are cut to fit
 
     @property

@@ -19,7 +19,6 @@ from loadtest.settings import Settings
 from loadtest.slo import Limit
 from loadtest.stats import Sample
 
-LAG_LIMIT_MS = 10.0
 BUSY_LIMIT = 0.9  # of a core: a worker that needs more is the bottleneck itself
 
 Json = dict[str, Any]
@@ -203,15 +202,15 @@ def _output_times(records: Sequence[Record]) -> tuple[list[float], list[float]]:
     return times, weights
 
 
-def doubts(summary: Json, beats: Sequence[float], busy: Sequence[float]) -> list[str]:
+def doubts(summary: Json, settings: Settings, beats: Sequence[float], busy: Sequence[float]) -> list[str]:
     """Why a run must not be believed; empty: nothing speaks against it."""
     found = []
     for name, lag in (
         ("sends were", summary["latency_ms"].get("lag", {}).get("p99", 0.0)),
         ("reads may be", late(beats)),
     ):
-        if lag > LAG_LIMIT_MS:
-            found.append(f"{name} late: the generator's lag has p99 {lag:.1f} ms, more than {LAG_LIMIT_MS:g} ms")
+        if lag > settings.max_lag_ms:
+            found.append(f"{name} late: the generator's lag has p99 {lag:.1f} ms, more than {settings.max_lag_ms:g} ms")
     if busy and max(busy) > BUSY_LIMIT:
         found.append(f"a worker used {max(busy):.0%} of a core: give it more with --workers")
     if not summary["counts"]["ok"]:

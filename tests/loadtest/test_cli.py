@@ -1,0 +1,186 @@
+"""The commands as people type them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loadtest.scripted import Script, serving
+
+ROOT = Path(__file__).parents[2]
+FAST = Script(first_s=0.05, gap_s=0.005)
+
+
+def started(*arguments: str, key: str = "") -> subprocess.Popen[str]:
+    environment = os.environ | {"TRIPTYCH_API_KEY": key}
+    command = [sys.executable, "-m", "loadtest", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def command(*arguments: str, key: str = "") -> tuple[int, str, str]:
+    """Exit code, standard output and error."""
+    process = started(*arguments, key=key)
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def last(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
+    return command("run", "--url", url, "--out", str(out), "--max-lag", "2000", "--output-tokens", "8", *more, key=key)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "--target", "x"], "argument --target: invalid choice"),
+        (["run", "--url", "localhost:1"], "--url: found 'localhost:1', expected http://HOST:PORT"),
+        (["run", "--rate", "-1"], "--rate: found '-1', expected a number above 0"),
+        (["run", "--rate", "nan"], "--rate: found 'nan', expected a number above 0"),
+        (["run", "--prompt-tokens", "uniform:9-1"], "--prompt-tokens: found 'uniform:9-1'"),
+        (["run", "--arrivals", "poisson"], "--rate: found none"),
+        (["run", "--arrivals", "closed", "--rate", "3"], "expected --concurrency"),
+        (["run", "--stages", "3"], "--stages: found '3', expected RATE@SECONDS"),
+        (["run", "--cancel", "0.7", "--retry", "0.7"], "found 1.4 together"),
+        (["run", "--extra", "3"], "--extra: found '3', expected a JSON object"),
+        (["run", "--slo", "fast"], "--slo: found 'fast'"),
+        (["run", "--workload", "replay", "--file", "none.jsonl"], "none.jsonl"),
+        (["run", "--workload", "embedding"], "--workload: found embedding"),
+        (["run", "--warmup", "60"], "--warmup: found 60, expected less"),
+        (["sweep", "--points", "1,x"], "--points: found '1,x', expected numbers"),
+        (["compare", "a.json", "b.json"], "a.json: expected a run.json"),
+        (["report", "README.md"], "README.md: expected a run or sweep.json"),
+        (["runs"], "invalid choice: 'runs'"),
+    ],
+)
+def test_usage_errors_are_one_line(arguments: list[str], said: str) -> None:
+    code, out, err = command(*arguments)
+    assert code == 2
+    assert out == ""
+    assert said in err
+    assert err.startswith("loadtest: ")
+    assert err.count("\n") == 1
+
+
+def test_no_server_is_no_usage_error(tmp_path: Path) -> None:
+    code, out, err = run("http://127.0.0.1:9", tmp_path, "--requests", "1")
+    assert (code, out) == (1, "")
+    assert err == "loadtest: http://127.0.0.1:9 does not answer (ConnectError); is it running?\n"
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    with serving(FAST) as server:
+        code, out, err = run(server.url, tmp_path, "--rate", "20", "--requests", "20", "--seed", "5", key="secret-key")
+    assert code == 0, err
+    document = last(out)
+    assert (document["schema"], document["kind"], document["counts"]["ok"]) == (1, "run", 20)
+    assert document["settings"]["seed"] == 5
+    assert "first token" in out and "output tokens/s" in out
+    assert "\x1b" not in out + err
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "requests.csv", "report.html"}
+    assert len((tmp_path / "requests.csv").read_text().splitlines()) == 21
+    stored = json.loads((tmp_path / "run.json").read_text())
+    assert len(stored["columns"]["gaps_ms"]) == 20
+    assert {name: stored[name] for name in document} == document
+    assert [one.headers["authorization"] for one in server.seen] == ["Bearer secret-key"] * 21
+    assert "secret-key" not in out + err + "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+def test_an_slo_decides_the_exit_code(tmp_path: Path) -> None:
+    with serving(FAST) as server:
+        kept = run(server.url, tmp_path, "--requests", "8", "--slo", "e2e_p50<5s,error_rate<0.1%")
+        missed = run(server.url, tmp_path, "--requests", "8", "--slo", "ttft_p50<40ms")
+    assert kept[0] == 0, kept
+    assert "met    e2e_p50<5s" in kept[1]
+    assert missed[0] == 1
+    assert "missed ttft_p50<40ms" in missed[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(FAST) as server:
+        process = started("run", "--url", server.url, "--out", str(tmp_path), "--rate", "20", "--duration", "60")
+        end = time.monotonic() + 60
+        while len(server.seen) < 30:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    document = last(out)
+    assert document["interrupted"]
+    assert document["counts"]["ok"] >= 5
+    assert document["window_s"][1] < 30
+    assert (tmp_path / "report.html").exists()
+    assert "Traceback" not in err
+
+
+def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
+    results = []
+    for name, script in (("quick", Script(0.2, 0.02)), ("slow", Script(0.8, 0.02))):
+        with serving(script) as server:
+            code, _, err = run(server.url, tmp_path / name, "--requests", "24")
+            assert code == 0, err
+        results.append(str(tmp_path / name / "run.json"))
+    quick, slow = results
+    pairs = ((quick, quick), (quick, slow), (slow, quick))
+    same, worse, better = (command("compare", *pair, "--tolerance", "0.5") for pair in pairs)
+    assert [code for code, _, _ in (same, worse, better)] == [0, 1, 0]
+    assert {row["verdict"] for row in last(same[1])["rows"]} == {"same"}
+    first = {row["name"]: row for row in last(worse[1])["rows"]}["ttft_p50 ms"]
+    assert 2 < first["ci95"][0] <= first["ratio"] <= first["ci95"][1] < 4.5
+    assert first["verdict"] == "worse"
+    assert "request_throughput /s" in last(worse[1])["regressions"]
+    code, _, err = command("compare", quick, str(tmp_path / "quick" / "report.html"))
+    assert code == 2 and "expected a run.json" in err
+
+
+def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
+    """Eight places of 0.1 s each are 80 requests a second; waiting for a place comes on top of the 0.1 s."""
+    script = Script(first_s=0.1, capacity=8)
+    flags = ["--max-lag", "2000", "--output-tokens", "1", "--duration", "2", "--arrivals", "constant", "--points", "40,160"]
+    with serving(script) as server:
+        slo = ("--slo", "ttft_p90<400ms,error_rate<1%", "--bisect", "1")
+        code, out, err = command("sweep", "--url", server.url, "--out", str(tmp_path), *flags, *slo)
+    assert code == 0, err
+    document = last(out)
+    assert document["saturation_seen"]
+    assert 40 <= document["knee"] <= 84
+    assert 40 <= document["slo_load"] <= 90
+    assert document["capacity_per_s"] == pytest.approx(80, rel=0.15)
+    assert len(document["points"]) == 3
+    assert "columns" not in document["points"][0]["run"]
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "report.html"}
+    again = command("report", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "again.html"))
+    assert again[0] == 0
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "report.html").read_text()
+
+
+def test_help_shows_defaults() -> None:
+    code, out, _ = command("run", "--help")
+    assert code == 0
+    assert "(default: http://127.0.0.1:8000)" in " ".join(out.split())
+    assert "--burstiness" in out
+
+
+def test_the_page_takes_no_text_for_markup(tmp_path: Path) -> None:
+    with serving(FAST) as server:
+        run(server.url, tmp_path, "--requests", "1", "--model", "</script><b>x")
+    page = (tmp_path / "report.html").read_text()
+    assert "</script><b>" not in page
+    assert "\\u003c/script>\\u003cb>x" in page or '"model":"m"' in page
+    assert "http://" not in page.replace(server.url, "").replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page

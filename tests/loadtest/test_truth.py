@@ -1,0 +1,174 @@
+"""What is measured against what a server truly did, by its own clock."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+import pytest
+
+from loadtest.records import Outcome
+from loadtest.run import Measured
+from tests.loadtest.scripted import Script, ScriptedServer, Seen, serving
+from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, constant, measured
+
+EXACT = 0.02
+STALLED = Script(stall=(0.8, 1.8))
+
+
+def close(found: float, truth: float) -> bool:
+    return abs(found - truth) <= EXACT * truth
+
+
+def gaps(seen: Seen) -> list[float]:
+    return [after - before for before, after in pairwise(seen.sends)]
+
+
+def check_times(run: Measured, server: ScriptedServer) -> None:
+    latency = run.document["latency_ms"]
+    load = server.load
+    assert len(run.records) == len(load) == run.document["counts"]["ok"]
+    first = statistics.median(one.sends[0] - one.received for one in load)
+    assert close(latency["ttft"]["p50"] - latency["lag"]["p50"], 1e3 * first)
+    between = [gap for one in load for gap in gaps(one)]
+    assert latency["itl"]["n"] == len(between)
+    assert close(latency["itl"]["mean"], 1e3 * statistics.fmean(between))
+    assert close(latency["tpot"]["p50"], 1e3 * statistics.median(statistics.fmean(gaps(one)) for one in load))
+    assert close(latency["e2e"]["mean"], 1e3 * statistics.fmean(one.ended - one.received for one in load))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_latencies_are_those_of_the_server(workers: int) -> None:
+    with serving(Script(first_s=0.4, gap_s=0.05)) as server:
+        run = measured(server.url, requests=16, arrivals=constant(12), workers=workers)
+    check_times(run, server)
+    assert run.document["tokens"]["output"] == 16 * 10
+    assert run.document["tokens"]["prompt"] == 16 * 7
+    assert run.document["generator"]["workers"] == workers
+
+
+def test_throughput_is_that_of_the_server() -> None:
+    with serving(Script(first_s=0.2, gap_s=0.03)) as server:
+        run = measured(server.url, requests=40, arrivals=CLOSED)
+    spent = max(one.sends[-1] for one in server.load) - min(one.received for one in server.load)
+    assert close(run.document["throughput"]["output_throughput"]["value"], 400 / spent)
+    assert close(run.document["throughput"]["request_throughput"]["value"], 40 / spent)
+
+
+@pytest.mark.parametrize("clients", [Clients(), Clients(max_concurrency=1)], ids=["sent in time", "could not be sent"])
+def test_a_stall_shows_in_every_request_that_was_due_in_it(clients: Clients) -> None:
+    """Coordinated omission: with one connection only one request sees the stall, but twenty were due in it."""
+    with serving(STALLED) as server:
+        work = Workload(output_tokens="fixed:1")
+        run = measured(server.url, duration_s=2.5, arrivals=constant(20), workload=work, clients=clients)
+    stalled = [record for record in run.records if 0.95 <= record.scheduled <= 1.7]
+    assert len(stalled) >= 15
+    offset = statistics.median(record.scheduled + record.e2e for record in stalled)  # when the stall ended
+    for record in stalled:
+        assert record.e2e >= 0.9 * (offset - record.scheduled) - 0.05
+    latencies = sorted(record.e2e for record in run.records)
+    assert latencies[int(0.9 * len(latencies))] > 0.5
+
+
+def test_control_a_closed_loop_hides_the_stall() -> None:
+    """Why arrivals must be open: the same server looks fine to clients that wait."""
+    with serving(STALLED) as server:
+        work = Workload(output_tokens="fixed:1")
+        one = Arrivals(kind="closed", concurrency=1)
+        run = measured(server.url, duration_s=2.5, arrivals=one, workload=work)
+    assert run.document["latency_ms"]["e2e"]["p90"] < 100
+    assert run.document["latency_ms"]["e2e"]["max"] > 800
+
+
+def test_refusals_are_counted_with_their_times() -> None:
+    with serving(Script(first_s=0.2, capacity=1, queue=1)) as server:
+        work = Workload(output_tokens="fixed:1")
+        run = measured(server.url, requests=20, arrivals=constant(40), workload=work)
+    counts = run.document["counts"]
+    assert counts["rejected"] + counts["ok"] == 20
+    assert counts["rejected"] >= 10
+    (refused,) = run.document["rejections"]
+    assert (refused["status"], refused["count"]) == (429, counts["rejected"])
+    assert refused["after_ms"]["p50"] < 100
+    assert run.document["errors"] == [{"status": 429, "code": "scripted", "count": counts["rejected"]}]
+    assert run.document["shares"]["error_rate"] == counts["rejected"] / 20
+
+
+def test_a_client_that_honours_retry_after_comes_again() -> None:
+    with serving(Script(status=429)) as server:
+        run = measured(server.url, requests=2, arrivals=CLOSED, clients=Clients(retry=1.0, max_retries=1))
+    assert len(server.seen) == 1 + 2 * 2
+    for record in run.records:
+        assert record.attempts == 2
+        assert record.outcome is Outcome.REJECTED
+        assert record.e2e > 1.0  # the wait is its client's latency
+
+
+def test_clients_that_leave_waste_tokens() -> None:
+    with serving(Script(gap_s=0.02)) as server:
+        work = Workload(output_tokens="fixed:40")
+        run = measured(server.url, requests=12, arrivals=CLOSED, clients=Clients(cancel=1.0), workload=work)
+        cancelled = [record for record in run.records if record.outcome is Outcome.CANCELLED]
+        assert len(cancelled) >= 10  # one may draw the very end
+        seen = [len(record.token_times) for record in cancelled]
+        assert run.document["tokens"]["wasted"] == sum(seen)
+    assert all(len(one.sends) < 40 for one in server.load if one.broken)
+    assert any(one.broken for one in server.load)
+
+
+def test_slow_readers_do_not_count_in_latencies() -> None:
+    with serving(Script()) as server:
+        run = measured(server.url, requests=4, arrivals=CLOSED, clients=Clients(slow=1.0, slow_rate=50))
+    assert run.document["counts"]["ok"] == 4
+    assert all(record.e2e >= 0.2 for record in run.records)
+    assert "e2e" not in run.document["latency_ms"]
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (Script(error_after=3), "broken"),
+        (Script(cut_after=3, gap_s=0.01), "RemoteProtocolError"),
+        (Script(status=500), "scripted"),
+    ],
+)
+def test_failures_are_errors_by_name(script: Script, code: str) -> None:
+    with serving(script) as server:
+        run = measured(server.url, requests=3, arrivals=CLOSED)
+    assert run.document["counts"]["error"] == 3
+    assert [one["code"] for one in run.document["errors"]] == [code]
+    assert not run.document["valid"]
+
+
+def test_unstreamed_replies_have_no_first_token() -> None:
+    with serving(Script(first_s=1.0)) as server:
+        run = measured(server.url, requests=8, arrivals=CLOSED, clients=Clients(stream=False))
+    assert "ttft" not in run.document["latency_ms"]
+    truth = statistics.median(one.ended - one.received for one in server.seen[1:])
+    assert close(run.document["latency_ms"]["e2e"]["p50"] - run.document["latency_ms"]["lag"]["p50"], 1e3 * truth)
+
+
+def test_what_the_targets_send() -> None:
+    with serving(Script()) as server:
+        for target in ("openai-chat", "openai-completions"):
+            measured(server.url, requests=1, arrivals=CLOSED, target=target)
+        measured(server.url, requests=1, arrivals=CLOSED, target="openai-embeddings", workload=Workload(texts="3"))
+    chat, text, vectors = (server.seen[at] for at in (1, 3, 5))
+    assert chat.path == "/v1/chat/completions"
+    assert chat.body["messages"][0]["role"] == "user"
+    assert chat.body["stream_options"] == {"include_usage": True}
+    assert text.path == "/v1/completions"
+    assert text.body["prompt"].startswith("The ")
+    assert vectors.path == "/v1/embeddings"
+    assert len(vectors.body["input"]) == 3
+
+
+def test_a_conversation_carries_what_was_said() -> None:
+    with serving(Script()) as server:
+        work = Workload(kind="conversation", turns="fixed:3", think_s=0.01, output_tokens="2", prompt_tokens="4")
+        run = measured(server.url, requests=1, arrivals=CLOSED, target="openai-chat", workload=work)
+    turns = [one.body["messages"] for one in server.seen[1:]]
+    assert [len(messages) for messages in turns] == [1, 3, 5]
+    assert turns[2][:3] == turns[1]
+    assert turns[1][1] == {"role": "assistant", "content": "é0 é1 "}
+    assert [record.turn for record in run.records] == [0, 1, 2]
