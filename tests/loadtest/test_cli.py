@@ -143,7 +143,7 @@ def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
     first = {row["name"]: row for row in last(worse[1])["rows"]}["ttft_p50 ms"]
     assert 2 < first["ci95"][0] <= first["ratio"] <= first["ci95"][1] < 4.5
     assert first["verdict"] == "worse"
-    assert "request_throughput /s" in last(worse[1])["regressions"]
+    assert "e2e_p50 ms" in last(worse[1])["regressions"]
     code, _, err = command("compare", quick, str(tmp_path / "quick" / "report.html"))
     assert code == 2 and "expected a run.json" in err
 
@@ -151,7 +151,18 @@ def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
 def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
     """Eight places of 0.1 s each are 80 requests a second; waiting for a place comes on top of the 0.1 s."""
     script = Script(first_s=0.1, capacity=8)
-    flags = ["--max-lag", "2000", "--output-tokens", "1", "--duration", "2", "--arrivals", "constant", "--points", "40,160"]
+    flags = [
+        "--max-lag",
+        "2000",
+        "--output-tokens",
+        "1",
+        "--duration",
+        "2",
+        "--arrivals",
+        "constant",
+        "--points",
+        "40,160",
+    ]
     with serving(script) as server:
         slo = ("--slo", "ttft_p90<400ms,error_rate<1%", "--bisect", "1")
         code, out, err = command("sweep", "--url", server.url, "--out", str(tmp_path), *flags, *slo)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from loadtest import slo, stats
+from loadtest import compare, crosscheck, slo, stats
 from loadtest.errors import UsageError
 from loadtest.prometheus import Scrape
 from loadtest.records import Outcome, Record
@@ -121,3 +123,57 @@ def test_metrics_are_read_by_model_and_since() -> None:
     assert after.value("waiting") == 3
     assert after.value("running") is None
     assert before.histogram("ttft", before) is None
+
+
+def run_document(per_second: list[float], error_rate: float, **settings: object) -> dict[str, Any]:
+    """As much of a run as a comparison reads; nothing was answered with a latency."""
+    names = ("ttft_ms", "gaps_ms", "tpot_ms", "e2e_ms", "outcome", "slow", "scheduled_s")
+    seconds = float(len(per_second))
+    asked = dict.fromkeys(("target", "model", "workload", "arrivals", "clients", "seed"), 0)
+    return {
+        "commit": "c",
+        "columns": {name: [] for name in names},
+        "settings": {**asked, "warmup_s": 0.0, **settings},
+        "machine": {"processor": "p"},
+        "window_s": [0.0, seconds],
+        "series": dict.fromkeys(("requests", "output_tokens", "good"), per_second),
+        "throughput": {
+            name: {"value": sum(per_second) / seconds}
+            for name in ("request_throughput", "output_throughput", "goodput")
+        },
+        "shares": {"error_rate": error_rate},
+        "counts": {"counted": 1000},
+        "doubts": [],
+    }
+
+
+def test_a_comparison_of_rates_and_errors() -> None:
+    steady, halved = [10.0, 11.0, 9.0, 10.0] * 5, [5.0, 5.5, 4.5, 5.0] * 5
+    found = compare.compare(run_document(steady, 0.0), run_document(halved, 0.2, seed=1), 0.05)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["request_throughput /s"]["ratio"] == 0.5
+    assert 0.45 < rows["request_throughput /s"]["ci95"][0] < 0.5 < rows["request_throughput /s"]["ci95"][1] < 0.55
+    assert rows["answered share"]["ratio"] == pytest.approx(0.8)
+    assert len(found["regressions"]) == 4
+    assert found["warnings"] == ["the runs differ in seed: 0 and 1"]
+    back = compare.compare(run_document(halved, 0.2), run_document(steady, 0.0), 0.05)
+    assert back["regressions"] == []
+    assert {row["verdict"] for row in back["rows"]} == {"better"}
+
+
+@pytest.mark.parametrize(("server_sum", "tokens", "agree"), [(1.0, 30, True), (2.0, 30, False), (1.0, 31, False)])
+def test_a_cross_check_sees_what_differs(server_sum: float, tokens: int, agree: bool) -> None:
+    text = """# TYPE triptych_rejections_total counter
+triptych_generation_tokens_total{model="m"} %d
+triptych_e2e_request_latency_seconds_count{model="m"} %d
+triptych_e2e_request_latency_seconds_sum{model="m"} %f
+triptych_e2e_request_latency_seconds_bucket{model="m",le="0.25"} 0
+triptych_e2e_request_latency_seconds_bucket{model="m",le="+Inf"} %d
+"""
+    before, after = Scrape(text % (0, 0, 0, 0), 0, "m"), Scrape(text % (tokens, 2, server_sum, 2), 1, "m")
+    records = [record(has_usage=True, completion_tokens=15) for _ in range(2)]
+    rows = crosscheck.compare(records, before, after)
+    assert {row["name"] for row in rows} == {
+        *("refusals", "output tokens", "end to end, mean", "end to end, p50", "end to end, p99")
+    }
+    assert all(row["agrees"] for row in rows) is agree
