@@ -7,12 +7,13 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-slow check format bench pretrained lock clean
+.PHONY: help install serve test test-slow check format bench load pretrained lock clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
 	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff mend what it can"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
+	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
 	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
 
 install: .venv/.service
@@ -52,6 +53,10 @@ format: .venv/.dev
 
 bench: .venv/.service
 	$(BIN)/python -m loadtest offline $(ARGS)
+
+load: ARGS = run --model code
+load: .venv/.service
+	$(BIN)/python -m loadtest $(ARGS)
 
 pretrained: .venv/.dev
 	$(BIN)/python -m model.pretrained $(ARGS)

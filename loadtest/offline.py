@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def _generate_rows(name: str, llm: LLM, runs: int, rng: random.Random) -> list[R
     rows = []
     for batch in BATCHES:
         prompts = [_ids(llm, rng, SHORTEST_PROMPT, LONGEST_PROMPT) for _ in range(batch)]
-        seconds = _median(lambda prompts=prompts: llm.generate(prompts, params), runs)
+        seconds = _median(partial(llm.generate, prompts, params), runs)
         workload = f"{batch} at once, {OUTPUT_TOKENS} tokens out"
         rows.append(Row(name, workload, batch * OUTPUT_TOKENS / seconds, "tokens/s", seconds))
     return rows

@@ -1,9 +1,9 @@
 """The load is raised until the server saturates; then the highest load that keeps the SLO is searched by bisection.
 
-A point is saturated when the server no longer keeps up: it answers less than `KEPT_UP` of what was offered in the
-same time, or refuses more than `REFUSED`. Of a closed loop, where nothing can be offered in excess, it is one whose
-throughput is less than `GAIN` above that of half as many clients (scaled to the step). The knee is the highest load
-that is not saturated. Without an SLO, "met" means not saturated.
+A point is saturated when the server no longer keeps up: over the window its backlog grows by more than `GROWTH` of
+what was offered (and by more than chance moves it), or more than `FAILED` are refused or fail. Of a closed loop, where
+nothing can be offered in excess, it is one whose throughput is less than `GAIN` above that of half as many clients
+(scaled to the step). The knee is the highest load that is not saturated. Without an SLO, "met" means not saturated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from loadtest import output
 from loadtest.errors import UsageError
 from loadtest.progress import Progress
@@ -21,8 +23,8 @@ from loadtest.run import SCHEMA, Subject, measure
 from loadtest.settings import Settings
 from loadtest.slo import Limit
 
-KEPT_UP = 0.95
-REFUSED = 0.01
+GROWTH = 0.05
+FAILED = 0.01
 GAIN = 0.1  # for a doubling
 CLOSE = 1.03  # loads nearer than this are one
 
@@ -96,10 +98,14 @@ class Sweep:
                 loads.append(2 * load)
 
     def _between(self) -> float | None:
-        """A load between the highest that is met and the lowest above it that is not; None: they are close."""
+        """A load between the highest that is met and the lowest above it that is not; None: they are close.
+
+        Where none is met, half of the lowest.
+        """
         low = max((point.load for point in self._points if point.met), default=None)
-        if low is None:
-            return None
+        if low is None:  # began too high
+            below = min(point.load for point in self._points) / 2
+            return below if self._plan.over == "rate" else float(int(below)) or None
         high = min((point.load for point in self._points if point.load > low), default=None)
         if high is None or high / low < CLOSE:
             return None
@@ -122,10 +128,10 @@ class Sweep:
 
     def _is_saturated(self, load: float, run: Json) -> bool:
         done = run["throughput"]["request_throughput"]["value"] or 0.0
-        if (run["shares"]["rejection_rate"] or 0.0) > REFUSED:
+        if (run["shares"]["error_rate"] or 0.0) > FAILED or not done:
             return True
         if self._plan.over == "rate":
-            return bool(done < KEPT_UP * (run["offered_per_s"] or math.inf))
+            return backlog_grows(run)
         below = max((point for point in self._points if point.load < load), key=lambda one: one.load, default=None)
         if below is None:
             return False
@@ -150,6 +156,19 @@ class Sweep:
             "points": [point.document() for point in points],
         }
         return document | {"findings": _findings(document)}
+
+
+def backlog_grows(run: Json) -> bool:
+    """More is under way at the window's end than at its beginning, beyond chance.
+
+    A steady backlog of N requests that come at random varies by about sqrt(N) at either end, so a difference of three
+    times sqrt(2 N) does not come about by itself.
+    """
+    due, ended = (np.array(run["columns"][name]) for name in ("scheduled_s", "ended_s"))
+    start, end = run["window_s"]
+    before, after = (int(((due <= at) & (ended > at)).sum()) for at in (start, end))
+    offered = (run["offered_per_s"] or 0.0) * (end - start)
+    return after - before > max(GROWTH * offered, 3 * math.sqrt(2 * after))
 
 
 def with_load(settings: Settings, over: str, load: float) -> Settings:

@@ -195,3 +195,12 @@ def test_the_page_takes_no_text_for_markup(tmp_path: Path) -> None:
     assert "\\u003c/script>\\u003cb>x" in page or '"model":"m"' in page
     assert "http://" not in page.replace(server.url, "").replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page
+
+
+def test_the_generator_needs_neither_torch_nor_the_service() -> None:
+    code = (
+        "import sys, loadtest.cli, loadtest.run, loadtest.sweep, loadtest.worker, loadtest.output, loadtest.compare; "
+    )
+    code += "print(*sorted({'torch', 'ray', 'model', 'service', 'fastapi'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
