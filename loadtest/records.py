@@ -72,7 +72,7 @@ class Record:
         """The server's count; of a request without usage, what was seen."""
         if self.has_usage:
             return self.completion_tokens
-        return sum(self.token_counts) or len(self.token_times)
+        return max(sum(self.token_counts), len(self.token_times))
 
     @property
     def tpot(self) -> float | None:
@@ -85,7 +85,7 @@ class Record:
     def gaps(self) -> list[float]:
         """Seconds between tokens; an event that says it holds several shares its gap among them."""
         pairs = zip(self.token_times, self.token_times[1:], strict=False)
-        if not self.token_counts:
+        if len(self.token_counts) != len(self.token_times):  # not every event told
             return [after - before for before, after in pairs]
         counts = self.token_counts[1:]
         return [(b - a) / n for (a, b), n in zip(pairs, counts, strict=True) for _ in range(n) if n]

@@ -78,12 +78,11 @@ class Sweep:
 
     def run(self) -> Json:
         """Rise, then bisect; ends early when interrupted."""
-        self._rise()
-        for _ in range(self._plan.bisections):
-            load = self._between()
-            if load is None or self._interrupted:
-                break
-            self._measure(load)
+        try:
+            self._rise()
+            self._bisect()
+        except KeyboardInterrupt:  # between two points
+            self._interrupted = True
         return self._document()
 
     def _rise(self) -> None:
@@ -96,6 +95,13 @@ class Sweep:
                 return
             if not loads and 2 * load <= self._plan.most:
                 loads.append(2 * load)
+
+    def _bisect(self) -> None:
+        for _ in range(self._plan.bisections):
+            load = self._between()
+            if load is None or self._interrupted:
+                return
+            self._measure(load)
 
     def _between(self) -> float | None:
         """A load between the highest that is met and the lowest above it that is not; None: they are close.
@@ -161,14 +167,14 @@ class Sweep:
 def backlog_grows(run: Json) -> bool:
     """More is under way at the window's end than at its beginning, beyond chance.
 
-    A steady backlog of N requests that come at random varies by about sqrt(N) at either end, so a difference of three
-    times sqrt(2 N) does not come about by itself.
+    A steady backlog of N requests that come at random varies by about sqrt(N) at either end, so a difference of twice
+    sqrt(2 N) seldom comes about by itself.
     """
     due, ended = (np.array(run["columns"][name]) for name in ("scheduled_s", "ended_s"))
     start, end = run["window_s"]
     before, after = (int(((due <= at) & (ended > at)).sum()) for at in (start, end))
     offered = (run["offered_per_s"] or 0.0) * (end - start)
-    return after - before > max(GROWTH * offered, 3 * math.sqrt(2 * after))
+    return after - before > max(GROWTH * offered, 2 * math.sqrt(2 * after))
 
 
 def with_load(settings: Settings, over: str, load: float) -> Settings:

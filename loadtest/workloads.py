@@ -20,6 +20,7 @@ from loadtest.settings import Settings
 from loadtest.settings import Workload as WorkloadSettings
 from loadtest.texts import Vocabulary
 
+ROOM = 0.95  # of the context for conversations: a reply may be more tokens when it is read again
 HABITS = ("cancel", "slow", "retry")
 
 
@@ -72,6 +73,7 @@ class Source:
     def _conversation(self, rng: random.Random, count: int) -> tuple[Turn, ...]:
         """As many of `count` turns as the context holds."""
         workload, room = self._settings.workload, self._settings.max_model_len or 10**9
+        room = int(ROOM * room) if count > 1 else room
         turns: list[Turn] = []
         for number in range(count):
             prefix = self._prefix(rng) if not turns else None

@@ -16,6 +16,7 @@ import tokenizers
 from loadtest import arrivals, lengths, texts
 from loadtest.errors import UsageError
 from loadtest.settings import Arrivals, Clients, Settings, Workload
+from loadtest.sweep import backlog_grows
 from loadtest.workloads import Item, Source, read_replay
 from model.pretrained import embedded_models
 
@@ -175,3 +176,21 @@ def test_replay(tmp_path: Path) -> None:
 def test_a_wrong_replay_is_named_by_line(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(UsageError, match=f"trace.jsonl:2: .*{said}"):
         read_replay(replay(tmp_path, {"prompt": "x"}, line))
+
+
+def swept(latency_s: float, growing: float, rate: float = 20.0) -> dict[str, object]:
+    """A run of 30 s at `rate` whose latency grows by `growing` seconds each second."""
+    due = np.random.default_rng(3).uniform(0, 30, int(30 * rate))
+    due.sort()
+    ended = due + latency_s + growing * due
+    columns = {"scheduled_s": due.tolist(), "ended_s": ended.tolist()}
+    return {"columns": columns, "window_s": [5.0, 30.0], "offered_per_s": rate}
+
+
+@pytest.mark.parametrize("latency_s", [0.1, 4.0])
+@pytest.mark.parametrize(
+    ("growing", "rate", "grows"),
+    [(0.0, 2.0, False), (0.0, 20.0, False), (0.0, 200.0, False), (0.5, 20.0, True), (0.5, 200.0, True)],
+)
+def test_saturation_is_a_growing_backlog(latency_s: float, growing: float, rate: float, grows: bool) -> None:
+    assert backlog_grows(swept(latency_s, growing, rate)) is grows
