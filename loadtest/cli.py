@@ -163,7 +163,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     show.sweep(document, console)
     output.write_sweep(document, folder)
     output.print_end(sweep.without_columns(document), folder, console)
-    return 130 if document["interrupted"] else 1 if limits and document["slo_load"] is None else 0
+    return 130 if document["interrupted"] else 0 if not limits or sweep.keeps_slo(document) else 1
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -183,6 +183,12 @@ def with_load(settings: Settings, over: str, load: float) -> Settings:
     return dataclasses.replace(settings, arrivals=dataclasses.replace(settings.arrivals, **change))
 
 
+def keeps_slo(document: Json) -> bool:
+    """Some load keeps the SLO, by a point that can be believed."""
+    kept = document["slo_load"]
+    return any(point["load"] == kept and point["run"]["valid"] for point in document["points"])
+
+
 def without_columns(document: Json) -> Json:
     """For the one JSON line: the points' figures without the requests that they are made of."""
     bulky = ("columns", "series", "gauges", "server", "crosscheck")
@@ -208,6 +214,10 @@ def _findings(document: Json) -> list[str]:
         kept = document["slo_load"]
         text = f"highest load that keeps {','.join(document['slo'])}: "
         lines.append(text + (f"{kept:g} {unit}" if kept is not None else "none of those measured"))
+    if doubted := sum(not point["run"]["valid"] for point in document["points"]):
+        lines.append(
+            f"INVALID: {doubted} of {len(document['points'])} points are doubtful, see each of them in the report"
+        )
     if document["interrupted"]:
         lines.append("interrupted: not all points were measured")
     return lines
