@@ -28,6 +28,7 @@ class RequestContext:
     tokens_out: int = 0
     accepted: bool = False  # the engine took it; until then it can only be rejected
     rejection: str = ""  # why it was refused
+    outcome: str = ""  # how it ended, once accepted
     status: int = 0  # of the reply; 0: none was begun
     started: float = field(default_factory=time.monotonic)
 

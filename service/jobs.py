@@ -136,6 +136,7 @@ class Jobs:
     def _close(self, job: Job) -> None:
         self._running.pop(job, None)
         if job.context.accepted and job.outcome is not None:
+            job.context.outcome = job.outcome.value
             self._metrics.ended(job.context, job.outcome, job.timings(), job.has_output)
         if not self._running:
             self._idle.set()

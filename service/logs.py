@@ -46,11 +46,12 @@ def access(context: RequestContext, method: str, path: str) -> None:
         "model": context.model,
         "tokens_in": context.tokens_in,
         "tokens_out": context.tokens_out,
+        "outcome": context.outcome or context.rejection,
     }
     level = logging.DEBUG if path in _QUIET and context.status < 400 else logging.INFO
     text = "{method} {path} {status} {ms} ms".format(**fields)
     if context.model:
-        text += " {model} {tokens_in} in {tokens_out} out".format(**fields)
+        text += " {model} {tokens_in} in {tokens_out} out {outcome}".format(**fields)
     _access.log(level, "%s", text, extra={"fields": fields})
 
 

@@ -97,7 +97,8 @@ class Engine:
         """Compute one step; the outputs of all sequences it moved or ended."""
         outputs = self._expire(time.monotonic()) + self._prepared()
         began = time.monotonic()
-        scheduled = self.scheduler.schedule(self.pacing.prompt_limit() if self.pacing is not None else None)
+        limit = self.pacing.prompt_limit(len(self.scheduler.waiting)) if self.pacing is not None else None
+        scheduled = self.scheduler.schedule(limit)
         if not scheduled.scheduled:
             return outputs, None
         for step in scheduled.scheduled:

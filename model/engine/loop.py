@@ -42,11 +42,12 @@ class EngineLoop:
     def _serve(self) -> None:
         while True:
             commands = self.channel.receive(self._patience)
-            if commands is not None and commands.close:
-                return
             events = Events()
-            if commands is not None:
+            while commands is not None:  # all that has come: no request and no abort waits for more than a step
+                if commands.close:
+                    return
                 self._apply(commands, events)
+                commands = self.channel.receive(0)
             self._step(events)
             events.stats = [self._stats(model) for model in self.models.values()]
             if not self._has_work:

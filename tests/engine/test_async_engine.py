@@ -176,6 +176,25 @@ async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait() -> None:
 
 
 @async_test
+async def test_whatever_has_been_sent_is_taken_before_the_next_step(brake: Brake) -> None:
+    brake.seconds = 0.1
+    async with served(LLAMA, max_num_seqs=4, max_queued_requests=100) as engine:
+        streams = []
+        for at in range(40):
+            streams.append(engine.submit([endless(f"r{at}")]))
+            await asyncio.sleep(0.001)  # a frame of its own
+        stats = engine.stats
+        await until(lambda: stats()[LLAMA].running + stats()[LLAMA].waiting == 40, 2.0)
+        for at in range(40):
+            engine.cancel(f"r{at}")
+            await asyncio.sleep(0.001)
+        await until(lambda: idle(engine), 1.0)
+        assert {reason for one in streams for reason in ends_of(await collect(one)).values()} == {
+            FinishReason.CANCELLED
+        }
+
+
+@async_test
 async def test_the_queue_is_bounded_by_requests(brake: Brake) -> None:
     brake.seconds = 0.02
     async with served(LLAMA, max_num_seqs=2, max_queued_requests=1) as engine:

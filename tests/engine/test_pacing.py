@@ -13,7 +13,7 @@ class Fixed(Pacing):
         super().__init__()
         self.limit = limit
 
-    def prompt_limit(self) -> int:
+    def prompt_limit(self, num_waiting: int) -> int:
         return self.limit
 
 
@@ -24,7 +24,7 @@ def paced(limit: int, **settings: int) -> Harness:
 
 
 def test_nothing_is_held_back_before_anything_is_known() -> None:
-    assert Pacing().prompt_limit() is None
+    assert Pacing().prompt_limit(0) is None
 
 
 def test_the_limit_lets_a_step_last_so_many_times_a_decode() -> None:
@@ -32,7 +32,7 @@ def test_the_limit_lets_a_step_last_so_many_times_a_decode() -> None:
     for _ in range(60):
         pacing.observe(0.010, 8, 0)
         pacing.observe(0.010 + 100 * 0.0002, 8, 100)
-    limit = pacing.prompt_limit()
+    limit = pacing.prompt_limit(0)
     assert limit is not None
     assert 0.010 + limit * 0.0002 == pytest.approx(STRETCH * 0.010, rel=0.05)
 
@@ -44,15 +44,48 @@ def test_the_limit_follows_what_steps_cost() -> None:
         for _ in range(60):
             pacing.observe(seconds, 8, 0)
             pacing.observe(seconds + 0.02, 8, 100)
-        limits.append(pacing.prompt_limit())
+        limits.append(pacing.prompt_limit(0))
     assert limits[1] == pytest.approx(10 * limits[0], rel=0.1)  # type: ignore[operator]
+
+
+def test_a_queue_lets_steps_last_longer_up_to_a_bound() -> None:
+    pacing = Pacing()
+    for _ in range(60):
+        pacing.observe(0.010, 8, 0)
+        pacing.observe(0.010 + 100 * 0.0002, 8, 100)
+    limits = [pacing.prompt_limit(waiting) for waiting in (0, 8, 24, 1000)]
+    assert limits == pytest.approx([50, 100, 200, 350], rel=0.05)
+
+
+def test_under_lasting_load_the_cost_of_decoding_is_measured_again() -> None:
+    pacing = Pacing()
+    for _ in range(50):
+        pacing.observe(0.003, 1, 0)  # one stream
+    measured = 0
+    for _ in range(400):  # then thirty, with a prompt in every step that takes one
+        limit = pacing.prompt_limit(0)
+        tokens = 100 if limit is None else limit
+        measured += tokens == 0
+        pacing.observe(0.010 + tokens * 1e-4, 30, tokens)
+    assert pacing.prompt_limit(0) == pytest.approx(100, rel=0.05)
+    assert 10 <= measured <= 13
+
+
+def test_a_step_that_measures_has_decodes_only() -> None:
+    harness = paced(0)
+    for name in ("a", "b"):
+        harness.add(name, 3, max_tokens=30)
+    harness.step()
+    harness.add("long", 50, max_tokens=2)
+    harness.step()
+    assert [s.num_tokens for s in harness.runner.steps[-1].scheduled] == [1, 1]
 
 
 def test_a_prompt_gets_on_whatever_it_costs() -> None:
     pacing = Pacing()
     pacing.observe(0.001, 1, 0)
     pacing.observe(10.0, 1, 100)
-    assert pacing.prompt_limit() == 16
+    assert pacing.prompt_limit(0) == 16
 
 
 def test_beside_decodes_prompts_take_no_more_than_the_limit() -> None:
