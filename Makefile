@@ -4,16 +4,22 @@ TORCH := torch==2.13.0
 # Wheel index for PyTorch alone; empty: the package index that pip is set to.
 TORCH_INDEX ?=
 ARGS ?=
+IMAGE ?= triptych
+IMAGE_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-slow check format bench load pretrained lock clean
+.PHONY: help install serve test test-slow check format bench load pretrained lock wheels image image-test compose-test \
+        monitoring audit clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
 	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff mend what it can"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
+	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
+	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
+	@echo "make audit       ask a vulnerability service about the lock"
 	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
 
 install: .venv/.service
@@ -69,6 +75,32 @@ lock:
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
 	build/lock/bin/pip install '.[service,dev]'
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
+
+# What an image is built from, by the package index that pip is set to here: the build itself needs none.
+wheels: build/wheels/.done
+
+build/wheels/.done: requirements.lock
+	rm -rf build/wheels && mkdir -p build/wheels
+	$(PYTHON) -m pip download --quiet --no-deps --dest build/wheels $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PYTHON) -m pip download --quiet --no-deps --dest build/wheels -r requirements.lock
+	touch $@
+
+image: wheels
+	docker build --build-arg PIP_NO_INDEX=1 $(IMAGE_ARGS) -t $(IMAGE) .
+
+image-test: .venv/.dev wheels
+	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_image.py $(ARGS)
+
+compose-test: .venv/.dev wheels
+	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_compose_up.py $(ARGS)
+
+monitoring: .venv/.dev
+	$(BIN)/python -m deploy.monitoring
+
+audit: .venv/.service
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet pip-audit
+	build/audit/bin/pip-audit --no-deps --disable-pip -r requirements.lock $(ARGS)
 
 clean:
 	rm -rf .venv build out *.egg-info

@@ -1,0 +1,42 @@
+# triptych, with its embedded models: `docker build -t triptych .`, `docker run --rm -p 127.0.0.1:8000:8000 triptych`.
+# Either builder of Docker will do. BASE_IMAGE is a Debian with Python 3.11 or newer; name it by digest for a build that can be
+# repeated. Wheels in build/wheels (`make wheels`) are taken before those of an index, so a build can do without a network.
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/src/build/wheels
+RUN python3 -m venv /opt/triptych
+ENV PATH=/opt/triptych/bin:${PATH}
+WORKDIR /src
+COPY requirements.lock pyproject.toml build/wheel[s] build/wheels/
+
+# A CPU needs PyTorch alone. Its CUDA build brings the GPU libraries that it pins.
+ARG DEVICE=cpu
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=
+ARG PIP_NO_INDEX=
+RUN case "${DEVICE}" in cpu) deps=--no-deps ;; cuda) deps= ;; *) echo "DEVICE is cpu or cuda"; exit 2 ;; esac \
+ && pip install ${deps} ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "${TORCH}"
+RUN pip install --no-deps -r build/wheels/requirements.lock \
+ && { python -c 'import torch' || { echo "this index has no CPU build of ${TORCH}: name one with TORCH_INDEX"; exit 1; }; }
+
+COPY pyproject.toml README.md ./
+COPY model model
+COPY service service
+COPY loadtest loadtest
+COPY deploy/image deploy/image
+RUN pip install --no-deps --no-build-isolation . \
+ && python deploy/image/slim.py && python deploy/image/sbom.py /opt/triptych/sbom.cdx.json
+
+FROM ${BASE_IMAGE}
+COPY --from=build /opt/triptych /opt/triptych
+# All that is written goes below /tmp: with a read-only root, mount a tmpfs there.
+ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    TRIPTYCH_HOST=0.0.0.0 TRIPTYCH_PORT=8000 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-c", \
+    "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ['TRIPTYCH_PORT'] + '/readyz', timeout=4)"]
+ENTRYPOINT ["triptych"]
+CMD ["serve"]

@@ -1,0 +1,60 @@
+"""Write the software bill of materials of the environment that runs this, as CycloneDX 1.6 JSON.
+
+It lists what is installed, not what was asked for: every Python distribution and every Debian package of the system
+below. The format is a list of names and versions: a generator with a dozen requirements of its own would be the larger
+risk.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+DPKG_STATUS = Path("/var/lib/dpkg/status")
+Component = dict[str, Any]
+
+
+def python_components() -> Iterator[Component]:
+    for one in metadata.distributions():
+        name, version = one.metadata["Name"], one.version
+        # Names are normalised as https://packaging.python.org/en/latest/specifications/name-normalization/ says.
+        purl = f"pkg:pypi/{name.lower().replace('_', '-').replace('.', '-')}@{quote(version)}"
+        component = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+        expression = one.metadata.get("License-Expression")
+        yield component | ({"licenses": [{"expression": expression}]} if expression else {})
+
+
+def debian_components(status: Path = DPKG_STATUS) -> Iterator[Component]:
+    """The packages of a dpkg status file; none where there is no such file."""
+    if not status.exists():
+        return
+    for paragraph in status.read_text(encoding="utf-8").split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
+        if fields.get("Status", "").endswith(" installed"):
+            name, version = fields["Package"], fields["Version"]
+            purl = f"pkg:deb/debian/{quote(name)}@{quote(version)}?arch={fields['Architecture']}"
+            yield {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+
+
+def bill() -> dict[str, Any]:
+    """The document; the same environment gives the same one."""
+    components = {one["bom-ref"]: one for one in (*python_components(), *debian_components())}
+    application = next(one for one in components.values() if one["name"] == "triptych")
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": application | {"type": "application"}},
+        "components": sorted(
+            (one for one in components.values() if one is not application), key=lambda one: str(one["bom-ref"])
+        ),
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(bill(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,52 @@
+"""Delete from the environment that runs this what serving never opens: other people's tests, C++ headers, static
+libraries, other languages' parts, and pip itself. `tests/deploy/test_image.py` serves from what is left.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNUSED = (
+    "pip",
+    "pip-*.dist-info",
+    "torch/include",  # headers for extensions: there is no compiler here
+    "torch/share",
+    "torch/test",
+    "torch/bin/*[!r]",  # all but torch_shm_manager
+    "torch/lib/*_test.so",
+    "ray/jars",  # Java
+    "ray/cpp",
+    "ray/rllib",
+    "virtualenv/seed/wheels/embed/*.whl",  # pip and setuptools for new environments
+    "**/*.a",
+    "**/*.js.map",
+)
+_TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus", "rich", "smart_open")
+
+
+def unused(packages: Path) -> Iterator[Path]:
+    """What to delete below the folder of installed packages."""
+    for pattern in _UNUSED:
+        yield from packages.glob(pattern)
+    for name in _TESTS:
+        yield from (path for path in (packages / name).rglob("tests") if path.is_dir())
+
+
+def slim(packages: Path) -> int:
+    """Delete it; how many bytes that were."""
+    freed = 0
+    for path in list(unused(packages)):
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        freed += sum(file.lstat().st_size for file in files)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # one inside another is already gone
+        else:
+            path.unlink(missing_ok=True)
+    return freed
+
+
+if __name__ == "__main__":
+    print(f"slim: {slim(Path(sysconfig.get_path('purelib'))) / 1e6:.0f} MB less")

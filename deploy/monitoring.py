@@ -1,0 +1,290 @@
+"""What is made from one source: the Grafana dashboard, from the panels below, and the PrometheusRule, from rules.yaml.
+
+`make monitoring` writes both; a test holds what is committed to it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parent
+RULES = DEPLOY / "prometheus" / "rules.yaml"
+DASHBOARD = DEPLOY / "grafana" / "dashboards" / "triptych.json"
+PROMETHEUS_RULE = DEPLOY / "kubernetes" / "overlays" / "monitoring" / "prometheusrule.yaml"
+
+_COLUMNS = 24
+_MODEL = 'model=~"$model"'
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: `queries` are (legend, PromQL); `bound` draws a line where it starts to be bad."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    help: str = ""
+    kind: str = "timeseries"
+    stacked: bool = False
+    width: int = 8
+    height: int = 7
+    bound: float | None = None
+
+
+def rate(metric: str, by: str = "model", where: str = _MODEL) -> str:
+    return f"sum by ({by}) (rate(triptych_{metric}{{{where}}}[$__rate_interval]))"
+
+
+def quantile(q: float, histogram: str, by: str = "model") -> str:
+    """Over all instances: buckets are added up before."""
+    return f"histogram_quantile({q}, {rate(histogram + '_bucket', f'le, {by}')})"
+
+
+def percentiles(histogram: str, *quantiles: float) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{{{{model}}}} p{q * 100:g}", quantile(q, histogram)) for q in quantiles)
+
+
+def mean(histogram: str) -> str:
+    return f"{rate(histogram + '_sum')} / {rate(histogram + '_count')}"
+
+
+def now(gauge: str, how: str = "sum") -> str:
+    return f"{how} by (model) (triptych_{gauge}{{{_MODEL}}})"
+
+
+PANELS = (
+    # One line of numbers: is it well?
+    Panel(
+        "Targets up", "short", (("", 'sum(up{job="triptych"})'),), "What Prometheus reaches.", "stat", width=4, height=4
+    ),
+    Panel(
+        "Requests", "reqps", (("", "sum(rate(triptych_requests_received_total[5m]))"),), "", "stat", width=4, height=4
+    ),
+    Panel(
+        "Failed by our fault",
+        "percentunit",
+        (("", "triptych:errors:ratio_rate5m"),),
+        "Objective: 0.1 %",
+        "stat",
+        width=4,
+        height=4,
+        bound=0.001,
+    ),
+    Panel(
+        "First tokens over 1 s",
+        "percentunit",
+        (("", "triptych:slow_first_tokens:ratio_rate5m"),),
+        "Objective: 1 %",
+        "stat",
+        width=4,
+        height=4,
+        bound=0.01,
+    ),
+    Panel(
+        "Tokens over 100 ms",
+        "percentunit",
+        (("", "triptych:slow_tokens:ratio_rate5m"),),
+        "Objective: 1 %",
+        "stat",
+        width=4,
+        height=4,
+        bound=0.01,
+    ),
+    Panel(
+        "Alerts",
+        "short",
+        (("", 'count(ALERTS{alertname=~"Triptych.+", alertstate="firing"}) or vector(0)'),),
+        "",
+        "stat",
+        width=4,
+        height=4,
+        bound=1,
+    ),
+    # What is asked, and how it ends
+    Panel(
+        "Requests by outcome",
+        "reqps",
+        (("{{outcome}}", rate("requests_total", "outcome")),),
+        "Accepted requests that ended.",
+        stacked=True,
+    ),
+    Panel(
+        "Refused by reason",
+        "reqps",
+        (("{{reason}}", rate("rejections_total", "reason", 'model=~"$model|"')),),
+        "queue_requests and queue_tokens: more load than capacity. Without a model: refused before it was known.",
+        stacked=True,
+    ),
+    Panel(
+        "Tokens",
+        "short",
+        (
+            ("{{model}} in", rate("prompt_tokens_total")),
+            ("{{model}} out", rate("generation_tokens_total")),
+        ),
+        "Tokens a second.",
+    ),
+    # How long it takes
+    Panel("First token", "s", percentiles("time_to_first_token_seconds", 0.5, 0.95, 0.99), "From arrival.", bound=1),
+    Panel("Between tokens", "s", percentiles("inter_token_latency_seconds", 0.5, 0.95, 0.99), bound=0.1),
+    Panel("End to end", "s", percentiles("e2e_request_latency_seconds", 0.5, 0.95)),
+    # Where it waits
+    Panel(
+        "Waiting and running",
+        "short",
+        (("{{model}} waiting", now("requests_waiting")), ("{{model}} running", now("requests_running"))),
+    ),
+    Panel("Time in the queue", "s", percentiles("request_queue_time_seconds", 0.5, 0.95)),
+    Panel(
+        "KV cache",
+        "percentunit",
+        (
+            ("{{model}} in use", now("kv_cache_usage_ratio", "max")),
+            ("{{model}} prefix hits", f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}"),
+        ),
+        "Blocks in use on the fullest instance; share of prompt tokens that were found computed.",
+        bound=0.9,
+    ),
+    # What the engines do
+    Panel(
+        "Batch",
+        "short",
+        (("{{model}} sequences", mean("batch_sequences")), ("{{model}} tokens", mean("batch_tokens"))),
+        "Mean of a generation step.",
+    ),
+    Panel(
+        "Step",
+        "s",
+        tuple(
+            (f"{{{{model}}}} {{{{kind}}}} p{q * 100:g}", quantile(q, "step_seconds", "model, kind"))
+            for q in (0.5, 0.95)
+        ),
+    ),
+    Panel(
+        "Encode throughput",
+        "short",
+        (
+            ("{{model}} tokens/s", rate("encode_batch_tokens_sum")),
+            ("{{model}} tokens a step", mean("encode_batch_tokens")),
+        ),
+    ),
+    # How much is left
+    Panel(
+        "Saturation",
+        "percentunit",
+        (("{{instance}}", rate("step_seconds_sum", "instance")),),
+        "Share of the time in which an instance's step loop computes; 1 is all there is.",
+        bound=0.9,
+    ),
+    Panel(
+        "Preemptions",
+        "short",
+        (("{{model}}", rate("preemptions_total")),),
+        "Sequences put back for want of KV blocks, a second.",
+    ),
+    Panel(
+        "Replicas",
+        "short",
+        (("{{model}} {{version}}", f"sum by (model, version) (triptych_build_info{{{_MODEL}}})"),),
+        "By version: a rollout crosses over here.",
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    """Grafana's model of it; the same panels give the same JSON."""
+    return {
+        "uid": "triptych",
+        "title": "triptych",
+        "schemaVersion": 39,
+        "editable": False,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "tags": ["triptych"],
+        "templating": {"list": [_datasource_variable(), _model_variable()]},
+        "panels": [_panel(number, panel, at) for number, (panel, at) in enumerate(_places(), start=1)],
+    }
+
+
+def prometheus_rule() -> dict[str, Any]:
+    """The rules as the Prometheus operator's resource."""
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "triptych"},
+        "spec": yaml.safe_load(RULES.read_text(encoding="utf-8")),
+    }
+
+
+def rendered() -> dict[Path, str]:
+    """What `make monitoring` writes."""
+    rule = yaml.safe_dump(prometheus_rule(), sort_keys=False, width=120)
+    head = "# Made of deploy/prometheus/rules.yaml by `make monitoring`.\n"
+    return {DASHBOARD: json.dumps(dashboard(), indent=1) + "\n", PROMETHEUS_RULE: head + rule}
+
+
+def _places() -> list[tuple[Panel, dict[str, int]]]:
+    """Panels from left to right, a new row where one is full."""
+    places, x, y = [], 0, 0
+    for panel in PANELS:
+        if x + panel.width > _COLUMNS:
+            x, y = 0, y + places[-1][0].height
+        places.append((panel, {"x": x, "y": y, "w": panel.width, "h": panel.height}))
+        x += panel.width
+    return places
+
+
+def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
+    steps = [{"color": "green", "value": None}]
+    if panel.bound is not None:
+        steps.append({"color": "red", "value": panel.bound})
+    custom = {
+        "fillOpacity": 20 if panel.stacked else 0,
+        "stacking": {"mode": "normal" if panel.stacked else "none"},
+        "thresholdsStyle": {"mode": "off" if panel.bound is None else "line"},
+    }
+    defaults = {"unit": panel.unit, "min": 0, "thresholds": {"mode": "absolute", "steps": steps}}
+    return {
+        "id": number,
+        "title": panel.title,
+        "description": panel.help,
+        "type": panel.kind,
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "gridPos": at,
+        "fieldConfig": {
+            "defaults": defaults | ({"custom": custom} if panel.kind == "timeseries" else {}),
+            "overrides": [],
+        },
+        "targets": [
+            {"refId": chr(ord("A") + index), "expr": query, "legendFormat": legend}
+            for index, (legend, query) in enumerate(panel.queries)
+        ],
+    }
+
+
+def _datasource_variable() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus"}
+
+
+def _model_variable() -> dict[str, Any]:
+    return {
+        "name": "model",
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": "label_values(triptych_build_info, model)", "refId": "model"},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+if __name__ == "__main__":
+    for path, text in rendered().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

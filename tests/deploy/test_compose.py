@@ -1,0 +1,74 @@
+"""compose.yaml as text: what holds for every service in it. `test_compose_up.py` starts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from service.config import ServiceSettings
+from service.options import OPTIONS
+from tests.deploy.docker import ROOT
+
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+KEYS = yaml.safe_load((ROOT / "deploy/compose.keys.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVING = ("triptych", "triptych-gpu")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_locked_down(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] and service["pids_limit"]
+    assert "privileged" not in service and "network_mode" not in service
+    assert "healthcheck" in service or name in SERVING  # theirs is the image's
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_published_on_loopback_alone(name: str) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_image_is_pinned(name: str) -> None:
+    default = SERVICES[name]["image"].partition(":-")[2].rstrip("}")
+    assert default.startswith("triptych:") or not default.endswith(("latest", ":")), default
+
+
+def test_what_depends_on_the_service_waits_until_it_is_healthy() -> None:
+    for name in ("prometheus", "loadtest"):
+        assert SERVICES[name]["depends_on"]["triptych"] == {"condition": "service_healthy"}
+    assert SERVICES["grafana"]["depends_on"]["prometheus"] == {"condition": "service_healthy"}
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_it_has_time_to_drain(name: str) -> None:
+    service = SERVICES[name]
+    settings = ServiceSettings(drain_timeout_s=float(service["environment"]["TRIPTYCH_DRAIN_TIMEOUT"]))
+    grace = float(service["stop_grace_period"].rstrip("s"))
+    assert grace > settings.drain_timeout_s + settings.limits.stream_stall_s + 15
+
+
+def test_profiles_are_what_the_readme_says() -> None:
+    profiles = {name: service.get("profiles", []) for name, service in SERVICES.items()}
+    assert profiles["triptych"] == []
+    assert {p for found in profiles.values() for p in found} == {"gpu", "monitoring", "loadtest"}
+    assert (ROOT / "deploy/.env").read_text() == "COMPOSE_PROFILES=monitoring\n"
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_it_is_told_nothing_that_it_does_not_know(name: str) -> None:
+    known = {option.variable for option in OPTIONS}
+    assert set(SERVICES[name]["environment"]) <= known
+    assert set(KEYS["services"][name]["environment"]) == {"TRIPTYCH_API_KEY_FILE"}
+
+
+def test_keys_are_secrets_and_in_no_variable() -> None:
+    assert KEYS["services"]["triptych"]["secrets"] == ["api_keys"]
+    assert SERVICES["prometheus"]["secrets"] == ["metrics_key"]
+    assert set(KEYS["secrets"]) == {"api_keys", "metrics_key"}
+    assert not any("TRIPTYCH_API_KEYS" in service.get("environment", {}) for service in SERVICES.values())

@@ -1,0 +1,127 @@
+"""The container image, built and run: what is in it, who it runs as, and that it serves from a root it cannot write."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.deploy.docker import ROOT, Container, build, container, docker, inspect, need_engine
+from tests.service.processes import eventually
+from tests.service.test_runtimes import post, read_all
+
+pytestmark = [pytest.mark.slow, pytest.mark.docker]
+
+IMAGE = "triptych:test"
+MOST_BYTES = 1_500_000_000
+LOCKED_DOWN = (
+    *("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges"),
+    *("--memory=4g", "--pids-limit=1024"),
+)
+LONG = {"model": "code", "prompt": ["def add("] * 24, "max_tokens": 800, "stream": True, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    need_engine()
+    build(IMAGE)
+    return IMAGE
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def service(request: pytest.FixtureRequest, image: str) -> Iterator[Container]:
+    with container(image, "serve", "--runtime", request.param, options=LOCKED_DOWN) as started:
+        yield started
+
+
+@pytest.fixture
+def own_service(request: pytest.FixtureRequest, image: str) -> Iterator[Container]:
+    """One that the test may end."""
+    with container(image, "serve", "--runtime", request.param, options=LOCKED_DOWN) as started:
+        yield started
+
+
+def inside(image: str, command: str) -> str:
+    """What a shell in the image prints, as root: it must be able to see everything."""
+    return docker("run", "--rm", "--network=none", "--user=0", "--entrypoint=sh", image, "-c", command).stdout
+
+
+def test_it_starts_as_a_number_that_is_not_root(image: str) -> None:
+    config = inspect(image)["Config"]
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", config["User"])
+    assert config["Entrypoint"] == ["triptych"]
+    assert "/readyz" in " ".join(config["Healthcheck"]["Test"])
+
+
+def test_it_is_small(image: str) -> None:
+    kilobytes = int(inside(image, "du -skx /").split()[0])
+    print(f"unpacked: {kilobytes * 1024 / 1e9:.2f} GB")
+    assert kilobytes * 1024 <= MOST_BYTES
+
+
+def test_it_holds_no_compiler_no_cache_and_no_installer(image: str) -> None:
+    assert inside(image, "for t in cc gcc g++ c++ clang ld as make; do command -v $t; done; true") == ""
+    assert inside(image, "find /root /home /tmp /var/cache/apt -type f -size +64k") == ""
+    assert inside(image, "ls /opt/triptych/lib/python3*/site-packages | grep -x -e pip -e tests; true") == ""
+    assert inside(image, "find /opt -name '*.whl' -o -name '*.h' -o -name '*.a'") == ""
+
+
+def test_its_bill_of_materials_is_the_lock(image: str) -> None:
+    bill = json.loads(inside(image, "cat /opt/triptych/sbom.cdx.json"))
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "triptych")
+    listed = {(one["name"].lower().replace("_", "-"), one["version"]) for one in bill["components"]}
+    pins = (line.split("==") for line in (ROOT / "requirements.lock").read_text().split())
+    assert {(name.lower().replace("_", "-"), version) for name, version in pins} <= listed
+    assert any(name == "torch" for name, _ in listed)
+    assert any(one["purl"].startswith("pkg:deb/") for one in bill["components"])
+
+
+def test_all_three_forms_answer(service: Container) -> None:
+    def generate(**body: object) -> httpx.Response:
+        return httpx.post(f"{service.url}/generate", json=body, timeout=60)
+
+    reply = generate(model="normalize", prompt="the third of march twenty twenty four")
+    assert reply.json()["choices"][0]["text"] == "2024-03-03"
+    assert generate(model="code", prompt="import os\n", max_tokens=8).json()["usage"]["completion_tokens"] == 8
+    reply = httpx.post(f"{service.url}/encode", json={"model": "embed", "input": ["a cat"]}, timeout=60)
+    assert len(reply.json()["data"][0]["embedding"]) == 384
+
+
+def test_it_cannot_write_its_root_and_becomes_healthy(service: Container) -> None:
+    assert service.execute("touch", "/opt/triptych/x", check=False).returncode != 0
+    assert service.execute("id", "-u").stdout.strip() == "10001"
+    eventually(lambda: service.state()["Health"]["Status"] == "healthy", 60)
+
+
+@pytest.mark.parametrize("own_service", ["local", "ray"], indirect=True)
+def test_sigterm_drains(own_service: Container) -> None:
+    """What streams ends, what is new is refused, and the exit code is the signal's: 128 + 15."""
+    connection = post(own_service.url, "/generate", LONG)
+    url = own_service.url
+    eventually(lambda: running(url) > 0, 10)
+    docker("kill", "--signal=TERM", own_service.name)
+    eventually(lambda: httpx.get(f"{url}/readyz").status_code == 503, 5)
+    refused = httpx.post(f"{url}/generate", json={"model": "code", "prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in refused.headers
+    streamed = read_all(connection)
+    assert b'"finish_reason":"length"' in streamed
+    assert b"data: [DONE]" in streamed
+    assert own_service.wait() == 143, own_service.logs
+
+
+def test_any_other_user_may_run_it(image: str) -> None:
+    """Some clusters choose the user."""
+    options = (*LOCKED_DOWN, "--user=54321:54321")
+    with container(image, "serve", "--runtime", "local", options=options) as started:
+        assert started.execute("id", "-u").stdout.strip() == "54321"
+        docker("stop", "--time=60", started.name)
+        assert started.wait() == 143
+
+
+def running(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("triptych_requests_running{"))

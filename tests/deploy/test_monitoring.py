@@ -1,0 +1,103 @@
+"""The dashboard and the rules: made from their source, understood by Prometheus, and about metrics that exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import httpx
+import pytest
+import yaml
+
+from deploy.monitoring import PROMETHEUS_RULE, RULES, rendered
+from tests.deploy.docker import ROOT
+from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules
+from tests.service.processes import running
+
+QUERIES = {**dashboard_queries(), **{rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}}
+ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+
+
+def promtool(*arguments: str) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run(["promtool", *arguments], cwd=RULES.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def scraped() -> set[str]:
+    """The names in a scrape of a service that has seen each kind of request."""
+    with running(["--runtime", "local"]) as service:
+        for path, body in (
+            ("/generate", {"model": "code", "prompt": "import os", "max_tokens": 4}),
+            ("/encode", {"model": "embed", "input": "a cat"}),
+            ("/generate", {"model": "code", "prompt": "x", "max_tokens": -1}),
+        ):
+            httpx.post(service.url + path, json=body, timeout=60)
+        text = httpx.get(f"{service.url}/metrics").text
+    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+
+
+@pytest.mark.parametrize("path", list(rendered()), ids=lambda path: path.name)
+def test_what_is_committed_is_what_is_made(path: object) -> None:
+    assert rendered()[path].split() == path.read_text().split(), "run `make monitoring`"  # type: ignore[index,attr-defined]
+
+
+def test_the_cluster_has_the_rules_of_compose() -> None:
+    assert yaml.safe_load(PROMETHEUS_RULE.read_text())["spec"] == yaml.safe_load(RULES.read_text())
+    config = yaml.safe_load((RULES.parent / "prometheus.yml").read_text())
+    assert config["rule_files"] == [RULES.name]
+
+
+def test_promtool_accepts_the_rules_and_the_configuration() -> None:
+    promtool("check", "rules", "rules.yaml")
+    promtool("check", "config", "--syntax-only", "prometheus.yml")
+
+
+def test_each_alert_fires_on_what_it_is_for() -> None:
+    promtool("test", "rules", "rules_test.yaml")
+    tested = yaml.safe_load((RULES.parent / "rules_test.yaml").read_text())["tests"]
+    fired = {one["alertname"] for test in tested for one in test["alert_rule_test"] if one.get("exp_alerts")}
+    quiet = {one["alertname"] for one in tested[0]["alert_rule_test"] if not one.get("exp_alerts")}
+    assert quiet == set(ALERTS)
+    assert set(ALERTS) - fired == {
+        "TriptychErrorBudgetSlow",
+        "TriptychFirstTokenBudgetSlow",
+        "TriptychInterTokenBudgetFast",
+    }
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_query_names_metrics_of_the_service(name: str, scraped: set[str]) -> None:
+    assert metrics_in(QUERIES[name]) <= scraped
+
+
+def test_a_query_names_rules_that_exist() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    named = {one for query in QUERIES.values() for one in re.findall(r"triptych:\w+:\w+", query)}
+    assert named <= recorded
+
+
+def test_control_a_metric_that_does_not_exist_is_seen(scraped: set[str]) -> None:
+    assert metrics_in('rate(triptych_tokens_total{model="a"}[5m])') - scraped == {"triptych_tokens_total"}
+
+
+def test_each_alert_is_explained() -> None:
+    explained = (ROOT / "docs" / "operations.md").read_text()
+    assert [name for name in ALERTS if f"`{name}`" not in explained and f"{name[:-4]}Fast" not in explained] == []
+
+
+def test_the_dashboard_fits_its_columns_and_its_provisioning() -> None:
+    panels = [panel["gridPos"] for panel in dashboard()["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in panels)
+    cells = [(x, y) for p in panels for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(cells) == len(set(cells))
+    grafana = ROOT / "deploy" / "grafana"
+    (source,) = yaml.safe_load((grafana / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((grafana / "provisioning/dashboards/triptych.yaml").read_text())["providers"]
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+    assert source["type"] == dashboard()["panels"][0]["datasource"]["type"]
+    assert source["url"] == "http://prometheus:9090"
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in compose["grafana"]["volumes"]
