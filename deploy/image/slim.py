@@ -22,6 +22,7 @@ _UNUSED = (
     "ray/rllib",
     "virtualenv/seed/wheels/embed/*.whl",  # pip and setuptools for new environments
     "**/*.a",
+    "**/*.h",
     "**/*.js.map",
 )
 _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus", "rich", "smart_open")
