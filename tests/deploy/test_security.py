@@ -1,0 +1,84 @@
+"""SECURITY.md says what is: its endpoints are the application's routes, its limits the service's."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from service.config import Limits
+from service.middleware import OPEN_PATHS
+from tests.deploy.docker import ROOT
+from tests.service.support import App, make_app
+
+TEXT = (ROOT / "SECURITY.md").read_text()
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, without its head."""
+    section = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def routes(app: App) -> dict[str, set[str]]:
+    """Path -> methods, of every route there is."""
+    found: dict[str, set[str]] = {}
+    pending: list[Any] = list(app.app.routes)
+    while pending:
+        route = pending.pop()
+        pending.extend(getattr(getattr(route, "original_router", None), "routes", None) or [])
+        if hasattr(route, "path"):
+            found.setdefault(route.path, set()).update(route.methods)
+    return found
+
+
+def test_every_route_is_in_the_table() -> None:
+    told = {path.strip("`"): set(methods.split(", ")) for path, methods, *_ in table("Who may call what")}
+    assert told == routes(make_app())
+
+
+def test_the_open_routes_are_the_ones_without_a_key() -> None:
+    assert {path.strip("`") for path, _, key, _ in table("Who may call what") if key == "no"} == OPEN_PATHS
+
+
+def test_every_limit_is_in_the_table_with_its_default() -> None:
+    told = {name.strip("`"): float(default) for name, default, _ in table("Limits")}
+    assert told == asdict(Limits())
+
+
+@pytest.mark.parametrize(
+    ("package", "floor"),
+    [("starlette", "1.0.1"), ("h11", "0.16"), ("jinja2", "3.1.6"), ("aiohttp", "3.14.4"), ("ray", "2.60.0")],
+)
+def test_the_lock_is_above_versions_with_known_holes(package: str, floor: str) -> None:
+    locked = dict(line.lower().split("==") for line in (ROOT / "requirements.lock").read_text().split())
+    assert version(locked[package]) >= version(floor)
+
+
+def test_the_image_has_the_torch_of_the_makefile() -> None:
+    pin = re.search(r"^TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pin is not None
+    assert f"ARG TORCH={pin[1]}\n" in (ROOT / "Dockerfile").read_text()
+    assert version(pin[1].partition("==")[2]) >= version("2.10")
+
+
+def test_the_dockerfile_ends_as_a_user_and_listens_to_signals() -> None:
+    last = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", last, re.MULTILINE)
+    assert 'ENTRYPOINT ["triptych"]' in last
+    assert "RUN " not in last  # nothing is installed, downloaded or left behind there
+
+
+def test_the_manifests_have_the_version_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for overlay in ("cpu", "kuberay", "loadtest"):
+        text = (ROOT / "deploy/kubernetes/overlays" / overlay / "kustomization.yaml").read_text()
+        assert f"newTag: {project['version']}}}" in text
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
