@@ -1,14 +1,14 @@
 # triptych, with its embedded models: `docker build -t triptych .`, `docker run --rm -p 127.0.0.1:8000:8000 triptych`.
 # Either builder of Docker will do. BASE_IMAGE is a Debian with Python 3.11 or newer; name it by digest for a build that can be
-# repeated. Wheels in build/wheels (`make wheels`) are taken before those of an index, so a build can do without a network.
+# repeated. The wheels that `make wheels` fetches into wheels/ count beside the index, so a build can do without a network.
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS build
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/src/build/wheels
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/src/wheels
 RUN python3 -m venv /opt/triptych
 ENV PATH=/opt/triptych/bin:${PATH}
 WORKDIR /src
-COPY requirements.lock pyproject.toml build/wheel[s] build/wheels/
+COPY requirements.lock wheel[s] wheels/
 
 # A CPU needs PyTorch alone. Its CUDA build brings the GPU libraries that it pins.
 ARG DEVICE=cpu
@@ -17,7 +17,7 @@ ARG TORCH_INDEX=
 ARG PIP_NO_INDEX=
 RUN case "${DEVICE}" in cpu) deps=--no-deps ;; cuda) deps= ;; *) echo "DEVICE is cpu or cuda"; exit 2 ;; esac \
  && pip install ${deps} ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "${TORCH}"
-RUN pip install --no-deps -r build/wheels/requirements.lock \
+RUN pip install --no-deps -r wheels/requirements.lock \
  && { python -c 'import torch' || { echo "this index has no CPU build of ${TORCH}: name one with TORCH_INDEX"; exit 1; }; }
 
 COPY pyproject.toml README.md ./

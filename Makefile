@@ -77,12 +77,12 @@ lock:
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
 
 # What an image is built from, by the package index that pip is set to here: the build itself needs none.
-wheels: build/wheels/.done
+wheels: wheels/.done
 
-build/wheels/.done: requirements.lock
-	rm -rf build/wheels && mkdir -p build/wheels
-	$(PYTHON) -m pip download --quiet --no-deps --dest build/wheels $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(PYTHON) -m pip download --quiet --no-deps --dest build/wheels -r requirements.lock
+wheels/.done: requirements.lock
+	rm -rf wheels && mkdir -p wheels
+	$(PYTHON) -m pip download --quiet --no-deps --dest wheels $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PYTHON) -m pip download --quiet --no-deps --dest wheels -r requirements.lock
 	touch $@
 
 image: wheels
@@ -103,4 +103,4 @@ audit: .venv/.service
 	build/audit/bin/pip-audit --no-deps --disable-pip -r requirements.lock $(ARGS)
 
 clean:
-	rm -rf .venv build out *.egg-info
+	rm -rf .venv build wheels out *.egg-info

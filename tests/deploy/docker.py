@@ -18,7 +18,7 @@ from tests.service.processes import eventually
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = os.environ.get("BASE_IMAGE", "python:3.11-slim")
-WHEELS = ROOT / "build" / "wheels"
+WHEELS = ROOT / "wheels"
 BUILD_SECONDS = 1800
 READY_SECONDS = 120
 
