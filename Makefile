@@ -100,7 +100,7 @@ monitoring: .venv/.dev
 audit: .venv/.service
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/pip install --quiet pip-audit
-	build/audit/bin/pip-audit --no-deps --disable-pip -r requirements.lock $(ARGS)
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.lock $(ARGS)
 
 clean:
 	rm -rf .venv build wheels out *.egg-info

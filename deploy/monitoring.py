@@ -230,7 +230,8 @@ def rendered() -> dict[Path, str]:
 
 def _places() -> list[tuple[Panel, dict[str, int]]]:
     """Panels from left to right, a new row where one is full."""
-    places, x, y = [], 0, 0
+    places: list[tuple[Panel, dict[str, int]]] = []
+    x = y = 0
     for panel in PANELS:
         if x + panel.width > _COLUMNS:
             x, y = 0, y + places[-1][0].height
@@ -240,7 +241,7 @@ def _places() -> list[tuple[Panel, dict[str, int]]]:
 
 
 def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
-    steps = [{"color": "green", "value": None}]
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
     if panel.bound is not None:
         steps.append({"color": "red", "value": panel.bound})
     custom = {

@@ -24,9 +24,10 @@ def python_components() -> Iterator[Component]:
         name, version = one.metadata["Name"], one.version
         # Names are normalised as https://packaging.python.org/en/latest/specifications/name-normalization/ says.
         purl = f"pkg:pypi/{name.lower().replace('_', '-').replace('.', '-')}@{quote(version)}"
-        component = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
-        expression = one.metadata.get("License-Expression")
-        yield component | ({"licenses": [{"expression": expression}]} if expression else {})
+        component: Component = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+        if "License-Expression" in one.metadata:
+            component["licenses"] = [{"expression": one.metadata["License-Expression"]}]
+        yield component
 
 
 def debian_components(status: Path = DPKG_STATUS) -> Iterator[Component]:
