@@ -89,7 +89,7 @@ image: wheels
 	docker build --build-arg PIP_NO_INDEX=1 $(IMAGE_ARGS) -t $(IMAGE) .
 
 image-test: .venv/.dev wheels
-	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_image.py $(ARGS)
+	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_image.py tests/deploy/test_ray_cluster.py $(ARGS)
 
 compose-test: .venv/.dev wheels
 	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_compose_up.py $(ARGS)
