@@ -177,9 +177,12 @@ PANELS = (
     Panel(
         "Saturation",
         "percentunit",
-        (("{{instance}}", rate("step_seconds_sum", "instance")),),
-        "Share of the time in which an instance's step loop computes; 1 is all there is.",
-        bound=0.9,
+        (
+            ("{{model}} asked", now("saturation_ratio", "max")),
+            ("{{instance}} computing", rate("step_seconds_sum", "instance")),
+        ),
+        "What runs and waits over what can run, on the fullest; the share of the time in which an instance computes.",
+        bound=1,
     ),
     Panel(
         "Preemptions",
@@ -187,12 +190,7 @@ PANELS = (
         (("{{model}}", rate("preemptions_total")),),
         "Sequences put back for want of KV blocks, a second.",
     ),
-    Panel(
-        "Replicas",
-        "short",
-        (("{{model}} {{version}}", f"sum by (model, version) (triptych_build_info{{{_MODEL}}})"),),
-        "By version: a rollout crosses over here.",
-    ),
+    Panel("Replicas", "short", (("{{model}}", now("replicas")),), "That serve the model, of all instances."),
 )
 
 

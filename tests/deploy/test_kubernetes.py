@@ -23,6 +23,7 @@ from service.config import ServiceSettings
 from service.middleware import OPEN_PATHS
 from service.options import OPTIONS
 from service.runtime import ServeConfig
+from service.scaling import Scaling
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, containers, pod_specs, render
 
@@ -168,10 +169,13 @@ def test_the_application_serves_on_a_ray_of_the_manifests_environment() -> None:
 
 
 def test_ray_runs_as_the_service_would_run_it() -> None:
-    """The same environment as `triptych serve --runtime ray` with Serve's own proxy; the token is the operator's."""
+    """As `triptych serve --runtime ray` would with Serve's own proxy. The token is the operator's, the log
+    the pod's, and a pod has one replica, whose figures need no shared folder.
+    """
     plain = ServeConfig((ModelSpec("m", "m"),), haproxy=False)
     ours = ray_environment.variables(plain, Path("/tmp/x"))
-    kept = {name: ours[name] for name in ours if name not in ("RAY_AUTH_TOKEN", "RAY_SERVE_LOG_TO_STDERR")}
+    others = {"RAY_AUTH_TOKEN", "RAY_SERVE_LOG_TO_STDERR", "PROMETHEUS_MULTIPROC_DIR"}
+    kept = {name: value for name, value in ours.items() if name not in others}
     assert rayservice()["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     for container in containers(rayservice()):
         assert {one["name"]: one["value"] for one in container["env"]} == kept
@@ -261,6 +265,7 @@ def test_everything_selects_the_pods_there_are() -> None:
     assert labels[monitor["jobLabel"]] == "triptych"  # the job that the rules name
     (scaled,) = OVERLAYS["autoscaling"]
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment("cpu")["metadata"]["name"]
+    assert float(scaled["spec"]["triggers"][0]["metadata"]["threshold"]) == Scaling().target
 
 
 def test_networks_are_closed_in_both_directions() -> None:
