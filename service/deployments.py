@@ -18,12 +18,13 @@ from contextlib import AbstractAsyncContextManager, contextmanager, redirect_std
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -182,36 +183,46 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     signals.take()
     try:
         with log_pipe.printing(folder / _LOG), _session(folder, signals):
-            applications = _deploy(config, folder)
-            models: dict[str, ModelInfo] = {}
-            for replicas in applications:
-                models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
-            on_ready(Ready(_url(config), _ingress(), models))
-            _serve_until_stopped(applications, config, signals)
+            try:
+                _deploy(config, folder)
+                models: dict[str, ModelInfo] = {}
+                for replicas in _handles(config):
+                    models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
+                on_ready(Ready(_url(config), _ingress(), models))
+                while True:
+                    signal.pause()
+            except SystemExit:  # even before we hear that replicas are ready: they answer earlier
+                signals.drained = _drain(config)
+                raise
     except SystemExit as stopped:
         return signals.exit_code(stopped)
 
 
-def _serve_until_stopped(applications: list[DeploymentHandle[Any]], config: ServeConfig, signals: _Signals) -> NoReturn:
+def _handles(config: ServeConfig) -> list[DeploymentHandle[Any]]:
+    """For questions to the replicas of each application; raises what Serve raises for one that does not run yet."""
+    handles = [serve.get_app_handle(one.name) for one in (config, *config.groups)]
+    for handle in handles:
+        if not handle.is_initialized:  # Serve keeps them
+            handle._init(_run_router_in_separate_loop=True)  # this process has no event loop for it
+    return handles
+
+
+def _drain(config: ServeConfig) -> bool:
+    """Let every replica drain; whether all did."""
+    logger.info("draining")
+    settings = config.settings
+    timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
     try:
-        while True:
-            signal.pause()
-    except SystemExit:
-        logger.info("draining")
-        settings = config.settings
-        timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
-        try:
-            for drained in [replicas.broadcast("drain") for replicas in applications]:
-                drained.results(timeout_s=timeout)
-            signals.drained = True
-        except (RayError, TimeoutError) as error:
-            logger.warning("a replica did not drain: %s", type(error).__name__)
-        raise
+        for drained in [replicas.broadcast("drain") for replicas in _handles(config)]:
+            drained.results(timeout_s=timeout)
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("a replica did not drain: %s", type(error).__name__)
+        return False
+    return True
 
 
-def _deploy(config: ServeConfig, folder: Path) -> list[DeploymentHandle[Any]]:
-    """Start Serve and the replicas of each application, and return handles for questions; raises what a replica's
-    loading raised."""
+def _deploy(config: ServeConfig, folder: Path) -> None:
+    """Start Serve and the replicas of each application; raises what a replica's loading raised."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     options = HTTPOptions(
         host=config.settings.host,
@@ -226,12 +237,9 @@ def _deploy(config: ServeConfig, folder: Path) -> list[DeploymentHandle[Any]]:
         for one in (config, *config.groups)
     ]
     try:
-        handles = serve.run_many(targets)
+        serve.run_many(targets)
     except RuntimeError as error:
         raise _cause(error) from None
-    for handle in handles:
-        handle._init(_run_router_in_separate_loop=True)  # this process has no event loop for it
-    return handles
 
 
 def _deployment(config: ServeConfig) -> serve.Deployment:

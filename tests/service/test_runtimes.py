@@ -338,3 +338,27 @@ def test_groups_of_models_answer_below_their_routes(models: list[str], tmp_path:
         service.signal(signal.SIGTERM)
         assert b'"finish_reason":"length"' in read_all(connection)
         assert service.wait() == 0, service.output
+
+
+@pytest.mark.slow
+def test_a_signal_between_ready_and_the_banner_drains_too(models: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    service = ServiceProcess([*models, *RUNTIMES["ray"], "--port", str(port)])
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            try:
+                return httpx.get(f"{url}/readyz").status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        eventually(ready, 60)
+        connection = post(url, "/generate", {**LONG, "max_tokens": 200, "stream": True})
+        service.signal(signal.SIGTERM)
+        assert b'"finish_reason":"length"' in read_all(connection)
+        assert service.wait() in (0, 128 + signal.SIGTERM), service.output
+    finally:
+        service.stop()
