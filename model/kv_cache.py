@@ -7,7 +7,7 @@ Who owns which block is `model.engine.block_manager`'s business; here are only t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,22 +18,32 @@ from model.config import StackConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages `[num_blocks, block_size, K, D]`."""
+    """One layer's pages `[num_blocks, block_size, K, D]`; of int8 with a scale for each token and head."""
 
     keys: Tensor
     values: Tensor
+    scales: tuple[Tensor, Tensor] | None = None  # of keys and values, [num_blocks, block_size, K] float32
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Put `key` and `value` `[T, K, D]` at `slots` `[T]`."""
-        self.keys.view(-1, *self.keys.shape[2:]).index_copy_(0, slots, key)
-        self.values.view(-1, *self.values.shape[2:]).index_copy_(0, slots, value)
+        for pages, rows, scales in zip(
+            (self.keys, self.values), (key, value), self.scales or (None, None), strict=True
+        ):
+            if scales is not None:
+                most = rows.float().abs().amax(dim=-1)  # [T, K]
+                scales.view(-1, scales.shape[-1]).index_copy_(0, slots, most / 127)
+                rows = (rows.float() * (127 / most.clamp(min=1e-30))[..., None]).round()
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
 
     def read(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, length, K, D]` of the sequences whose blocks are `block_tables` `[B, M]`."""
         block_size = self.keys.shape[1]
         blocks = block_tables[:, : -(-length // block_size)]
         shape = (blocks.shape[0], blocks.shape[1] * block_size, *self.keys.shape[2:])
-        return self.keys[blocks].view(shape)[:, :length], self.values[blocks].view(shape)[:, :length]
+        keys, values = self.keys[blocks], self.values[blocks]
+        if self.scales is not None:
+            keys, values = (x * s[blocks][..., None] for x, s in zip((keys, values), self.scales, strict=True))
+        return keys.view(shape)[:, :length], values.view(shape)[:, :length]
 
 
 class KVCache:
@@ -49,10 +59,18 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.layers = tuple(LayerCache(self.keys[i], self.values[i]) for i in range(stack.num_layers))
+        self._tensors = [self.keys, self.values]
+        scales: Sequence[tuple[Tensor, Tensor] | None] = [None] * stack.num_layers
+        if dtype is torch.int8:
+            key_scales, value_scales = (torch.zeros(shape[:-1], device=device) for _ in range(2))
+            self._tensors += [key_scales, value_scales]
+            scales = list(zip(key_scales, value_scales, strict=True))
+        self.layers = tuple(
+            LayerCache(keys, values, pair) for keys, values, pair in zip(self.keys, self.values, scales, strict=True)
+        )
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
         """Fill whole blocks (to -> from), all read before any is written."""
         target, source = torch.tensor(list(copies.items()), device=self.device).T
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
+        for tensor in self._tensors:
+            tensor[:, target] = tensor[:, source]

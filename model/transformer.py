@@ -23,6 +23,9 @@ from model.config import (
 )
 from model.kv_cache import KVCache, LayerCache
 from model.layers import ACTIVATIONS, MLP, CrossAttention, SelfAttention, build_norm
+from model.native.library import Kind, Library
+from model.native.linear import PackedLinear
+from model.native.stack import NativeStack
 from model.positions import BucketBias, LearnedPositions, RelativeBias, RotaryPositions, SinusoidalPositions, StepBias
 
 
@@ -118,6 +121,7 @@ class Stack(nn.Module):
             self.bias = _bucket_bias(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.distinct_layers))
         self.final_norm = build_norm(config.norm, config.hidden_size) if config.final_norm else nn.Identity()
+        self.native: NativeStack | None = None  # what runs the layers in C once their weights are packed
 
     def block(self, index: int) -> Block:
         """The block that layer `index` runs through; layers share blocks where `unique_layers` says so."""
@@ -143,7 +147,11 @@ class Stack(nn.Module):
         cross: CrossInput | None = None,
     ) -> Tensor:
         x = self.embed(tokens, inputs)
-        rotary = self.rotary(inputs.positions, x.dtype) if self.rotary is not None else None
+        native = self.native if self.native is not None and self.native.covers(cache, cross) else None
+        dtype = x.dtype if native is None else torch.float32
+        rotary = self.rotary(inputs.positions, dtype) if self.rotary is not None else None
+        if native is not None:
+            return native(x, inputs, cache, cross, rotary)
         bias = StepBias(self.bias) if self.bias is not None else None
         for index in range(self.config.num_layers):
             if index > 0 and self.positions is not None and self.config.position.every_layer:
@@ -175,10 +183,18 @@ class Head(nn.Module):
         self.scale = config.head.scale
         self.weight = None if config.head.tied else nn.Parameter(torch.empty(vocab, hidden_size))
         self.bias = nn.Parameter(torch.zeros(vocab)) if config.head.bias else None
+        self.packed: PackedLinear | None = None
+
+    def pack(self, library: Library, table: Tensor, kind: Kind | None) -> None:
+        """Compute in C from now on; a matrix of its own is given up, the tied table stays for the embeddings."""
+        self.packed = PackedLinear(library, table if self.weight is None else self.weight, self.bias, kind)
+        self.weight = None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         if self.scale != 1.0:
             hidden = hidden * self.scale
+        if self.packed is not None:
+            return self.packed(hidden)
         return nn.functional.linear(hidden, table if self.weight is None else self.weight, self.bias)
 
 
@@ -268,12 +284,13 @@ class Transformer(nn.Module):
     def pool(self, first: Tensor) -> Tensor:
         """The pooler's `tanh(W x + b)` of first tokens `[B, d]`."""
         assert self.pooler is not None
-        return torch.tanh(self.pooler(first))
+        return torch.tanh(self.pooler(first.to(self.dtype)))
 
     def classify(self, hidden: Tensor) -> Tensor:
         """Scores over the labels of one segment's hidden states `[L, d]`: `[1, labels]`, or `[L, labels]` of tokens."""
         assert self.classifier is not None and self.config.classifier is not None
         source = self.config.classifier.input
+        hidden = hidden.to(self.dtype)  # stacks in C give float32
         if source is ClassifierInput.EVERY:
             return self.classifier(hidden)
         vector = hidden[-1:] if source is ClassifierInput.LAST else hidden[:1]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ConfigError
-from model.engine.config import DTYPES, EngineConfig
+from model.engine.config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from service.config import Limits, ServiceSettings
 from service.scaling import Scaling
 
@@ -113,6 +113,30 @@ OPTIONS: tuple[Option, ...] = (
     Option("device", str, _ENGINE.device, "where the models run", "auto|cpu|cuda[:N]", per_model=True),
     Option(
         "dtype", one_of(*DTYPES), _ENGINE.dtype, "number format of weights and KV", "|".join(DTYPES), per_model=True
+    ),
+    Option(
+        "quantization",
+        one_of(*QUANTIZATIONS),
+        _ENGINE.quantization,
+        "number format of the matrices, on a CPU",
+        "|".join(QUANTIZATIONS),
+        per_model=True,
+    ),
+    Option(
+        "attention_backend",
+        one_of(*ATTENTION_BACKENDS),
+        _ENGINE.attention_backend,
+        "what computes attention",
+        "|".join(ATTENTION_BACKENDS),
+        per_model=True,
+    ),
+    Option(
+        "kv_cache_dtype",
+        one_of(*KV_CACHE_DTYPES),
+        _ENGINE.kv_cache_dtype,
+        "number format of KV, on a CPU",
+        "|".join(KV_CACHE_DTYPES),
+        per_model=True,
     ),
     Option("max_model_len", int, None, "tokens of prompt and output", shown="the checkpoint's", per_model=True),
     Option("max_num_seqs", int, _ENGINE.max_num_seqs, "sequences that run at once", per_model=True),

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from model.config import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
+KV_CACHE_DTYPES = ("auto", "int8")
+ATTENTION_BACKENDS = ("auto", "native", "sdpa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,9 @@ class EngineConfig:
 
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"
+    quantization: str = "none"  # of the stacks' matrices and the head
+    attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
     max_model_len: int | None = None  # tokens of prompt and output together; None: what the positions allow
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048  # per step: so many of decoders, and as many of new sources
@@ -26,8 +32,14 @@ class EngineConfig:
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("quantization", QUANTIZATIONS),
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, found {getattr(self, name)!r}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")

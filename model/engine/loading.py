@@ -25,6 +25,9 @@ from model.engine.scheduler import Scheduler
 from model.engine.stats import ModelInfo
 from model.kv_cache import KVCache
 from model.loader import load_model
+from model.native.library import Kind
+from model.native.linear import PackedLinear
+from model.native.stack import pack_model
 from model.token_bytes import TokenBytes, token_bytes
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -48,10 +51,14 @@ def load(spec: ModelSpec) -> LoadedModel:
     checkpoint = read_checkpoint(Path(spec.path))
     device = resolve_device(spec.engine.device)
     dtype = resolve_dtype(spec.engine.dtype, checkpoint, device)
-    selection = select_backend(device)
+    selection = select_backend(device, dtype, spec.engine.attention_backend)
+    _check_int8(spec.engine, selection)
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
     model = load_model(checkpoint, selection.backend, dtype, device)
+    parameters = sum(p.numel() for p in model.parameters())
+    if selection.library is not None:
+        pack_model(model, selection.library, Kind.INT8 if spec.engine.quantization == "int8" else None)
     encode = EncodeEngine(
         spec.name,
         model,
@@ -65,7 +72,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     generate = None
     if checkpoint.config.can_generate:
         generate = _generate_engine(spec, checkpoint, model, max_model_len, dtype, device)
-    info = _info(spec, checkpoint, model, selection, max_model_len, generate)
+    info = _info(spec, checkpoint, model, parameters, selection, max_model_len, generate)
     info.load_seconds = time.monotonic() - began
     return LoadedModel(info, encode, generate)
 
@@ -83,12 +90,19 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, where it is exact, and the checkpoint's own on a GPU."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint.dtype
+    """`auto` on a CPU is bfloat16 where that computes faster and float32 elsewhere, on a GPU the checkpoint's own."""
+    if name == "auto" and device.type == "cpu":
+        name = "bfloat16" if has_fast_bf16() else "float32"
+    elif name == "auto":
+        name = checkpoint.dtype
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is not served; served are {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies in bfloat16: AVX-512 BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def resolve_max_model_len(engine: EngineConfig, config: ModelConfig) -> int:
@@ -101,6 +115,31 @@ def resolve_max_model_len(engine: EngineConfig, config: ModelConfig) -> int:
     return engine.max_model_len
 
 
+def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
+    return torch.int8 if engine.kv_cache_dtype == "int8" else weights
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the decoder's self attention; int8 has a float for each head's scale."""
+    elements = config.kv_elements_per_token
+    scales = 0
+    if dtype is torch.int8 and config.decoder is not None:
+        scales = 4 * elements // config.decoder.attention.head_dim
+    return elements * dtype.itemsize + scales
+
+
+def weight_bytes(model: Transformer) -> int:
+    """What the model takes, packed matrices as they are and a tied table twice where the head has a packed copy."""
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    return packed + sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _check_int8(engine: EngineConfig, selection: Selection) -> None:
+    """Refuse 8-bit weights where nothing computes with them."""
+    if engine.quantization != "none" and selection.library is None:
+        raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")
+
+
 def _generate_engine(
     spec: ModelSpec,
     checkpoint: Checkpoint,
@@ -111,6 +150,7 @@ def _generate_engine(
 ) -> Engine:
     config = checkpoint.config
     assert config.decoder is not None
+    dtype = kv_dtype(spec.engine, dtype)
     num_blocks = _num_blocks(spec.engine, config, max_model_len, dtype, device)
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
     cache = KVCache(config.decoder, num_blocks, spec.engine.block_size, dtype, device)
@@ -143,7 +183,7 @@ def _num_blocks(
     engine: EngineConfig, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Blocks of the pool: what the memory holds, and no more than `max_num_seqs` full sequences could use."""
-    block_bytes = config.kv_elements_per_token * dtype.itemsize * engine.block_size
+    block_bytes = kv_bytes_per_token(config, dtype) * engine.block_size
     tables = 2 if config.encoder is not None else 1
     full = tables * -(-max_model_len // engine.block_size)  # blocks of one full-length request
     memory = engine.kv_cache_memory or _pool_memory(engine, device)
@@ -168,20 +208,20 @@ def _info(
     spec: ModelSpec,
     checkpoint: Checkpoint,
     model: Transformer,
+    parameters: int,
     selection: Selection,
     max_model_len: int,
     generate: Engine | None,
 ) -> ModelInfo:
     config = checkpoint.config
-    parameters = list(model.parameters())
-    weight = parameters[0]
+    weight = next(model.parameters())
     return ModelInfo(
         name=spec.name,
         form=config.form,
         model_type=config.model_type,
-        parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        dtype=str(weight.dtype).removeprefix("torch."),
+        parameters=parameters,
+        weight_bytes=weight_bytes(model),
+        dtype="int8" if spec.engine.quantization == "int8" else str(weight.dtype).removeprefix("torch."),
         device=str(weight.device),
         attention_backend=selection.backend.name,
         attention_reason=selection.reason,
@@ -190,7 +230,7 @@ def _info(
         max_num_batched_tokens=spec.engine.max_num_batched_tokens,
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
-        kv_bytes_per_token=config.kv_elements_per_token * weight.element_size(),
+        kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype(spec.engine, weight.dtype)),
         embedding_size=next(iter(config.stacks.values())).hidden_size,
         load_seconds=0.0,
         versions={"torch": str(torch.__version__), "python": platform.python_version()},

@@ -41,7 +41,9 @@ async def served(
     max_unread_bytes: int = 1 << 20,
     **settings: Any,
 ) -> AsyncIterator[AsyncEngine]:
-    config = EngineConfig(**{"kv_cache_memory": 4 << 20, "block_size": 4, "device": "cpu", **settings})
+    config = EngineConfig(
+        **{"kv_cache_memory": 4 << 20, "block_size": 4, "device": "cpu", "dtype": "float32", **settings}
+    )
     specs = [ModelSpec(kind, str(saved(kind).path), config) for kind in kinds]
     tokenizers = dict.fromkeys(kinds, bytes_tokenizer())
     engine = AsyncEngine(specs, transport, tokenizers, stall_seconds, max_unread_bytes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from model.checkpoint import read_checkpoint
+from model.engine.config import EngineConfig
 from model.engine.llm import LLM
 from model.request import FinishReason, SamplingParams, TokenOutput
 from tests.model.checkpoints import START, copied, prompt, reference_logits, saved
@@ -23,7 +24,12 @@ def ours(kind: str, folder: Path, rules: dict[str, Any], **params: Any) -> list[
     """Outputs of a copy of the kind's folder with these rules in its generation_config.json."""
     path = copied(kind, folder)
     (path / "generation_config.json").write_text(json.dumps(rules))
-    return [output for _, output in LLM(path).stream([PROMPT], SamplingParams(**{"max_tokens": NEW, **params}))]
+    return [
+        output
+        for _, output in LLM(path, EngineConfig(dtype="float32")).stream(
+            [PROMPT], SamplingParams(**{"max_tokens": NEW, **params})
+        )
+    ]
 
 
 def ids(outputs: list[TokenOutput]) -> list[int]:

@@ -19,7 +19,7 @@ from tests.model.checkpoints import copied, loaded, prompt, reference_logits, sa
 from tests.model.texts import bytes_tokenizer
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-SMALL = {"kv_cache_memory": 4 << 20, "device": "cpu"}
+SMALL = {"kv_cache_memory": 4 << 20, "device": "cpu", "dtype": "float32"}
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "marian"])
@@ -116,7 +116,7 @@ def test_a_dynamic_rotary_model_can_be_stretched(tmp_path: Path) -> None:
     assert original is not None
     path = copied(kind, tmp_path)
     ids = prompt(2 * original - 1, 3)
-    llm = LLM(path, EngineConfig(max_model_len=2 * original))
+    llm = LLM(path, EngineConfig(dtype="float32", max_model_len=2 * original))
     [(_, output)] = llm.stream([ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert output.prompt_logprobs is not None
     ours = [entry.logprob for entry in output.prompt_logprobs if entry is not None]

@@ -9,13 +9,13 @@ from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.request import Request
 from tests.engine.support import Running, add_all, mixed, request, running
-from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, reference_logits
+from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
 
 KINDS = (
     *("llama-gqa", "llama-mqa-head-dim", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gpt2", "gpt-neox"),
     *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
 )
-BACKENDS = (SdpaBackend(), ReferenceBackend())
+BACKENDS = (SdpaBackend(), ReferenceBackend(), *native_backends())
 CLOSE = 1e-4
 
 

@@ -85,7 +85,7 @@ from model.engine.process import ProcessTransport
 from model.engine.protocol import ModelSpec
 
 async def main():
-    config = EngineConfig(kv_cache_memory=4 << 20, device="cpu")
+    config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32")
     engine = AsyncEngine([ModelSpec("m", sys.argv[1], config)], ProcessTransport, {})
     await engine.start()
     print(engine.transport.pid, flush=True)

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend
+from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import read_checkpoint
 from model.loader import load_model
+from model.native.library import Library, native
+from model.native.stack import pack_model
 from model.transformer import Transformer
 
 torch.set_num_threads(1)
@@ -243,8 +246,17 @@ def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
 
 
 def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The kind's checkpoint through our own loader."""
-    return load_model(read_checkpoint(saved(kind).path), backend or SdpaBackend(), dtype, CPU)
+    """The kind's checkpoint through our own loader; packed where the backend runs whole stacks."""
+    model = load_model(read_checkpoint(saved(kind).path), backend or SdpaBackend(), dtype, CPU)
+    if isinstance(backend, NativeBackend):
+        pack_model(model, backend.library)
+    return model
+
+
+def native_backends() -> tuple[NativeBackend, ...]:
+    """The native backend where this machine has it: GCC and a cache folder."""
+    found = native()
+    return (NativeBackend(found),) if isinstance(found, Library) else ()
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

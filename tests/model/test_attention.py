@@ -22,9 +22,9 @@ from model.config import (
     StackConfig,
 )
 from model.kv_cache import KVCache, LayerCache
-from tests.model.checkpoints import CPU
+from tests.model.checkpoints import CPU, native_backends
 
-FAST = (SdpaBackend(),)
+FAST = (SdpaBackend(), *native_backends())
 HEADS, DIM, BLOCK = 4, 8, 4
 
 # (queries, keys) of each segment: what the packed path and the paged path meet.

@@ -13,7 +13,7 @@ from model.checkpoint import read_checkpoint
 from model.engine.model_runner import packed_input
 from model.loader import load_model
 from model.transformer import CrossInput, Transformer
-from tests.model.checkpoints import CPU, DECODERS, KINDS, loaded, prompt, saved
+from tests.model.checkpoints import CPU, DECODERS, KINDS, loaded, native_backends, prompt, saved
 from tests.model.parity import (
     decoder_logits,
     decoder_prompts,
@@ -23,7 +23,7 @@ from tests.model.parity import (
     ours_and_theirs,
 )
 
-BACKENDS = (ReferenceBackend(), SdpaBackend())
+BACKENDS = (ReferenceBackend(), SdpaBackend(), *native_backends())
 # One of each form, position scheme and norm.
 IN_BF16 = (
     *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gpt2", "gpt-neox"),

@@ -54,7 +54,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    config = EngineConfig(kv_cache_memory=4 << 20, device="cpu")
+    config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32")
     specs = [ModelSpec(name, str(saved(name).path), config) for name in MODELS]
     tokenizers = {name: None if name.startswith("vit") else word_tokenizer() for name in MODELS}
     registry = Registry(

@@ -1,0 +1,239 @@
+/* Matrix products for few rows at the speed of memory and for many at that of the vector units.
+ *
+ * Each output is one chain of multiply-adds over k, ascending, whatever the number of rows: a row's result does not
+ * depend on its neighbours. Threads share the outputs, never a sum. */
+#include "gemm.h"
+
+#ifdef __AVX512F__
+#define PANELS 3 /* 8 x 3 accumulators of the 32 registers */
+#define ROWS 8
+#else
+#define PANELS 1 /* 6 x 1 accumulators of two AVX2 registers each */
+#define ROWS 6
+#endif
+#define L2_BYTES 524288 /* of weights that are used for all rows before the next */
+
+#if defined(__AVX512BF16__)
+#define HAS_BF16_DOT 1
+#else
+#define HAS_BF16_DOT 0
+#endif
+#if defined(__AVX512VNNI__)
+#define HAS_INT8_DOT 1
+#else
+#define HAS_INT8_DOT 0
+#endif
+
+int operand_kind(const Linear *matrix) {
+    if (matrix->dtype == BF16) return HAS_BF16_DOT ? BF16 : F32;
+    return (int)matrix->dtype;
+}
+
+INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+int64_t operand_bytes(const Linear *matrix) {
+    int kind = operand_kind(matrix);
+    if (kind == INT8) return up_to(matrix->k, 64);
+    return up_to(matrix->k, LANES) * (kind == BF16 ? 2 : 4);
+}
+
+void write_operand(int kind, const float *from, int64_t k, void *to, float *scale) {
+    if (kind == F32) {
+        memcpy(to, from, k * sizeof(float));
+    } else if (kind == BF16) {
+        int64_t i = 0;
+        for (; i + LANES <= k; i += LANES) store_bf16((bf16 *)to + i, load(from + i));
+        for (; i < k; i++) ((bf16 *)to)[i] = to_bf16(from[i]);
+        if (k % 2) ((bf16 *)to)[k] = 0;
+    } else { /* unsigned bytes around 128, as the integer dot product wants them */
+        float most = 0.0f;
+        for (int64_t i = 0; i < k; i++) {
+            float size = __builtin_fabsf(from[i]);
+            most = size > most ? size : most;
+        }
+        *scale = most / 127.0f;
+        float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        for (int64_t i = 0; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)(from[i] * inverse + 128.5f));
+        for (int64_t i = k; i < up_to(k, 4); i++) ((uint8_t *)to)[i] = 128;
+    }
+}
+
+/* Sums of mr rows times nv panels over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
+INLINE void tile_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count,
+                     v16 acc[ROWS][PANELS]) {
+    for (int64_t k = 0; k < count; k++, b += LANES)
+#pragma GCC unroll 3
+        for (int j = 0; j < nv; j++) {
+            v16 w = load(b + j * panel);
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) acc[i][j] = fma16(splat(a[i][k]), w, acc[i][j]);
+        }
+}
+
+INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
+                      v16 acc[ROWS][PANELS]) {
+    for (int64_t k = 0; k < count; k += 2, b += 2 * LANES)
+#pragma GCC unroll 3
+        for (int j = 0; j < nv; j++) {
+            u16v w;
+            memcpy(&w, b + j * panel, 64);
+#if HAS_BF16_DOT
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) {
+                int32_t pair;
+                memcpy(&pair, (const bf16 *)a[i] + k, 4);
+                acc[i][j] = (v16)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
+            }
+#else
+            v16 even = as_float(w << 16), odd = as_float(w & 0xffff0000u);
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) {
+                const float *row = a[i];
+                acc[i][j] = fma16(splat(row[k]), even, acc[i][j]);
+                if (k + 1 < count) acc[i][j] = fma16(splat(row[k + 1]), odd, acc[i][j]);
+            }
+#endif
+        }
+}
+
+/* Integer sums in the bits of acc. */
+INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
+                      v16 acc[ROWS][PANELS]) {
+    for (int64_t k = 0; k < count; k += 4, b += 4 * LANES)
+#pragma GCC unroll 3
+        for (int j = 0; j < nv; j++) {
+            i16v w;
+            memcpy(&w, b + j * panel, 64);
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) {
+                uint32_t four;
+                memcpy(&four, (const uint8_t *)a[i] + k, 4);
+#if HAS_INT8_DOT
+                acc[i][j] = (v16)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
+#else
+                i16v sum = (i16v)acc[i][j];
+                for (int byte = 0; byte < 4; byte++)
+                    sum += (int32_t)((four >> (8 * byte)) & 255) * ((w << (24 - 8 * byte)) >> 24);
+                acc[i][j] = (v16)sum;
+#endif
+            }
+        }
+}
+
+typedef struct {
+    const Linear *matrix;
+    Operand from;
+    Target to;
+    float *scratch;
+} Job;
+
+INLINE int64_t element_bytes(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : 1; }
+INLINE int64_t k_step(int64_t dtype) { return dtype == F32 ? 1 : dtype == BF16 ? 2 : 4; }
+
+/* The finished sums of one row in one panel: scale, bias, activation, addition. */
+static __attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t column, v16 sum) {
+    const Linear *m = job->matrix;
+    if (m->dtype == INT8) {
+        i16v sums;
+        memcpy(&sums, m->sums + column, sizeof sums);
+        v16 exact = __builtin_convertvector((i16v)sum - 128 * sums, v16);
+        sum = exact * load(m->scale + column) * job->from.scale[row];
+    }
+    if (m->bias) sum += load(m->bias + column);
+    sum = activate((int)job->to.activation, sum);
+    int64_t left = m->n - column;
+    if (job->to.bf16_rows) {
+        bf16 *out = (bf16 *)job->to.rows + row * job->to.stride + column, part[LANES];
+        if (left >= LANES) {
+            store_bf16(out, sum);
+        } else {
+            store_bf16(part, sum);
+            memcpy(out, part, left * sizeof *part);
+        }
+        return;
+    }
+    float *out = (float *)job->to.rows + row * job->to.stride + column, part[LANES];
+    if (left >= LANES) {
+        store(out, job->to.add ? load(out) + sum : sum);
+        return;
+    }
+    store(part, sum);
+    for (int64_t i = 0; i < left; i++) out[i] = job->to.add ? out[i] + part[i] : part[i];
+}
+
+/* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop). */
+INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int count, int64_t column, int64_t start,
+                 int64_t stop) {
+    const Linear *m = job->matrix;
+    int64_t step = k_step(dtype), padded = up_to(m->k, step), panel = padded * LANES;
+    const char *b = (const char *)m->data + (column / LANES * panel + start * LANES) * element_bytes(dtype);
+    int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
+    const void *a[ROWS];
+    v16 acc[ROWS][PANELS];
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) {
+        int64_t at = row + (i < count ? i : count - 1);
+        a[i] = (const char *)job->from.rows + (at * job->from.stride + start) * element_bytes(operand);
+#pragma GCC unroll 3
+        for (int j = 0; j < nv; j++)
+            acc[i][j] = start ? load(job->scratch + (at * PANELS + j) * LANES) : splat(0.0f);
+    }
+    if (dtype == F32)
+        tile_f32(mr, nv, (const float *const *)a, (const float *)b, panel, stop - start, acc);
+    else if (dtype == BF16)
+        tile_bf16(mr, nv, a, (const bf16 *)b, panel, stop - start, acc);
+    else
+        tile_int8(mr, nv, a, (const int8_t *)b, panel, stop - start, acc);
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < nv; j++) {
+            if (i >= count) continue;
+            if (stop < m->k)
+                store(job->scratch + ((row + i) * PANELS + j) * LANES, acc[i][j]);
+            else
+                finish(job, row + i, column + j * LANES, acc[i][j]);
+        }
+}
+
+INLINE void tiles(int dtype, int nv, const Job *job, int64_t rows, int64_t column, int64_t start, int64_t stop) {
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) tile(dtype, ROWS, nv, job, row, ROWS, column, start, stop);
+    int left = (int)(rows - row);
+    if (left > 4)
+        tile(dtype, ROWS, nv, job, row, left, column, start, stop);
+    else if (left > 2)
+        tile(dtype, 4, nv, job, row, left, column, start, stop);
+    else if (left == 2)
+        tile(dtype, 2, nv, job, row, left, column, start, stop);
+    else if (left == 1)
+        tile(dtype, 1, nv, job, row, left, column, start, stop);
+}
+
+INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
+    int64_t k = job->matrix->k;
+    int64_t depth = L2_BYTES / (PANELS * LANES * element_bytes(dtype)) / 64 * 64;
+    for (int64_t panel = first; panel < last; panel += PANELS)
+        for (int64_t start = 0; start < k; start += depth) {
+            int64_t stop = start + depth < k ? start + depth : k, column = panel * LANES;
+            switch (last - panel) {
+            case 1: tiles(dtype, 1, job, rows, column, start, stop); break;
+#if PANELS > 1
+            case 2: tiles(dtype, 2, job, rows, column, start, stop); break;
+#endif
+            default: tiles(dtype, PANELS, job, rows, column, start, stop);
+            }
+        }
+}
+
+void product(const Linear *matrix, Operand from, int64_t rows, Target to, int part, int parts, float *scratch) {
+    Job job = {matrix, from, to, scratch};
+    int64_t count = up_to(matrix->n, LANES) / LANES;
+    int64_t first = count * part / parts, last = count * (part + 1) / parts;
+    if (matrix->dtype == F32)
+        panels(F32, &job, rows, first, last);
+    else if (matrix->dtype == BF16)
+        panels(BF16, &job, rows, first, last);
+    else
+        panels(INT8, &job, rows, first, last);
+}

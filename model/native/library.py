@@ -1,0 +1,215 @@
+"""The C interface as ctypes: structures mirror the headers field by field.
+
+Pointers are plain addresses; whoever fills a structure keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from model.config import Activation
+from model.native.build import BuildError, build
+
+logger = logging.getLogger(__name__)
+
+
+class Kind(IntEnum):
+    """How numbers are stored."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+
+
+KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.int8: Kind.INT8}
+ACTIVATIONS = {
+    Activation.RELU: 1,
+    Activation.GELU: 2,
+    Activation.GELU_TANH: 3,
+    Activation.SILU: 4,
+    Activation.TANH: 5,
+}
+
+
+class Linear(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+        ("sums", c_void_p),
+    )
+
+
+class Memory(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+    )
+
+
+class Segments(ctypes.Structure):
+    _fields_ = (
+        ("segments", c_int64),
+        ("causal", c_int64),
+        ("block_size", c_int64),
+        ("table_width", c_int64),
+        ("q_starts", c_void_p),
+        ("k_starts", c_void_p),
+        ("kv_lens", c_void_p),
+        ("tables", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+class AttentionShape(ctypes.Structure):
+    _fields_ = (
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("bias", c_void_p),
+        ("bias_width", c_int64),
+    )
+
+
+class Norm(ctypes.Structure):
+    _fields_ = (("kind", c_int64), ("eps", c_float), ("weight", c_void_p), ("bias", c_void_p))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Norm) for name in ("attn_in", "attn_out", "cross_in", "cross_out", "ffn_in", "ffn_out")),
+        *((name, Norm) for name in ("q_norm", "k_norm")),
+        *((name, Linear) for name in ("qkv", "out", "cross_q", "cross_proj", "up", "down")),
+        ("has_cross", c_int64),
+        ("gated", c_int64),
+        ("activation", c_int64),
+        ("parallel", c_int64),
+    )
+
+
+class Stack(ctypes.Structure):
+    _fields_ = (
+        ("hidden", c_int64),
+        ("layers", c_int64),
+        ("distinct", c_int64),
+        ("layer_data", POINTER(Layer)),
+        ("shape", AttentionShape),
+        ("rotary", c_int64),
+        ("final", Norm),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("self", Segments),
+        ("cross", Segments),
+        ("memory", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("bias", c_void_p),
+        ("bias_layers", c_int64),
+        ("bias_width", c_int64),
+        ("longest", c_int64),
+    )
+
+
+class Library:
+    """The compiled functions, with a scratch buffer for each thread that calls them."""
+
+    def __init__(self, functions: ctypes.CDLL) -> None:
+        self._functions = functions
+        self._scratch = threading.local()
+        for name in ("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes", "features"):
+            getattr(functions, name).restype = c_int64
+        for name in ("run_stack", "run_linear", "run_attention"):
+            getattr(functions, name).restype = None
+
+    @property
+    def description(self) -> str:
+        found = self._functions.features()
+        names = [name for bit, name in enumerate(("AVX-512", "bf16", "VNNI")) if found >> bit & 1]
+        return "compiled for this CPU" + (f": {' '.join(names)}" if names else "")
+
+    def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
+        """All layers over `x` `[T, d]` float32, in place."""
+        threads = torch.get_num_threads()
+        rows, longest = c_int64(step.rows), c_int64(step.longest)
+        needed = self._functions.scratch_bytes(ctypes.byref(stack), rows, longest, c_int64(threads))
+        self._functions.run_stack(
+            ctypes.byref(stack), ctypes.byref(step), _at(x), self._scratch_of(needed), c_int64(threads)
+        )
+
+    def run_linear(self, matrix: Linear, x: Tensor, out: Tensor) -> None:
+        """`out = x matrix^T + bias` of float32 rows."""
+        threads, rows = c_int64(torch.get_num_threads()), c_int64(x.shape[0])
+        needed = self._functions.linear_scratch_bytes(ctypes.byref(matrix), rows, threads)
+        self._functions.run_linear(ctypes.byref(matrix), _at(x), rows, _at(out), self._scratch_of(needed), threads)
+
+    def run_attention(
+        self,
+        shape: AttentionShape,
+        segments: Segments,
+        memory: Memory,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        out: Tensor,
+        longest: int,
+    ) -> None:
+        """Write keys and values where `segments` has slots, then attend."""
+        threads = c_int64(torch.get_num_threads())
+        needed = self._functions.attend_scratch_bytes(ctypes.byref(shape), c_int64(longest), threads)
+        self._functions.run_attention(
+            ctypes.byref(shape),
+            ctypes.byref(segments),
+            ctypes.byref(memory),
+            _at(query),
+            _at(key),
+            _at(value),
+            _at(out),
+            c_int64(query.shape[0]),
+            c_int64(longest),
+            self._scratch_of(needed),
+            threads,
+        )
+
+    def _scratch_of(self, needed: int) -> c_void_p:
+        found: Tensor | None = getattr(self._scratch, "tensor", None)
+        if found is None or found.numel() < needed:
+            found = self._scratch.tensor = torch.empty(needed + needed // 4, dtype=torch.uint8)
+        return _at(found)
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+@cache
+def native() -> Library | str:
+    """The library, or why there is none on this machine."""
+    try:
+        return Library(ctypes.CDLL(str(build())))
+    except BuildError as error:
+        return str(error)
+    except OSError:
+        logger.debug("the native library does not load", exc_info=True)
+        return "the compiled library does not load"

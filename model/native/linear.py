@@ -1,0 +1,58 @@
+"""Matrices packed once for the C products; and a layer that stands where an `nn.Linear` stood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from model.native.library import KINDS, Kind, Library, Linear
+
+LANES = 16  # outputs of a panel
+
+
+def pack(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[Linear, list[Tensor]]:
+    """`weight` `[n, k]` as gemm.h describes it, and the tensors that it points into."""
+    n, k = weight.shape
+    step = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}[kind]
+    scale = None
+    if kind is Kind.INT8:
+        scale = weight.float().abs().amax(dim=1) / 127  # [n]
+        weight = (weight.float() / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+    padded = pad(weight, (0, -k % step, 0, -n % LANES))
+    panels = padded.unflatten(0, (-1, LANES)).unflatten(2, (-1, step)).transpose(1, 2)  # [panels, k / step, 16, step]
+    data = panels.to({Kind.F32: torch.float32, Kind.BF16: torch.bfloat16, Kind.INT8: torch.int8}[kind]).contiguous()
+    kept = [data]
+    matrix = Linear(int(kind), n, k, data.data_ptr())
+    for name, values in (("bias", bias), ("scale", scale)):
+        if values is not None:
+            kept.append(pad(values.float(), (0, -n % LANES)).contiguous())
+            setattr(matrix, name, kept[-1].data_ptr())
+    if kind is Kind.INT8:
+        kept.append(padded.sum(dim=1, dtype=torch.int32))
+        matrix.sums = kept[-1].data_ptr()
+    return matrix, kept
+
+
+class PackedLinear(nn.Module):
+    """`x W^T + b` by the C product; rows come and go as float32."""
+
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, kind: Kind | None = None) -> None:
+        super().__init__()
+        self.library = library
+        self.matrix, self._kept = pack(weight.detach(), bias, KINDS[weight.dtype] if kind is None else kind)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._kept)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, k] -> [T, n] float32
+        rows = x.float().contiguous()
+        out = torch.empty(rows.shape[0], self.matrix.n)
+        self.library.run_linear(self.matrix, rows, out)
+        return out
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        raise RuntimeError("packed weights stay where they are")

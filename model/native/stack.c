@@ -1,0 +1,345 @@
+/* All layers of a stack over packed rows, in one parallel region: norms, products, attention, pages.
+ *
+ * Rows are float32 throughout; products read them as their matrix wants. Nothing is kept between calls: the caller gives
+ * the scratch memory, whose size `scratch_bytes` tells. Threads meet at barriers and share rows, outputs or heads. */
+#include <omp.h>
+#include <stddef.h>
+
+#include "attention.h"
+#include "gemm.h"
+
+#define CHUNK 256 /* rows that go through an MLP together */
+
+enum { NO_NORM = 0, LAYER = 1, RMS = 2 };
+
+typedef struct {
+    int64_t kind;
+    float eps;
+    const float *weight, *bias; /* bias null: none */
+} Norm;
+
+typedef struct {
+    Norm attn_in, attn_out, cross_in, cross_out, ffn_in, ffn_out, q_norm, k_norm;
+    Linear qkv, out, cross_q, cross_proj, up, down;
+    int64_t has_cross, gated, activation, parallel;
+} Layer;
+
+typedef struct {
+    int64_t hidden, layers, distinct; /* layer i runs through layer_data[i % distinct] */
+    const Layer *layer_data;
+    AttentionShape shape; /* its bias is the step's */
+    int64_t rotary;       /* dimensions of a head that turn */
+    Norm final;
+} Stack;
+
+typedef struct {
+    int64_t rows;
+    Segments self, cross;
+    const Memory *memory; /* of each layer's pool; null: keys are the rows themselves */
+    const float *cos, *sin; /* [rows][rotary], or null */
+    const float *bias;    /* self attention's, [bias_layers][heads][bias_width], or null */
+    int64_t bias_layers, bias_width, longest; /* the longest segment's keys, self or cross */
+} Step;
+
+typedef struct {
+    const Stack *stack;
+    const Step *step;
+    float *x, *saved, *qkv, *mixed, *hidden;
+    char *operand;
+    float *operand_scales;
+    int part, parts;
+    float *scratch, *line; /* this thread's */
+} Team;
+
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
+
+static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
+    v16 sum = splat(0.0f), squares = splat(0.0f);
+    float mean = 0.0f, tail = 0.0f;
+    int64_t i = 0;
+    if (norm->kind == LAYER) {
+        for (; i + LANES <= size; i += LANES) sum += load(x + i);
+        for (; i < size; i++) tail += x[i];
+        mean = (sum16(sum) + tail) / (float)size;
+    }
+    for (i = 0, tail = 0.0f; i + LANES <= size; i += LANES) {
+        v16 centred = load(x + i) - mean;
+        squares = fma16(centred, centred, squares);
+    }
+    for (; i < size; i++) tail += (x[i] - mean) * (x[i] - mean);
+    float inverse = 1.0f / __builtin_sqrtf((sum16(squares) + tail) / (float)size + norm->eps);
+    for (i = 0; i + LANES <= size; i += LANES) {
+        v16 y = (load(x + i) - mean) * inverse * load(norm->weight + i);
+        store(out + i, norm->bias ? y + load(norm->bias + i) : y);
+    }
+    for (; i < size; i++) out[i] = (x[i] - mean) * inverse * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
+}
+
+INLINE void share(const Team *t, int64_t rows, int64_t *first, int64_t *last) {
+    *first = rows * t->part / t->parts;
+    *last = rows * (t->part + 1) / t->parts;
+}
+
+/* Rows, normalised or as they are, in the form that a product with `matrix` reads; ends at a barrier. */
+static Operand prepare(const Team *t, const Norm *norm, const Linear *matrix, const float *rows, int64_t count) {
+    int kind = operand_kind(matrix);
+    int64_t bytes = operand_bytes(matrix), size = matrix->k, first, last;
+    Operand operand = {rows, size, t->operand_scales};
+    if (kind != F32 || norm->kind != NO_NORM) {
+        share(t, count, &first, &last);
+        for (int64_t row = first; row < last; row++) {
+            const float *from = rows + row * size;
+            if (norm->kind != NO_NORM) {
+                normalise(norm, from, size, t->line);
+                from = t->line;
+            }
+            write_operand(kind, from, size, t->operand + row * bytes, t->operand_scales + row);
+        }
+        operand.rows = t->operand;
+        operand.stride = bytes / (kind == F32 ? 4 : kind == BF16 ? 2 : 1);
+    }
+#pragma omp barrier
+    return operand;
+}
+
+/* target = or += operand x matrix^T; ends at a barrier. */
+static void multiply(const Team *t, const Linear *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
+    Target to = {target, matrix->n, 0, NO_ACTIVATION, add};
+    product(matrix, operand, rows, to, t->part, t->parts, t->scratch);
+#pragma omp barrier
+}
+
+static void norm_in_place(const Team *t, const Norm *norm, float *x, int64_t size, int64_t rows) {
+    if (norm->kind == NO_NORM) return;
+    int64_t first, last;
+    share(t, rows, &first, &last);
+    for (int64_t row = first; row < last; row++) normalise(norm, x + row * size, size, x + row * size);
+#pragma omp barrier
+}
+
+static void turn(float *head, const float *cos, const float *sin, int64_t size) {
+    for (int64_t i = 0; i < size / 2; i++) {
+        float a = head[i], b = head[i + size / 2];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + size / 2] = b * cos[i + size / 2] + a * sin[i + size / 2];
+    }
+}
+
+/* Norms and rotations of each row's queries and keys, and its keys and values into the pool. */
+static void place(const Team *t, const Layer *layer, const Memory *memory) {
+    const AttentionShape *a = &t->stack->shape;
+    const Step *step = t->step;
+    int64_t query = a->heads * a->dim, kv = a->kv_heads * a->dim, width = query + 2 * kv, first, last;
+    share(t, step->rows, &first, &last);
+    for (int64_t row = first; row < last; row++) {
+        float *q = t->qkv + row * width;
+        for (int64_t head = 0; head < a->heads + a->kv_heads; head++) {
+            const Norm *norm = head < a->heads ? &layer->q_norm : &layer->k_norm;
+            if (norm->kind != NO_NORM) normalise(norm, q + head * a->dim, a->dim, q + head * a->dim);
+            if (step->cos)
+                turn(q + head * a->dim, step->cos + row * t->stack->rotary, step->sin + row * t->stack->rotary,
+                     t->stack->rotary);
+        }
+        if (step->memory) remember(a, memory, step->self.slots[row], q + query, q + query + kv);
+    }
+#pragma omp barrier
+}
+
+static void self_attention(const Team *t, const Layer *layer, int64_t number) {
+    const Stack *stack = t->stack;
+    const Step *step = t->step;
+    AttentionShape shape = stack->shape;
+    int64_t query = shape.heads * shape.dim, kv = shape.kv_heads * shape.dim, width = query + 2 * kv;
+    if (step->bias) {
+        shape.bias = step->bias + number % step->bias_layers * shape.heads * step->bias_width;
+        shape.bias_width = step->bias_width;
+    }
+    Operand operand = prepare(t, &layer->attn_in, &layer->qkv, t->x, step->rows);
+    multiply(t, &layer->qkv, operand, step->rows, t->qkv, 0);
+    Memory rows = {F32, t->qkv + query, t->qkv + query + kv, NULL, NULL, width, width};
+    const Memory *memory = step->memory ? step->memory + number : &rows;
+    if (step->memory || step->cos || layer->q_norm.kind != NO_NORM) place(t, layer, memory);
+    attend(&shape, &step->self, memory, t->qkv, width, t->mixed, t->part, t->parts, t->scratch);
+#pragma omp barrier
+    Norm none = {0};
+    multiply(t, &layer->out, prepare(t, &none, &layer->out, t->mixed, step->rows), step->rows, t->x, 1);
+    norm_in_place(t, &layer->attn_out, t->x, stack->hidden, step->rows);
+}
+
+static void cross_attention(const Team *t, const Layer *layer, int64_t number) {
+    const Step *step = t->step;
+    AttentionShape shape = t->stack->shape;
+    shape.window = 0;
+    Operand operand = prepare(t, &layer->cross_in, &layer->cross_q, t->x, step->rows);
+    multiply(t, &layer->cross_q, operand, step->rows, t->qkv, 0);
+    attend(&shape, &step->cross, step->memory + number, t->qkv, shape.heads * shape.dim, t->mixed, t->part, t->parts,
+           t->scratch);
+#pragma omp barrier
+    Norm none = {0};
+    multiply(t, &layer->cross_proj, prepare(t, &none, &layer->cross_proj, t->mixed, step->rows), step->rows, t->x, 1);
+    norm_in_place(t, &layer->cross_out, t->x, t->stack->hidden, step->rows);
+}
+
+/* act(gate) * up of one row, in place. */
+static void gate(int64_t activation, float *row, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
+    for (; i < size; i++) {
+        float one[LANES] = {row[i]};
+        store(one, activate((int)activation, load(one)));
+        row[i] = one[0] * row[size + i];
+    }
+}
+
+static void mlp(const Team *t, const Layer *layer, const float *from, float *to, int64_t rows) {
+    Operand operand = prepare(t, &layer->ffn_in, &layer->up, from, rows);
+    int kind = operand_kind(&layer->down);
+    int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
+    Operand inner = {t->hidden, width, t->operand_scales};
+    if (!layer->gated && kind != INT8 && size % 2 == 0) { /* what comes out is what goes in */
+        Target target = {t->hidden, size, kind == BF16, layer->activation, 0};
+        if (kind == BF16) target.stride = bytes / 2;
+        inner.stride = target.stride;
+        product(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
+    } else {
+        Target target = {t->hidden, width, 0, layer->gated ? NO_ACTIVATION : layer->activation, 0};
+        product(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
+#pragma omp barrier
+        share(t, rows, &first, &last);
+        for (int64_t row = first; row < last; row++) {
+            float *at = t->hidden + row * width;
+            if (layer->gated) gate(layer->activation, at, size);
+            if (kind != F32) write_operand(kind, at, size, t->operand + row * bytes, t->operand_scales + row);
+        }
+        if (kind != F32) {
+            inner.rows = t->operand;
+            inner.stride = kind == BF16 ? bytes / 2 : bytes;
+        }
+    }
+#pragma omp barrier
+    multiply(t, &layer->down, inner, rows, to, 1);
+}
+
+static void run_layer(const Team *t, int64_t number) {
+    const Stack *stack = t->stack;
+    const Layer *layer = stack->layer_data + number % stack->distinct;
+    int64_t rows = t->step->rows, hidden = stack->hidden, first, last;
+    const float *from = t->x;
+    if (layer->parallel) {
+        share(t, rows, &first, &last);
+        memcpy(t->saved + first * hidden, t->x + first * hidden, (last - first) * hidden * sizeof *t->x);
+        from = t->saved;
+    }
+    self_attention(t, layer, number);
+    if (layer->has_cross) cross_attention(t, layer, number);
+    for (int64_t at = 0; at < rows; at += CHUNK)
+        mlp(t, layer, from + at * hidden, t->x + at * hidden, rows - at < CHUNK ? rows - at : CHUNK);
+    norm_in_place(t, &layer->ffn_out, t->x, hidden, rows);
+}
+
+typedef struct {
+    int64_t saved, qkv, mixed, hidden, operand, scales, scratch, line;
+} Sizes; /* bytes; the last two for each thread */
+
+static Sizes sizes_of(const Stack *stack, int64_t rows, int64_t longest) {
+    const AttentionShape *a = &stack->shape;
+    int64_t widest = 0, parallel = 0, hidden = 0, line = stack->hidden;
+    for (int64_t i = 0; i < stack->distinct; i++) {
+        const Layer *layer = stack->layer_data + i;
+        widest = larger(widest, larger(operand_bytes(&layer->qkv), operand_bytes(&layer->out)));
+        widest = larger(widest, larger(operand_bytes(&layer->up), operand_bytes(&layer->down)));
+        if (layer->has_cross)
+            widest = larger(widest, larger(operand_bytes(&layer->cross_q), operand_bytes(&layer->cross_proj)));
+        parallel |= layer->parallel;
+        hidden = larger(hidden, larger(layer->up.n * 4, operand_bytes(&layer->down)));
+    }
+    int64_t chunk = rows < CHUNK ? rows : CHUNK;
+    Sizes s = {
+        .saved = aligned(parallel * rows * stack->hidden * 4),
+        .qkv = aligned(rows * (a->heads + 2 * a->kv_heads) * a->dim * 4),
+        .mixed = aligned(rows * a->heads * a->dim * 4),
+        .hidden = aligned(chunk * hidden),
+        .operand = aligned(rows * widest),
+        .scales = aligned(rows * 4),
+        .scratch = aligned(larger(attention_scratch(a, longest), rows * 48) * 4),
+        .line = aligned(line * 4 + 64),
+    };
+    return s;
+}
+
+int64_t scratch_bytes(const Stack *stack, int64_t rows, int64_t longest, int64_t threads) {
+    Sizes s = sizes_of(stack, rows, longest);
+    return s.saved + s.qkv + s.mixed + s.hidden + s.operand + s.scales + threads * (s.scratch + s.line) + 64;
+}
+
+void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads) {
+    Sizes s = sizes_of(stack, step->rows, step->longest);
+    memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
+#pragma omp parallel num_threads((int)threads)
+    {
+        Team t = {.stack = stack, .step = step, .x = x, .part = omp_get_thread_num(), .parts = omp_get_num_threads()};
+        char *at = memory;
+        t.saved = (float *)at, at += s.saved;
+        t.qkv = (float *)at, at += s.qkv;
+        t.mixed = (float *)at, at += s.mixed;
+        t.hidden = (float *)at, at += s.hidden;
+        t.operand = at, at += s.operand;
+        t.operand_scales = (float *)at, at += s.scales;
+        t.scratch = (float *)(at + t.part * (s.scratch + s.line));
+        t.line = (float *)((char *)t.scratch + s.scratch);
+        for (int64_t number = 0; number < stack->layers; number++) run_layer(&t, number);
+        norm_in_place(&t, &stack->final, x, stack->hidden, step->rows);
+    }
+}
+
+int64_t linear_scratch_bytes(const Linear *matrix, int64_t rows, int64_t threads) {
+    return aligned(rows * operand_bytes(matrix)) + aligned(rows * 4) + threads * aligned(rows * 192) + 64;
+}
+
+/* out [rows][n] = x [rows][k] x matrix^T + bias. */
+void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
+    memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
+#pragma omp parallel num_threads((int)threads)
+    {
+        Team t = {.part = omp_get_thread_num(), .parts = omp_get_num_threads(), .operand = memory};
+        t.operand_scales = (float *)(memory + aligned(rows * operand_bytes(matrix)));
+        t.scratch = (float *)((char *)t.operand_scales + aligned(rows * 4) + t.part * aligned(rows * 192));
+        Norm none = {0};
+        Operand operand = prepare(&t, &none, matrix, x, rows);
+        multiply(&t, matrix, operand, rows, out, 0);
+    }
+}
+
+int64_t attend_scratch_bytes(const AttentionShape *shape, int64_t longest, int64_t threads) {
+    return threads * aligned(attention_scratch(shape, longest) * 4) + 64;
+}
+
+/* Attention alone: writes `rows` keys and values where `segments` has slots, then attends. */
+void run_attention(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
+                   const float *keys, const float *values, float *out, int64_t rows, int64_t longest, char *scratch,
+                   int64_t threads) {
+    scratch = (char *)(((uintptr_t)scratch + 63) / 64 * 64);
+    int64_t kv = shape->kv_heads * shape->dim;
+    if (segments->slots)
+        for (int64_t row = 0; row < rows; row++)
+            remember(shape, memory, segments->slots[row], keys + row * kv, values + row * kv);
+#pragma omp parallel num_threads((int)threads)
+    attend(shape, segments, memory, queries, shape->heads * shape->dim, out, omp_get_thread_num(),
+           omp_get_num_threads(), (float *)(scratch + omp_get_thread_num() * aligned(attention_scratch(shape, longest) * 4)));
+}
+
+/* What the machine code was made for, to be shown: bit 0 AVX-512, 1 its bf16 products, 2 its integer products. */
+int64_t features(void) {
+    int64_t found = 0;
+#ifdef __AVX512F__
+    found |= 1;
+#endif
+#ifdef __AVX512BF16__
+    found |= 2;
+#endif
+#ifdef __AVX512VNNI__
+    found |= 4;
+#endif
+    return found;
+}

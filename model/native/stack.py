@@ -1,0 +1,197 @@
+"""A stack whose layers run in C: its weights packed, its steps described, one call for all layers.
+
+The network's own modules stay the definition: this reads their parameters, puts packed matrices in the place of theirs,
+and gives the same rows up to rounding. What it cannot compute (XLNet's positions, a memory without a cache) the modules
+still do, over the same packed matrices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.base import AttentionMetadata
+from model.config import AttentionConfig, NormKind, PositionKind, StackConfig
+from model.kv_cache import KVCache, LayerCache
+from model.layers import OffsetRMSNorm
+from model.native.library import ACTIVATIONS, KINDS, AttentionShape, Kind, Layer, Library, Memory, Norm, Segments
+from model.native.library import Stack as StackData
+from model.native.library import Step as StepData
+from model.native.linear import PackedLinear
+
+if TYPE_CHECKING:
+    from model.positions import BucketBias
+    from model.transformer import Block, CrossInput, Stack, StackInput, Transformer
+
+_NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
+_MARGIN = 16  # keys are scored by 16: the bias is read so far beyond the last
+
+
+def pack_model(model: Transformer, library: Library, kind: Kind | None = None) -> None:
+    """Let the stacks and the head of a loaded model run in C; `kind` INT8 quantises their matrices."""
+    for stack in (model.encoder, model.decoder):
+        if stack is not None and NativeStack.supports(stack.config):
+            stack.native = NativeStack(stack, library, kind)
+    if model.head is not None and model.tokens is not None:
+        model.head.pack(library, model.tokens.weight, kind)
+
+
+class NativeStack:
+    """The layers of one stack and its final norm."""
+
+    def __init__(self, stack: Stack, library: Library, kind: Kind | None) -> None:
+        self.library = library
+        self.stack = stack
+        self._kept: list[Tensor] = []
+        self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
+        self._bias: Tensor | None = None  # [tables, H, width]
+        config = stack.config
+        blocks = [stack.block(index) for index in range(config.distinct_layers)]
+        self._layers = (Layer * len(blocks))(*(self._layer(block, kind) for block in blocks))
+        rotary = config.position.rotary
+        self._data = StackData(
+            hidden=config.hidden_size,
+            layers=config.num_layers,
+            distinct=len(blocks),
+            layer_data=self._layers,
+            shape=shape_of(config.attention),
+            rotary=rotary.dim if rotary is not None else 0,
+            final=self._norm(stack.final_norm, config),
+        )
+
+    @staticmethod
+    def supports(config: StackConfig) -> bool:
+        position = config.position
+        return position.kind is not PositionKind.XLNET_RELATIVE and not position.every_layer
+
+    def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
+        """Whether a step's keys are where the C code looks for them."""
+        return cross is None or (cross.memory is None and cache is not None)
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, d]
+        inputs: StackInput,
+        cache: KVCache | None,
+        cross: CrossInput | None,
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """`[T, d]` float32 behind the final norm."""
+        x = x.float().contiguous()
+        step = StepData(rows=len(x), longest=max(inputs.metadata.kv_lens))
+        kept = [*fill_segments(step.self, inputs.metadata, cache)]
+        if cache is not None:
+            step.memory = ctypes.addressof(self._memory_of(cache))
+        if cross is not None:
+            step.longest = max(step.longest, *cross.metadata.kv_lens)
+            kept += fill_segments(step.cross, cross.metadata, cache)
+        if rotary is not None:
+            kept += (cos := rotary[0].float().contiguous(), sin := rotary[1].float().contiguous())
+            step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        if self._tables:
+            bias = self._bias_for(max(inputs.metadata.kv_lens))
+            step.bias, step.bias_layers, step.bias_width = bias.data_ptr(), bias.shape[0], bias.shape[2]
+        self.library.run_stack(self._data, step, x)
+        return x
+
+    def _layer(self, block: Block, kind: Kind | None) -> Layer:
+        config = self.stack.config
+        norms = {name: self._norm(getattr(block, name), config) for name in ("attn_in", "attn_out")}
+        norms |= {name: self._norm(getattr(block, name), config) for name in ("ffn_in", "ffn_out")}
+        if config.attention.qk_norm:
+            norms |= {name: self._norm(getattr(block.attn, name), config) for name in ("q_norm", "k_norm")}
+        layer = Layer(
+            **norms,
+            has_cross=block.cross is not None,
+            gated=config.mlp.gated,
+            activation=ACTIVATIONS[config.mlp.activation],
+            parallel=config.parallel,
+        )
+        layer.qkv, layer.out = self._pack(block.attn, "qkv", kind), self._pack(block.attn, "out", kind)
+        layer.up, layer.down = self._pack(block.mlp, "up", kind), self._pack(block.mlp, "down", kind)
+        if block.cross is not None:
+            layer.cross_in, layer.cross_out = self._norm(block.cross_in, config), self._norm(block.cross_out, config)
+            layer.cross_q, layer.cross_proj = self._pack(block.cross, "q", kind), self._pack(block.cross, "out", kind)
+            self._pack(block.cross, "kv", kind)
+        return layer
+
+    def _pack(self, owner: nn.Module, name: str, kind: Kind | None) -> ctypes.Structure:
+        """Replace a linear layer by its packed form."""
+        linear = getattr(owner, name)
+        packed = PackedLinear(self.library, linear.weight, linear.bias, kind)
+        setattr(owner, name, packed)
+        return packed.matrix
+
+    def _norm(self, module: nn.Module, config: StackConfig) -> Norm:
+        if isinstance(module, nn.Identity):
+            return Norm()
+        assert isinstance(module.weight, Tensor)
+        gain = module.weight.detach().float()
+        self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
+        norm = Norm(kind=_NORM_KINDS[config.norm.kind], eps=config.norm.eps, weight=self._kept[-1].data_ptr())
+        shift = getattr(module, "bias", None)
+        if shift is not None:
+            self._kept.append(shift.detach().float().contiguous())
+            norm.bias = self._kept[-1].data_ptr()
+        return norm
+
+    def _memory_of(self, cache: KVCache) -> ctypes.Array[Memory]:
+        if self._memory is None or self._memory[0] is not cache:
+            self._memory = (cache, (Memory * len(cache.layers))(*map(memory_of, cache.layers)))
+        return self._memory[1]
+
+    @property
+    def _tables(self) -> Sequence[BucketBias]:
+        """T5's bias, one for the stack or one a layer; empty for other families."""
+        if self.stack.bias is not None:
+            return (self.stack.bias,)
+        return [bias for bias in self._own_tables() if bias is not None]
+
+    def _own_tables(self) -> Iterator[BucketBias | None]:
+        for index in range(self.stack.config.distinct_layers):
+            yield self.stack.block(index).bias
+
+    def _bias_for(self, longest: int) -> Tensor:
+        """By distance `[tables, H, width]`, `key - query` at `width / 2 + key - query`, for keys up to `longest`."""
+        if self._bias is None or self._bias.shape[2] // 2 < longest + _MARGIN:
+            half = 1 << (longest + _MARGIN).bit_length()
+            distances = torch.arange(-half, half)
+            tables = [table.weight[table.bucket(distances)].float().T for table in self._tables]
+            self._bias = torch.stack(tables).contiguous()
+        return self._bias
+
+
+def shape_of(config: AttentionConfig) -> AttentionShape:
+    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.window or 0, config.scale)
+
+
+def memory_of(layer: LayerCache) -> Memory:
+    """One layer's pool as rows of slots."""
+    stride = layer.keys.shape[2] * layer.keys.shape[3]
+    scales = (None, None) if layer.scales is None else (scale.data_ptr() for scale in layer.scales)
+    return Memory(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, stride, stride)
+
+
+def fill_segments(
+    segments: Segments, metadata: AttentionMetadata, cache: KVCache | LayerCache | None
+) -> Iterator[Tensor]:
+    """Describe a step's segments; yields the tensors that must live as long as the description."""
+    starts = torch.tensor(metadata.cu_seqlens_q)
+    lens = torch.tensor(metadata.kv_lens)
+    key_starts = torch.tensor(metadata.cu_seqlens_k)
+    segments.segments, segments.causal = len(metadata.q_lens), metadata.causal
+    segments.q_starts, segments.kv_lens, segments.k_starts = starts.data_ptr(), lens.data_ptr(), key_starts.data_ptr()
+    yield from (starts, lens, key_starts)
+    if cache is not None and metadata.block_tables is not None:
+        keys = cache.keys
+        segments.block_size = keys.shape[-3]
+        tables = metadata.block_tables.contiguous()
+        segments.tables, segments.table_width = tables.data_ptr(), tables.shape[1]
+        yield tables
+    if cache is not None and metadata.slot_mapping is not None:
+        segments.slots = metadata.slot_mapping.data_ptr()
+        yield metadata.slot_mapping
