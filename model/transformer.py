@@ -147,7 +147,7 @@ class Stack(nn.Module):
         cross: CrossInput | None = None,
     ) -> Tensor:
         x = self.embed(tokens, inputs)
-        native = self.native if self.native is not None and self.native.covers(cache, cross) else None
+        native = self.native if self.native is not None and self.native.covers(len(x), cache, cross) else None
         dtype = x.dtype if native is None else torch.float32
         rotary = self.rotary(inputs.positions, dtype) if self.rotary is not None else None
         if native is not None:

@@ -25,6 +25,9 @@ import msgspec
 from model.engine.protocol import Commands, Events
 
 _HEADER = struct.Struct("<I")
+# Threads that wait for each other spin so often (tens of microseconds), then sleep. GCC's default is milliseconds: on a
+# box that several engines share, each then burns the time that the one it waits for needs.
+SPIN_COUNT = "2000"
 _CLOSE_SECONDS = 5.0  # a child that was told to close gets so long
 
 
@@ -115,10 +118,17 @@ class ProcessTransport:
             on_lost(f"the engine process ended {_describe_exit(code)}")
 
 
-def _start_child(connection: socket.socket) -> subprocess.Popen[bytes]:
+def engine_environment() -> dict[str, str]:
+    """Of a process that computes; read when torch loads, so it must be there from the start."""
     environment = dict(os.environ)
     # Ray sets this to its own idea of the replica's share; the engine decides on its threads itself.
     environment.pop("OMP_NUM_THREADS", None)
+    environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    return environment
+
+
+def _start_child(connection: socket.socket) -> subprocess.Popen[bytes]:
+    environment = engine_environment()
     paths = [path for path in sys.path if path]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     return subprocess.Popen(

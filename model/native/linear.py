@@ -11,6 +11,12 @@ from torch.nn.functional import pad
 from model.native.library import KINDS, Kind, Library, Linear
 
 LANES = 16  # outputs of a panel
+AMX_ROWS = 128  # from so many rows on tiles beat vectors
+
+
+def prefers_torch(dtype: torch.dtype, kind: Kind | None) -> bool:
+    """Whether matrices of this dtype meet many rows in AMX tiles, which torch's oneDNN uses and the C code does not."""
+    return dtype is torch.bfloat16 and kind is None and torch.cpu._is_amx_tile_supported()
 
 
 def pack(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[Linear, list[Tensor]]:
@@ -37,22 +43,31 @@ def pack(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[Linear, list[
 
 
 class PackedLinear(nn.Module):
-    """`x W^T + b` by the C product; rows come and go as float32."""
+    """`x W^T + b` by the C product, which computes in float32 or, of bfloat16 matrices, as the CPU can.
+
+    Where the CPU has AMX, torch's own product is faster for many rows: then the matrix is kept as it was too.
+    """
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, kind: Kind | None = None) -> None:
         super().__init__()
         self.library = library
         self.matrix, self._kept = pack(weight.detach(), bias, KINDS[weight.dtype] if kind is None else kind)
+        self._plain: tuple[Tensor, Tensor | None] | None = None
+        if prefers_torch(weight.dtype, kind):
+            self._plain = (weight.detach(), bias)
+            self._kept.append(weight.detach())
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._kept)
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, k] -> [T, n] float32
+    def forward(self, x: Tensor) -> Tensor:  # [T, k] -> [T, n] in the dtype of x
+        if self._plain is not None and len(x) >= AMX_ROWS:
+            return torch.nn.functional.linear(x.to(self._plain[0].dtype), *self._plain).to(x.dtype)
         rows = x.float().contiguous()
         out = torch.empty(rows.shape[0], self.matrix.n)
         self.library.run_linear(self.matrix, rows, out)
-        return out
+        return out.to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
         raise RuntimeError("packed weights stay where they are")

@@ -21,7 +21,7 @@ from model.layers import OffsetRMSNorm
 from model.native.library import ACTIVATIONS, KINDS, AttentionShape, Kind, Layer, Library, Memory, Norm, Segments
 from model.native.library import Stack as StackData
 from model.native.library import Step as StepData
-from model.native.linear import PackedLinear
+from model.native.linear import AMX_ROWS, PackedLinear, prefers_torch
 
 if TYPE_CHECKING:
     from model.positions import BucketBias
@@ -50,6 +50,7 @@ class NativeStack:
         self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
         config = stack.config
+        self._prefers_torch = prefers_torch(stack.block(0).mlp.up.weight.dtype, kind)
         blocks = [stack.block(index) for index in range(config.distinct_layers)]
         self._layers = (Layer * len(blocks))(*(self._layer(block, kind) for block in blocks))
         rotary = config.position.rotary
@@ -68,8 +69,10 @@ class NativeStack:
         position = config.position
         return position.kind is not PositionKind.XLNET_RELATIVE and not position.every_layer
 
-    def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
-        """Whether a step's keys are where the C code looks for them."""
+    def covers(self, rows: int, cache: KVCache | None, cross: CrossInput | None) -> bool:
+        """Whether a step's keys are where the C code looks for them, and its rows too few for torch to be faster."""
+        if self._prefers_torch and rows >= AMX_ROWS:
+            return False
         return cross is None or (cross.memory is None and cache is not None)
 
     def __call__(

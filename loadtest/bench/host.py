@@ -1,0 +1,80 @@
+"""What a step costs in Python: an engine whose model computes nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import (
+    Activation,
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    StackConfig,
+)
+from model.engine.block_manager import BlockManager
+from model.engine.engine import Engine
+from model.engine.model_runner import ModelRunner
+from model.engine.scheduler import Scheduler
+from model.kv_cache import KVCache
+from model.request import Request, SamplingParams
+
+_BLOCK = 16
+_VOCAB = 64
+
+
+class HollowModel:
+    """Answers at once, always the same."""
+
+    encoder = None
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def decode(self, inputs: Any, *_: Any) -> Tensor:
+        return torch.zeros(len(inputs.input_ids), 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), _VOCAB)
+
+
+def step_milliseconds(batch: int, *, temperature: float = 0.0, context: int = 256, steps: int = 100) -> float:
+    """The median time of a step in which `batch` sequences decode, everything but the model's arithmetic."""
+    stack = StackConfig(
+        num_layers=1,
+        hidden_size=1,
+        attention=AttentionConfig(1, 1, 1, 1.0),
+        mlp=MLPConfig(1, Activation.RELU),
+        norm=NormConfig(NormKind.RMS, 1e-6),
+        position=PositionConfig(),
+        causal=True,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+    )
+    config = ModelConfig("llama", EmbeddingConfig(_VOCAB, 1), decoder=stack, head=HeadConfig(tied=True))
+    blocks = BlockManager(batch * (2 + (context + steps) // _BLOCK), _BLOCK)
+    cache = KVCache(stack, blocks.num_blocks, _BLOCK, torch.float32, torch.device("cpu"))
+    runner = ModelRunner(HollowModel(config), cache, blocks)  # type: ignore[arg-type]
+    scheduler = Scheduler(blocks, batch, batch * context)
+    engine = Engine("hollow", runner, scheduler, max_model_len=context + steps + 2)
+    params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=temperature)
+    for number in range(batch):
+        ids = tuple((number + at) % _VOCAB for at in range(context))
+        engine.add(Request(str(number), "hollow", ids, params))
+    engine.step()  # all prompts
+    seconds = []
+    while engine.has_work:
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e3

@@ -1,0 +1,146 @@
+"""The benchmark models: published shapes, random weights from a fixed seed, written once as Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import tensor_names
+from model.families import FAMILIES
+from model.loader import build_model, stored_tensors
+from model.settings import Settings
+
+_VERSION = 1  # of what is written; another one is built anew
+_STD = 0.02
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "D1": {  # GPT-2 small
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    "D2": {  # a small grouped-query decoder
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "E1": {  # T5-small
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_decoder_layers": 6,
+        "num_heads": 8,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "feed_forward_proj": "relu",
+        "layer_norm_epsilon": 1e-6,
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": True,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "E2": {  # BART-base
+        "model_type": "bart",
+        "architectures": ["BartForConditionalGeneration"],
+        "vocab_size": 50265,
+        "d_model": 768,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "encoder_attention_heads": 12,
+        "decoder_attention_heads": 12,
+        "encoder_ffn_dim": 3072,
+        "decoder_ffn_dim": 3072,
+        "max_position_embeddings": 1024,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 2,
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "N1": {  # all-MiniLM-L6-v2's shape
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "vocab_size": 30522,
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "pad_token_id": 0,
+    },
+    "N2": {  # BERT-base
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "pad_token_id": 0,
+    },
+}
+
+
+def built(name: str, cache: Path) -> Path:
+    """The folder of benchmark model `name` under `cache`, written unless it is there."""
+    folder = cache / f"{name}-{_VERSION}"
+    if folder.exists():
+        return folder
+    config = FAMILIES[CONFIGS[name]["model_type"]].config(Settings(CONFIGS[name]), None)
+    model = build_model(config, SdpaBackend()).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            gain = "norm" in parameter_name or parameter_name.rsplit(".", 2)[-2].endswith(("_in", "_out"))
+            mean = 1.0 if gain and parameter_name.endswith("weight") else 0.0
+            parameter.normal_(mean, _STD, generator=generator)
+    making = cache / f".{name}-{os.getpid()}"
+    making.mkdir(parents=True)
+    tensors = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in stored_tensors(model)}
+    save_file(tensors, making / "model.safetensors", metadata={"format": "pt"})
+    (making / "config.json").write_text(json.dumps({**CONFIGS[name], "torch_dtype": "bfloat16"}, indent=1))
+    assert tensor_names([making / "model.safetensors"])
+    try:
+        making.rename(folder)
+    except OSError:  # another process was quicker
+        shutil.rmtree(making)
+    return folder

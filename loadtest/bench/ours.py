@@ -1,0 +1,88 @@
+"""This project's engine as the benchmark drives it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadtest.bench.workloads import Ask, Workload
+from model.checkpoint import read_checkpoint
+from model.engine.config import EngineConfig
+from model.engine.engine import Engine
+from model.engine.loading import LoadedModel, load
+from model.engine.protocol import ModelSpec
+from model.request import EncodeRequest, FinishReason, Request, SamplingParams
+
+
+@dataclass(slots=True)
+class Run:
+    """How long a workload took."""
+
+    seconds: float
+    first_token_seconds: list[float] = field(default_factory=list)  # of each request, from the common start
+
+
+class Ours:
+    """One model, loaded."""
+
+    name = "triptych"
+
+    def __init__(self, path: Path, config: EngineConfig) -> None:
+        self.loaded: LoadedModel = load(ModelSpec("bench", str(path), config))
+        config = read_checkpoint(path).config
+        start = config.decoder_start_token_id
+        info = self.loaded.info
+        self.info = {"form": info.form, "dtype": info.dtype, "vocab_size": config.embedding.vocab_size}
+        self._start = () if start is None else (start,)
+
+    def run(self, workload: Workload) -> Run:
+        """Submit everything, step until nothing is left."""
+        if not workload.output_tokens:
+            return self._encode(workload)
+        engine = self._engine
+        for number, ask in enumerate(workload.asks):
+            engine.add(self._request(number, ask, workload.beams))
+        first: dict[str, float] = {}
+        began = time.perf_counter()
+        while engine.has_work:
+            outputs, _ = engine.step()
+            now = time.perf_counter() - began
+            for output in outputs:
+                first.setdefault(output.request_id, now)
+        return Run(time.perf_counter() - began, sorted(first.values()))
+
+    def step_seconds(self, batch: int, context: int, steps: int) -> list[float]:
+        """How long each of `steps` steps took in which `batch` sequences of at least `context` tokens decoded."""
+        engine = self._engine
+        ids = tuple(100 + i % 900 for i in range(context))
+        for number in range(batch):
+            ask = Ask((number + 100, *ids[1:]), self.loaded.info.max_model_len - context)
+            engine.add(self._request(number, ask, 1))
+        seconds: list[float] = []
+        while len(seconds) < steps:
+            began = time.perf_counter()
+            _, stats = engine.step()
+            if stats is not None and stats.num_tokens == stats.num_sequences == batch:
+                seconds.append(time.perf_counter() - began)
+        for number in range(batch):
+            engine.abort(str(number), None, FinishReason.CANCELLED)
+        return seconds
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.loaded.generate is not None
+        return self.loaded.generate
+
+    def _encode(self, workload: Workload) -> Run:
+        engine = self.loaded.encode
+        for number, ask in enumerate(workload.asks):
+            engine.add(EncodeRequest(str(number), "bench", ask.ids, arrival_time=time.monotonic()))
+        began = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        return Run(time.perf_counter() - began)
+
+    def _request(self, number: int, ask: Ask, beams: int) -> Request:
+        params = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True, num_beams=beams)
+        return Request(str(number), "bench", ask.ids, params, self._start, arrival_time=time.monotonic())

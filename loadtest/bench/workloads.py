@@ -1,0 +1,75 @@
+"""What the engines are asked: seeded token ids, exact output lengths, the same for us and for every peer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_LEAST_ID = 100  # ids below are special in some of the models
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: a prompt (decoder), a source (encoder-decoder) or a text (encoder)."""
+
+    ids: tuple[int, ...]
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that are all there from the start."""
+
+    name: str
+    asks: tuple[Ask, ...]
+    beams: int = 1
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(len(ask.ids) for ask in self.asks)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(ask.output_tokens for ask in self.asks)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much of a workload is run: its share of the requests and of their lengths."""
+
+    requests: float = 1.0
+    lengths: float = 1.0
+    seed: int = 0
+
+
+QUICK = Scale(requests=0.25, lengths=0.5)
+
+
+def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
+    """What a model is asked: D is a decoder, E an encoder-decoder, N an encoder."""
+    rng = random.Random(scale.seed)
+
+    def length(least: int, most: int) -> int:
+        return max(1, round(rng.randint(least, most) * scale.lengths))
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(_LEAST_ID, vocab_size) for _ in range(count))
+
+    def many(count: int, one: Callable[[], Ask]) -> tuple[Ask, ...]:
+        return tuple(one() for _ in range(max(1, round(count * scale.requests))))
+
+    if form == "D":
+        single = Ask(ids(128), max(2, round(64 * scale.lengths)))
+        batch = many(64, lambda: Ask(ids(length(32, 512)), length(16, 256)))
+        return [Workload("one at a time", (single,)), Workload(f"{len(batch)} at once", batch)]
+    if form == "E":
+        single = Ask(ids(128), max(2, round(64 * scale.lengths)))
+        batch = many(64, lambda: Ask(ids(length(16, 256)), length(16, 128)))
+        return [
+            Workload("one at a time", (single,)),
+            Workload(f"{len(batch)} at once", batch),
+            Workload(f"{len(batch)} at once, 4 beams", batch, beams=4),
+        ]
+    texts = many(512, lambda: Ask(ids(length(8, 256))))
+    return [Workload(f"{len(texts)} texts", texts)]

@@ -1,0 +1,171 @@
+"""The C library: products against torch's, the cache that it is kept in, and 8-bit weights and keys."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import model.native.linear
+import model.native.stack
+from model.attention.base import AttentionMetadata
+from model.attention.reference import ReferenceBackend
+from model.config import AttentionConfig
+from model.kv_cache import KVCache, LayerCache
+from model.native import build
+from model.native.library import Kind, Library
+from model.native.linear import PackedLinear
+from tests.model.checkpoints import CPU, loaded, native_backends
+from tests.model.parity import decoder_logits, decoder_prompts
+from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
+
+needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+SHAPES_OF_MATRICES = [(16, 16), (100, 37), (48, 64), (7, 5), (33, 4864)]
+
+
+def library() -> Library:
+    return native_backends()[0].library
+
+
+@needs_native
+@pytest.mark.parametrize(("n", "k"), SHAPES_OF_MATRICES)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "of_largest"),
+    [(torch.float32, None, 3e-6), (torch.bfloat16, None, 2e-2), (torch.float32, Kind.INT8, 3e-2)],
+)
+def test_products_equal_torchs(
+    n: int, k: int, biased: bool, dtype: torch.dtype, kind: Kind | None, of_largest: float
+) -> None:
+    torch.manual_seed(0)
+    exact = nn.Linear(k, n, bias=biased).requires_grad_(False)
+    packed = PackedLinear(library(), exact.weight.to(dtype), exact.bias, kind)
+    x = torch.randn(19, k)
+    expected = exact(x)
+    assert (packed(x) - expected).abs().max() < of_largest * expected.abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.INT8])
+@pytest.mark.parametrize(("n", "k"), SHAPES_OF_MATRICES)
+def test_a_row_does_not_depend_on_its_neighbours(n: int, k: int, kind: Kind) -> None:
+    torch.manual_seed(0)
+    packed, x = PackedLinear(library(), torch.randn(n, k), None, kind), torch.randn(33, k)
+    together = packed(x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17):
+        assert torch.equal(packed(x[:rows]), together[:rows])
+        assert torch.equal(packed(x[-rows:]), together[-rows:])
+
+
+@needs_native
+def test_control_a_changed_weight_changes_its_output_alone() -> None:
+    weight, x = torch.randn(20, 30), torch.randn(2, 30)
+    before = PackedLinear(library(), weight, None)(x)
+    weight[17, 29] += 1.0
+    after = PackedLinear(library(), weight, None)(x)
+    changed = (before != after).any(dim=0)
+    assert changed.nonzero().flatten().tolist() == [17]
+
+
+@needs_native
+def test_many_rows_go_to_torch_where_tiles_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a CPU with AMX, forced here: the modules over torch's products, attention by the C code."""
+    [backend] = native_backends()
+    prompts = decoder_prompts()
+    usual = decoder_logits(loaded("llama-gqa", backend, torch.bfloat16), prompts)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    tiled = loaded("llama-gqa", backend, torch.bfloat16)
+    for module in (model.native.linear, model.native.stack):
+        monkeypatch.setattr(module, "AMX_ROWS", 2)
+    spread = usual.std()
+    error = (decoder_logits(tiled, prompts) - usual).pow(2).mean().sqrt()
+    assert 0 < error < 0.15 * spread
+
+
+@needs_native
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 2e-2), (torch.int8, 4e-2)])
+def test_narrow_caches_are_close_to_float32(shapes: str, kv_heads: int, dtype: torch.dtype, close: float) -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(HEADS, kv_heads, DIM, DIM**-0.5)
+    segments = SHAPES[shapes]
+    q_lens, kv_lens = zip(*segments, strict=True)
+    rows = sum(q_lens)
+    exact, tables, slots = pool_with_past(config, segments)
+    narrow = narrowed(exact, config, dtype)
+    metadata = AttentionMetadata(q_lens, kv_lens, causal=True, block_tables=tables, slot_mapping=slots)
+    query, key, value = (torch.randn(rows, heads, DIM) for heads in (HEADS, kv_heads, kv_heads))
+    ours = native_backends()[0].forward(query, key, value, narrow, metadata, config)
+    by_torch = ReferenceBackend().forward(query, key, value, narrow, metadata, config)
+    theirs = ReferenceBackend().forward(query, key, value, exact, metadata, config)
+    assert (ours - theirs).abs().max() < close * 3  # values are normal: 3 is their reach
+    torch.testing.assert_close(ours, by_torch, atol=close, rtol=0)
+
+
+def narrowed(layer: LayerCache, config: AttentionConfig, dtype: torch.dtype) -> LayerCache:
+    """The same pages in another format, written as torch writes them."""
+    blocks = layer.keys.shape[0]
+    [copy] = KVCache(stack_of(config), blocks, BLOCK, dtype, CPU).layers
+    copy.write(torch.arange(blocks * BLOCK), layer.keys.flatten(0, 1), layer.values.flatten(0, 1))
+    return copy
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(HEADS, 2, DIM, 1.0)
+    [backend] = native_backends()
+    key, value, slots = torch.randn(3, 2, DIM), torch.randn(3, 2, DIM), torch.tensor([5, 6, 7])
+    [ours], [theirs] = (KVCache(stack_of(config), 4, BLOCK, dtype, CPU).layers for _ in range(2))
+    metadata = AttentionMetadata((3,), (4,), causal=True, block_tables=torch.tensor([[1]]), slot_mapping=slots)
+    backend.forward(torch.randn(3, HEADS, DIM), key, value, ours, metadata, config)
+    theirs.write(slots, key, value)
+    pairs = [
+        (ours.keys, theirs.keys),
+        (ours.values, theirs.values),
+        *zip(ours.scales or (), theirs.scales or (), strict=True),
+    ]
+    assert all(torch.equal(a, b) for a, b in pairs if a.is_floating_point())
+    # The last bit of an 8-bit number may fall either way where a division is written as a product.
+    assert all((a.int() - b.int()).abs().max() <= 1 for a, b in pairs)
+    assert any(bool(a.any()) for a, _ in pairs)
+
+
+@needs_native
+def test_the_library_is_built_once_and_again_for_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    first = build.build()
+    written = first.stat().st_mtime_ns
+    assert build.build() == first
+    assert first.stat().st_mtime_ns == written
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    (sources / "one.c").write_text("int one(void) { return 2; }\n")
+    assert build.build() != first
+    (sources / "one.c").write_text("int one(void) { return }\n")
+    with pytest.raises(build.BuildError, match="the compiler failed"):
+        build.build()
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "triptych").mkdir()
+    os.chmod(tmp_path / "triptych", 0o777)
+    with pytest.raises(build.BuildError, match="not ours alone"):
+        build.cache_folder()
+
+
+def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.BuildError, match="no GCC"):
+        build.build()
