@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,13 +65,17 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_compare(commands)
     _add_report(commands)
-    if "offline" in argv[:1]:  # imports torch, which the rest has no use for
-        from loadtest import offline
-
-        offline.add_command(commands)
-    else:
-        commands.add_parser("offline", help="an engine without a server, on the embedded models")
+    _add_engine_commands(commands, argv)
     return parser
+
+
+def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
+    """Their modules import torch, which the rest has no use for."""
+    for name, text in (("offline", "engines without a server"), ("quality", "what narrow numbers cost")):
+        if name in argv[:1]:
+            import_module(f"loadtest.{name}").add_command(commands)
+        else:
+            commands.add_parser(name, help=text)
 
 
 def _add_run(commands: Any) -> None:

@@ -154,8 +154,13 @@ def likeliest(logits: Tensor, rows: Rows[SamplingRow], counts: Rows[int]) -> lis
 
     Bans and penalties act on log-probabilities, as they do in the reference library's beam search.
     """
-    scores = _process(logits.float().log_softmax(dim=-1), rows)
-    values, tokens = scores.topk(min(max(counts), scores.shape[1]), dim=-1)
+    count = min(max(counts), logits.shape[1])
+    if any(map(_needs_processing, rows)):
+        values, tokens = _process(logits.float().log_softmax(dim=-1), rows).topk(count, dim=-1)
+    else:  # the same order, without a second table of the vocabulary's size
+        logits = logits.float()
+        values, tokens = logits.topk(count, dim=-1)
+        values = values - logits.logsumexp(dim=-1, keepdim=True)
     return [
         list(zip(ids[:count], found[:count], strict=True))
         for ids, found, count in zip(tokens.tolist(), values.tolist(), counts, strict=True)

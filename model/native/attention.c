@@ -405,17 +405,19 @@ static void keep(int64_t kind, int64_t heads, int64_t dim, const float *from, vo
     }
     if (kind == BF16) {
         bf16 *to = (bf16 *)rows + slot * stride;
-        for (int64_t i = 0; i < heads * dim; i++) to[i] = to_bf16(from[i]);
+        int64_t i = 0;
+        for (; i + LANES <= heads * dim; i += LANES) store_bf16(to + i, load(from + i));
+        for (; i < heads * dim; i++) to[i] = to_bf16(from[i]);
         return;
     }
     for (int64_t head = 0; head < heads; head++) {
         const float *x = from + head * dim;
         int8_t *to = (int8_t *)rows + slot * stride + head * dim;
-        float most = 0.0f;
-        for (int64_t i = 0; i < dim; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
+        float most = largest_size(x, dim), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        int64_t i = 0;
         scales[slot * heads + head] = most / 127.0f;
-        float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-        for (int64_t i = 0; i < dim; i++) to[i] = (int8_t)(int)__builtin_rintf(x[i] * inverse);
+        for (; i + LANES <= dim; i += LANES) store_int8(to + i, round16(load(x + i) * inverse));
+        for (; i < dim; i++) to[i] = (int8_t)__builtin_rintf(x[i] * inverse);
     }
 }
 

@@ -46,15 +46,12 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
         for (; i < k; i++) ((bf16 *)to)[i] = to_bf16(from[i]);
         if (k % 2) ((bf16 *)to)[k] = 0;
     } else { /* unsigned bytes around 128, as the integer dot product wants them */
-        float most = 0.0f;
-        for (int64_t i = 0; i < k; i++) {
-            float size = __builtin_fabsf(from[i]);
-            most = size > most ? size : most;
-        }
+        float most = largest_size(from, k), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        int64_t i = 0;
         *scale = most / 127.0f;
-        float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-        for (int64_t i = 0; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)(from[i] * inverse + 128.5f));
-        for (int64_t i = k; i < up_to(k, 4); i++) ((uint8_t *)to)[i] = 128;
+        for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round16(load(from + i) * inverse) + 128);
+        for (; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)__builtin_rintf(from[i] * inverse) + 128);
+        for (; i < up_to(k, 4); i++) ((uint8_t *)to)[i] = 128;
     }
 }
 

@@ -40,12 +40,41 @@ INLINE v16 fma16(v16 a, v16 b, v16 c) {
 }
 
 INLINE v16 load_bf16(const bf16 *p) { return as_float(__builtin_convertvector(*(const h16u *)p, u16v) << 16); }
-INLINE v16 load_int8(const int8_t *p) { return __builtin_convertvector(*(const b16u *)p, v16); }
+
+/* GCC 12 converts bytes one by one unless it is told how. */
+INLINE v16 load_int8(const int8_t *p) {
+#ifdef __AVX512F__
+    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    int32_t wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    i16v whole;
+    memcpy(&whole, wide, sizeof whole);
+    return __builtin_convertvector(whole, v16);
+#endif
+}
+
+/* Whole numbers that fit a byte. */
+INLINE void store_int8(int8_t *p, i16v v) {
+#ifdef __AVX512F__
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
+#endif
+}
+
+/* Rounded to the nearest whole number, ties to even, for sizes below 2^22. */
+INLINE i16v round16(v16 x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, i16v); }
+INLINE v16 size16(v16 x) { return (v16)((i16v)x & 0x7fffffff); }
 
 INLINE void store_bf16(bf16 *p, v16 v) { /* to nearest, ties to even */
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
     u16v bits = as_bits(v);
     bits += 0x7fff + ((bits >> 16) & 1);
     *(h16u *)p = __builtin_convertvector(bits >> 16, h16u);
+#endif
 }
 
 INLINE bf16 to_bf16(float x) {
@@ -79,6 +108,16 @@ INLINE float largest16(v16 v) {
     store(x, v);
     best = x[0];
     for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+/* The largest size among n floats. */
+INLINE float largest_size(const float *x, int64_t n) {
+    v16 most = splat(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) most = max16(most, size16(load(x + i)));
+    float best = largest16(most);
+    for (; i < n; i++) best = __builtin_fabsf(x[i]) > best ? __builtin_fabsf(x[i]) : best;
     return best;
 }
 

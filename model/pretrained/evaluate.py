@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.engine.config import EngineConfig
 from model.engine.llm import LLM
 from model.pretrained import corpus, pairs
 from model.request import SamplingParams
@@ -44,7 +45,7 @@ def bits_per_byte(llm: LLM, texts: Sequence[str]) -> float:
 
 
 def evaluate_code(folder: Path) -> BitsPerByte:
-    llm = LLM(folder)
+    llm = LLM(folder, EngineConfig(dtype="float32"))
     everything = [piece for d in corpus.documents(held_out=True) for piece in pieces(d.text)]
     longest = llm.info.max_model_len - 1
     assert llm.tokenizer is not None
@@ -60,4 +61,4 @@ def exact_match(llm: LLM, held_out: Sequence[tuple[str, str]]) -> float:
 
 
 def evaluate_normalize(folder: Path) -> float:
-    return exact_match(LLM(folder), pairs.held_out_pairs(HELD_OUT_PAIRS))
+    return exact_match(LLM(folder, EngineConfig(dtype="float32")), pairs.held_out_pairs(HELD_OUT_PAIRS))
