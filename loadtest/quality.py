@@ -1,6 +1,6 @@
 """What narrow numbers cost in quality, on the embedded models: a table, then one JSON line.
 
-Bits per byte of `code` on its held-out sample, exact match of `normalize` on held-out pairs, and the cosine of `embed`'s
+Bits per byte of `code` on its held-out sample, exact match of `normalize` on held-out pairs, the cosine of `embed`'s
 vectors with those of float32; all through the engine that serves them.
 """
 

@@ -111,8 +111,10 @@ class ModelRunner:
     def _sample(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> list[SampledToken]:
         logits = self.model.logits(hidden)  # [B, V]
         rows = [self._sampling_row(step) for step in steps]
-        tokens = sample(logits, rows)
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
+        searching = not wanted and all(step.sequence.beams is not None for step in steps)
+        # A beam's own next token is nobody's: its search decides among the candidates.
+        tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else sample(logits, rows)
         logprobs: dict[int, TokenLogprob] = {}
         if wanted:
             at = self._tensor(wanted)

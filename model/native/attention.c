@@ -291,20 +291,25 @@ INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, i
         for (int64_t i = 0; i < dim; i++) sums[r * padded + i] *= inverse[r];
 }
 
-/* One copy of the code for what any kind of memory gathers to. */
-static __attribute__((noinline)) void block_64(int quantised, const Source *s, const float *q, int64_t position, int rows,
-                                               int64_t head, int64_t begin, int64_t to, const float *keys,
-                                               const float *values, const float *key_scales, const float *value_scales,
-                                               float *scores, float *sums) {
-    block(64, quantised, s, q, position, rows, head, begin, to, keys, values, key_scales, value_scales, scores, sums);
-}
+/* One copy of the code for each width of a head that is worth it, whatever kind of memory was gathered from. */
+typedef void Block(int, const Source *, const float *, int64_t, int, int64_t, int64_t, int64_t, const float *,
+                   const float *, const float *, const float *, float *, float *);
 
-static __attribute__((noinline)) void block_any(int quantised, const Source *s, const float *q, int64_t position, int rows,
-                                                int64_t head, int64_t begin, int64_t to, const float *keys,
-                                                const float *values, const float *key_scales,
-                                                const float *value_scales, float *scores, float *sums) {
-    block(s->shape->dim, quantised, s, q, position, rows, head, begin, to, keys, values, key_scales, value_scales,
-          scores, sums);
+#define BLOCK(name, dim)                                                                                               \
+    static __attribute__((noinline)) void name(int quantised, const Source *s, const float *q, int64_t position,       \
+                                               int rows, int64_t head, int64_t begin, int64_t to, const float *keys,   \
+                                               const float *values, const float *key_scales,                           \
+                                               const float *value_scales, float *scores, float *sums) {                \
+        block(dim, quantised, s, q, position, rows, head, begin, to, keys, values, key_scales, value_scales, scores,   \
+              sums);                                                                                                   \
+    }
+BLOCK(block_32, 32)
+BLOCK(block_64, 64)
+BLOCK(block_128, 128)
+BLOCK(block_any, s->shape->dim)
+
+static Block *block_of(int64_t dim) {
+    return dim == 32 ? block_32 : dim == 64 ? block_64 : dim == 128 ? block_128 : block_any;
 }
 
 /* Queries [first, last) of a segment for the heads that share the keys of `group`. */
@@ -331,8 +336,8 @@ INLINE void prefill(int kind, int64_t dim, const Source *s, const float *queries
                 for (int64_t i = 0; i < padded; i++)
                     q[r * padded + i] = i < dim ? queries[(start + row + r) * q_stride + head * dim + i] : 0.0f;
             int64_t end = s->segments->causal ? smaller(to, offset + row + rows) : to;
-            (dim == 64 ? block_64 : block_any)(kind == INT8, s, q, offset + row, rows, head, begin, end, keys, values,
-                                               key_scales, value_scales, scores, sums);
+            block_of(dim)(kind == INT8, s, q, offset + row, rows, head, begin, end, keys, values, key_scales,
+                          value_scales, scores, sums);
             for (int r = 0; r < rows; r++)
                 memcpy(out + (start + row + r) * a->heads * dim + head * dim, sums + r * padded, dim * sizeof *out);
         }
@@ -368,33 +373,25 @@ INLINE void attend_as(int kind, int64_t dim, const AttentionShape *shape, const 
     }
 }
 
-/* Widths of a head that are worth a copy of the code. */
-static void attend_f32(int64_t dim, const AttentionShape *shape, const Segments *segments, const Memory *memory,
-                       const float *queries, int64_t q_stride, float *out, int part, int parts, float *scratch) {
-    if (dim == 64) attend_as(F32, 64, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-    else attend_as(F32, dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-}
-
-static void attend_bf16(int64_t dim, const AttentionShape *shape, const Segments *segments, const Memory *memory,
-                        const float *queries, int64_t q_stride, float *out, int part, int parts, float *scratch) {
-    if (dim == 64) attend_as(BF16, 64, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-    else attend_as(BF16, dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-}
-
-static void attend_int8(int64_t dim, const AttentionShape *shape, const Segments *segments, const Memory *memory,
-                        const float *queries, int64_t q_stride, float *out, int part, int parts, float *scratch) {
-    if (dim == 64) attend_as(INT8, 64, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-    else attend_as(INT8, dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-}
+/* A copy of the code for each kind of memory and for the widths of a head that are worth one. */
+#define ATTEND(name, kind)                                                                                             \
+    static void name(const AttentionShape *shape, const Segments *segments, const Memory *memory,                      \
+                     const float *queries, int64_t q_stride, float *out, int part, int parts, float *scratch) {        \
+        if (shape->dim == 64)                                                                                          \
+            attend_as(kind, 64, shape, segments, memory, queries, q_stride, out, part, parts, scratch);                \
+        else if (shape->dim == 128)                                                                                    \
+            attend_as(kind, 128, shape, segments, memory, queries, q_stride, out, part, parts, scratch);               \
+        else                                                                                                           \
+            attend_as(kind, shape->dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);        \
+    }
+ATTEND(attend_f32, F32)
+ATTEND(attend_bf16, BF16)
+ATTEND(attend_int8, INT8)
 
 void attend(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
             int64_t q_stride, float *out, int part, int parts, float *scratch) {
-    if (memory->kind == F32)
-        attend_f32(shape->dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-    else if (memory->kind == BF16)
-        attend_bf16(shape->dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
-    else
-        attend_int8(shape->dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);
+    (memory->kind == F32 ? attend_f32 : memory->kind == BF16 ? attend_bf16 : attend_int8)(
+        shape, segments, memory, queries, q_stride, out, part, parts, scratch);
 }
 
 static void keep(int64_t kind, int64_t heads, int64_t dim, const float *from, void *rows, int64_t stride, float *scales,

@@ -106,6 +106,28 @@ def test_narrow_caches_are_close_to_float32(shapes: str, kv_heads: int, dtype: t
     torch.testing.assert_close(ours, by_torch, atol=close, rtol=0)
 
 
+@needs_native
+@pytest.mark.parametrize("dim", [8, 32, 40, 64, 80, 128])
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, None), (False, 20)])
+def test_every_width_of_a_head_and_more_rows_than_a_task(
+    dim: int, paged: bool, causal: bool, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(4, 2, dim, dim**-0.5, window=window)
+    segments = [(1, 70), (90, 100), (3, 40)] if paged else [(1, 1), (130, 130), (40, 40)]
+    q_lens, kv_lens = zip(*segments, strict=True)
+    query, key, value = (torch.randn(sum(q_lens), heads, dim) for heads in (4, 2, 2))
+    metadata = AttentionMetadata(q_lens, kv_lens, causal=causal)
+    layer = None
+    if paged:
+        layer, tables, slots = pool_with_past(config, segments)
+        metadata = AttentionMetadata(q_lens, kv_lens, causal=causal, block_tables=tables, slot_mapping=slots)
+    ours = native_backends()[0].forward(query, key, value, layer, metadata, config)
+    theirs = ReferenceBackend().forward(query, key, value, layer, metadata, config)
+    torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
 def narrowed(layer: LayerCache, config: AttentionConfig, dtype: torch.dtype) -> LayerCache:
     """The same pages in another format, written as torch writes them."""
     blocks = layer.keys.shape[0]
