@@ -1,0 +1,75 @@
+"""The offline bench: its work, its floors, and one run of it on a model that is small enough."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.bench.floors import Ceilings, Costs, Floor
+from loadtest.bench.host import step_milliseconds
+from loadtest.bench.models import CONFIGS, built
+from loadtest.bench.workloads import QUICK, Ask, Scale, Workload, workloads
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.families import FAMILIES
+from model.loader import build_model
+from model.settings import Settings
+
+
+@pytest.mark.parametrize("form", "DEN")
+def test_work_is_the_same_for_a_seed_and_other_for_another(form: str) -> None:
+    assert workloads(form, 1000, Scale()) == workloads(form, 1000, Scale())
+    assert workloads(form, 1000, Scale()) != workloads(form, 1000, Scale(seed=1))
+    for workload in workloads(form, 1000, QUICK):
+        assert all(100 <= token < 1000 for ask in workload.asks for token in ask.ids)
+        assert (workload.output_tokens > 0) == (form != "N")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_models_costs_are_its_matrices(name: str) -> None:
+    config = FAMILIES[CONFIGS[name]["model_type"]].config(Settings(CONFIGS[name]), None)
+    costs = Costs.of(config)
+    matrices = {
+        parameter: tensor.numel()
+        for parameter, tensor in build_model(config, SdpaBackend()).named_parameters()
+        if tensor.ndim == 2 and ".layers." in parameter
+    }
+    cross = sum(size for parameter, size in matrices.items() if ".cross.kv." in parameter)
+    assert costs.cross == cross
+    assert costs.encoder + costs.decoder == sum(matrices.values()) - cross
+
+
+def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
+    costs = Costs(encoder=0, decoder=90, head=10, cross=0, kv_per_token=3)
+    floor = Floor(costs, Ceilings(bytes_per_second=1000.0, flops_per_second=10_000.0), weight_bytes=2.0, kv_bytes=1.0)
+    assert floor.step(1, 100) == pytest.approx((200 + 300) / 1000)
+    assert floor.step(1000, 0) == pytest.approx(2 * 1000 * 100 / 10_000)
+    two = Workload("w", (Ask((7,) * 50, 1), Ask((7,) * 30, 2)))
+    prefill = 2 * 80 * 90 / 10_000
+    assert floor.workload(two) == pytest.approx(prefill + floor.step(2, 80) + floor.step(1, 31))
+
+
+def test_a_benchmark_model_is_written_once_and_loads(tmp_path: Path) -> None:
+    folder = built("N1", tmp_path)
+    assert read_checkpoint(folder).config.form == "encoder-only"
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert built("N1", tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_hollow_model_measures_steps() -> None:
+    assert 0 < step_milliseconds(4, context=16, steps=8) < 1000
+
+
+def test_a_run_prints_one_json_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest", "offline", "--models", "N1", "--quick", "--runs", "1"]
+    done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=300, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    [row] = found["rows"]
+    assert row["model"] == "N1" and row["engine"] == "triptych" and row["rate"] > 0
+    assert row["of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
+    assert found["machine"]["threads"] > 0
