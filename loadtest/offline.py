@@ -33,6 +33,7 @@ from model.pretrained import embedded_models
 PEERS = ("transformers", "ctranslate2")
 BATCHES = (1, 8, 16, 32, 64)
 CONTEXT = 256  # tokens of each sequence where steps are timed
+_WIDTH = 150  # of the table in a file or pipe
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 
@@ -162,13 +163,16 @@ class Bench:
             self.rows.append(_row(name, engine, workload, answers, least, ratio))
 
     def _time_steps(self, name: str, ours: Worker, floor: Floor) -> None:
+        answer = ours.ask(step={"batches": BATCHES, "context": CONTEXT, "steps": 20})["seconds"]
         for batch in BATCHES:
-            seconds = statistics.median(ours.ask(step={"batch": batch, "context": CONTEXT, "steps": 20})["seconds"])
+            seconds = statistics.median(answer[str(batch)])
             least = floor.step(batch, batch * CONTEXT)
             self.steps.append(StepRow(name, batch, seconds * 1e3, least * 1e3, least / seconds))
 
     def report(self) -> None:
         console = Console()
+        if not console.is_terminal:
+            console.width = _WIDTH
         if self.rows:
             console.print(_table(self.rows))
         if self.steps:

@@ -52,22 +52,30 @@ class Ours:
                 first.setdefault(output.request_id, now)
         return Run(time.perf_counter() - began, sorted(first.values()))
 
-    def step_seconds(self, batch: int, context: int, steps: int) -> list[float]:
-        """How long each of `steps` steps took in which `batch` sequences of at least `context` tokens decoded."""
+    def step_seconds(self, batches: list[int], context: int, steps: int) -> dict[int, list[float]]:
+        """How long each of `steps` steps took in which so many sequences of at least `context` tokens decoded.
+
+        The prompts are computed once: the largest batch is timed first, then sequences leave.
+        """
         engine = self._engine
         ids = tuple(100 + i % 900 for i in range(context))
-        for number in range(batch):
+        for number in range(max(batches)):
             ask = Ask((number + 100, *ids[1:]), self.loaded.info.max_model_len - context)
             engine.add(self._request(number, ask, 1))
-        seconds: list[float] = []
-        while len(seconds) < steps:
-            began = time.perf_counter()
-            _, stats = engine.step()
-            if stats is not None and stats.num_tokens == stats.num_sequences == batch:
-                seconds.append(time.perf_counter() - began)
-        for number in range(batch):
+        found: dict[int, list[float]] = {}
+        running = max(batches)
+        for batch in sorted(batches, reverse=True):
+            for number in range(batch, running):
+                engine.abort(str(number), None, FinishReason.CANCELLED)
+            running, seconds = batch, found.setdefault(batch, [])
+            while len(seconds) < steps:
+                began = time.perf_counter()
+                _, stats = engine.step()
+                if stats is not None and stats.num_tokens == stats.num_sequences == batch:
+                    seconds.append(time.perf_counter() - began)
+        for number in range(running):
             engine.abort(str(number), None, FinishReason.CANCELLED)
-        return seconds
+        return found
 
     @property
     def _engine(self) -> Engine:

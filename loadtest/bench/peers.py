@@ -7,6 +7,8 @@ elsewhere; CTranslate2 its own batching by tokens over int8 weights.
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,8 +70,9 @@ class CTranslate2:
 
         converted = path.parent / f"{path.name}-ctranslate2"
         if not converted.exists():
-            _write_tokenizer(path)
-            TransformersConverter(str(path)).convert(str(converted), quantization="int8")
+            with tempfile.TemporaryDirectory() as folder:
+                _write_for_converter(path, Path(folder))
+                TransformersConverter(folder).convert(str(converted), quantization="int8")
         decoder = read_json(path / "config.json")["model_type"] in ("llama", "gpt2")
         engine = ctranslate2.Generator if decoder else ctranslate2.Translator
         self.decoder = decoder
@@ -112,13 +115,17 @@ def _padded(batch: list[Ask], *, left: bool) -> tuple[torch.Tensor, torch.Tensor
     return ids, mask
 
 
-def _write_tokenizer(path: Path) -> None:
-    """A tokenizer whose token `t7` is id 7: the converter wants a vocabulary, the work is in ids."""
+def _write_for_converter(path: Path, folder: Path) -> None:
+    """The model as CTranslate2's converter wants it: with settings that transformers no longer writes, and with a
+    tokenizer whose token `t7` is id 7, since the work is in ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    size = read_json(path / "config.json")["vocab_size"]
-    words = WordLevel({f"t{number}": number for number in range(size)}, unk_token="t3")
+    config = read_json(path / "config.json")
+    bart = {"normalize_before": False, "normalize_embedding": True, "add_final_layer_norm": False}
+    (folder / "config.json").write_text(json.dumps({**(bart if config["model_type"] == "bart" else {}), **config}))
+    (folder / "model.safetensors").symlink_to((path / "model.safetensors").resolve())
+    words = WordLevel({f"t{number}": number for number in range(config["vocab_size"])}, unk_token="t3")
     special = {"unk_token": "t3", "bos_token": "t0", "eos_token": "t2", "pad_token": "t1"}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
