@@ -58,7 +58,9 @@ class Costs:
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
         decoder = config.decoder
-        cross = 2 * decoder.num_layers * decoder.attention.kv_size * decoder.hidden_size if _crosses(decoder) else 0
+        cross = 0
+        if decoder is not None and _crosses(decoder):
+            cross = 2 * decoder.num_layers * decoder.attention.kv_size * decoder.hidden_size
         head = config.embedding.vocab_size * decoder.hidden_size if decoder is not None and config.head else 0
         return cls(
             encoder=_weights(config.encoder),

@@ -30,10 +30,10 @@ class Ours:
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         self.loaded: LoadedModel = load(ModelSpec("bench", str(path), config))
-        config = read_checkpoint(path).config
-        start = config.decoder_start_token_id
+        model = read_checkpoint(path).config
+        start = model.decoder_start_token_id
         info = self.loaded.info
-        self.info = {"form": info.form, "dtype": info.dtype, "vocab_size": config.embedding.vocab_size}
+        self.info = {"form": info.form, "dtype": info.dtype, "vocab_size": model.embedding.vocab_size}
         self._start = () if start is None else (start,)
 
     def run(self, workload: Workload) -> Run:

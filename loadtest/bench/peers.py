@@ -1,7 +1,6 @@
 """Other engines on the same folders and the same work, where they are installed (`pip install triptych[peers]`).
 
-Each is given what it does best: transformers its continuous batching for decoders and padded, length-sorted batches
-elsewhere; CTranslate2 its own batching by tokens over int8 weights.
+transformers computes padded batches sorted by length (static batching), CTranslate2 batches by tokens over int8 weights.
 """
 
 from __future__ import annotations
