@@ -138,6 +138,15 @@ OPTIONS: tuple[Option, ...] = (
         "|".join(KV_CACHE_DTYPES),
         per_model=True,
     ),
+    Option(
+        "batch_invariant",
+        truth,
+        _ENGINE.batch_invariant,
+        "an answer's bits never depend on its neighbours, in any dtype; refused where that cannot be had",
+        "BOOL",
+        "off",
+        per_model=True,
+    ),
     Option("max_model_len", int, None, "tokens of prompt and output", shown="the checkpoint's", per_model=True),
     Option("max_num_seqs", int, _ENGINE.max_num_seqs, "sequences that run at once", per_model=True),
     Option("max_num_batched_tokens", int, _ENGINE.max_num_batched_tokens, "tokens of one step", per_model=True),
@@ -202,6 +211,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) ->
         text = f"{option.help} (default: {default}; {option.variable})"
         if option.name == "api_keys":
             group.add_argument("--api-key", dest="api_keys", action="append", metavar="KEY", help=text)
+        elif option.parse is truth and not option.default:
+            group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
         elif option.parse is truth:  # on unless told otherwise
             flag = "--no-" + option.name.replace("_", "-")
             group.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)

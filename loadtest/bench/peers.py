@@ -1,6 +1,6 @@
 """Other engines on the same folders and the same work, where they are installed (`pip install triptych[peers]`).
 
-transformers computes padded batches sorted by length (static batching), CTranslate2 batches by tokens over int8 weights.
+transformers computes padded batches sorted by length (static batching), CTranslate2 batches by tokens, all in int8.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class EngineConfig:
     quantization: str = "none"  # of the stacks' matrices and the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
+    batch_invariant: bool = False  # refuse what could make an answer's bits depend on its neighbours
     max_model_len: int | None = None  # tokens of prompt and output together; None: what the positions allow
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048  # per step: so many of decoders, and as many of new sources

@@ -52,13 +52,14 @@ def load(spec: ModelSpec) -> LoadedModel:
     device = resolve_device(spec.engine.device)
     dtype = resolve_dtype(spec.engine.dtype, checkpoint, device)
     selection = select_backend(device, dtype, spec.engine.attention_backend)
-    _check_int8(spec.engine, selection)
+    _check_native(spec.engine, selection)
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
     model = load_model(checkpoint, selection.backend, dtype, device)
     parameters = sum(p.numel() for p in model.parameters())
     if selection.library is not None:
-        pack_model(model, selection.library, Kind.INT8 if spec.engine.quantization == "int8" else None)
+        kind = Kind.INT8 if spec.engine.quantization == "int8" else None
+        pack_model(model, selection.library, kind, only_c=spec.engine.batch_invariant)
     encode = EncodeEngine(
         spec.name,
         model,
@@ -134,10 +135,14 @@ def weight_bytes(model: Transformer) -> int:
     return packed + sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _check_int8(engine: EngineConfig, selection: Selection) -> None:
-    """Refuse 8-bit weights where nothing computes with them."""
-    if engine.quantization != "none" and selection.library is None:
+def _check_native(engine: EngineConfig, selection: Selection) -> None:
+    """Refuse what only the native kernels can do where they are not."""
+    if selection.library is not None:
+        return
+    if engine.quantization != "none":
         raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")
+    if engine.batch_invariant:
+        raise ConfigError(f"batch_invariant needs the native backend; {selection.reason}")
 
 
 def _generate_engine(

@@ -57,6 +57,10 @@ class PackedLinear(nn.Module):
             self._plain = (weight.detach(), bias)
             self._kept.append(weight.detach())
 
+    def keep_to_c(self) -> None:
+        """Never use torch's product, whose order of additions depends on the number of rows."""
+        self._plain = None
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._kept)

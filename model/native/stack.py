@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import AttentionMetadata
-from model.config import AttentionConfig, NormKind, PositionKind, StackConfig
+from model.config import AttentionConfig, ConfigError, NormKind, PositionKind, StackConfig
 from model.kv_cache import KVCache, LayerCache
 from model.layers import OffsetRMSNorm
 from model.native.library import ACTIVATIONS, KINDS, AttentionShape, Kind, Layer, Library, Memory, Norm, Segments
@@ -31,13 +31,33 @@ _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
 _MARGIN = 16  # keys are scored by 16: the bias is read so far beyond the last
 
 
-def pack_model(model: Transformer, library: Library, kind: Kind | None = None) -> None:
-    """Let the stacks and the head of a loaded model run in C; `kind` INT8 quantises their matrices."""
+def pack_model(model: Transformer, library: Library, kind: Kind | None = None, *, only_c: bool = False) -> None:
+    """Let the stacks and the head of a loaded model run in C; `kind` INT8 quantises their matrices.
+
+    `only_c`: also where torch would be faster for many rows, whose products then depend on how many there are. Raises
+    `ConfigError` for a model that is not computed in C throughout.
+    """
     for stack in (model.encoder, model.decoder):
         if stack is not None and NativeStack.supports(stack.config):
             stack.native = NativeStack(stack, library, kind)
+            stack.native.prefers_torch &= not only_c
     if model.head is not None and model.tokens is not None:
         model.head.pack(library, model.tokens.weight, kind)
+    if only_c:
+        _keep_to_c(model, library)
+
+
+def _keep_to_c(model: Transformer, library: Library) -> None:
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    if any(stack.native is None for stack in stacks):
+        raise ConfigError(f"batch_invariant: the native kernels do not compute {model.config.model_type}")
+    for module in list(model.modules()):
+        if isinstance(module, PackedLinear):
+            module.keep_to_c()
+            continue
+        project = getattr(module, "project", None)
+        if isinstance(project, nn.Linear):  # of embeddings or patches: rows of all segments
+            module.project = PackedLinear(library, project.weight, project.bias)
 
 
 class NativeStack:
@@ -50,7 +70,7 @@ class NativeStack:
         self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
         config = stack.config
-        self._prefers_torch = prefers_torch(stack.block(0).mlp.up.weight.dtype, kind)
+        self.prefers_torch = prefers_torch(stack.block(0).mlp.up.weight.dtype, kind)
         blocks = [stack.block(index) for index in range(config.distinct_layers)]
         self._layers = (Layer * len(blocks))(*(self._layer(block, kind) for block in blocks))
         rotary = config.position.rotary
@@ -71,7 +91,7 @@ class NativeStack:
 
     def covers(self, rows: int, cache: KVCache | None, cross: CrossInput | None) -> bool:
         """Whether a step's keys are where the C code looks for them, and its rows too few for torch to be faster."""
-        if self._prefers_torch and rows >= AMX_ROWS:
+        if self.prefers_torch and rows >= AMX_ROWS:
             return False
         return cross is None or (cross.memory is None and cache is not None)
 

@@ -1,0 +1,85 @@
+"""`--batch-invariant`: the same bits alone and in a crowd, in every number format that is served on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from model.config import ConfigError
+from model.engine.config import EngineConfig
+from model.engine.loading import LoadedModel, load
+from model.engine.protocol import ModelSpec
+from model.native.library import Library, native
+from model.request import EncodeRequest, Request
+from tests.engine.support import mixed
+from tests.model.checkpoints import prompt, saved
+
+FORMATS = [
+    (dtype, quantization, cache)
+    for dtype in ("float32", "bfloat16")
+    for quantization in ("none", "int8")
+    for cache in ("auto", "int8")
+]
+pytestmark = pytest.mark.skipif(not isinstance(native(), Library), reason=f"no native kernels: {native()}")
+
+
+def loaded(kind: str, **settings: object) -> LoadedModel:
+    config = EngineConfig(device="cpu", block_size=4, kv_cache_memory=4 << 20, batch_invariant=True, **settings)  # type: ignore[arg-type]
+    return load(ModelSpec(kind, str(saved(kind).path), config))
+
+
+def generated(model: LoadedModel, requests: list[Request]) -> dict[str, list[tuple[int, object]]]:
+    """Tokens with log-probabilities of the model's whole arithmetic, by request."""
+    assert model.generate is not None
+    found: dict[str, list[tuple[int, object]]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        model.generate.add(request)
+    while model.generate.has_work:
+        for output in model.generate.step()[0]:
+            found[output.request_id] += zip(output.token_ids, output.logprobs or (), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "t5-relu", "marian"])
+@pytest.mark.parametrize(("dtype", "quantization", "cache"), FORMATS)
+def test_generation(kind: str, dtype: str, quantization: str, cache: str) -> None:
+    settings = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": cache}
+    requests = [replace(one, params=replace(one.params, logprobs=3, max_tokens=6)) for one in mixed(kind, 10)]
+    crowd = loaded(kind, max_num_seqs=7, max_num_batched_tokens=48, **settings)
+    together = generated(crowd, requests)
+    lonely = loaded(kind, prefix_caching=False, **settings)
+    for request in requests:
+        assert generated(lonely, [request])[request.request_id] == together[request.request_id]
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert", "electra", "distilbert", "llama-gqa", "t5-relu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_encoding(kind: str, dtype: str) -> None:
+    model = loaded(kind, dtype=dtype, max_num_batched_tokens=100)
+    requests = [EncodeRequest(f"e{i}", kind, prompt(1 + (i * 7) % 30, i)) for i in range(12)]
+
+    def encoded(asked: list[EncodeRequest]) -> dict[str, bytes]:
+        for request in asked:
+            model.encode.add(request)
+        found = {}
+        while model.encode.has_work:
+            found |= {output.request_id: output.data for output in model.encode.step()[0]}
+        return found
+
+    together = encoded(requests)
+    for request in requests:
+        assert encoded([request])[request.request_id] == together[request.request_id] != b""
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("xlnet", {}, "the native kernels do not compute xlnet"),
+        ("llama-gqa", {"attention_backend": "sdpa"}, "batch_invariant needs the native backend; .*: asked for"),
+        ("llama-gqa", {"dtype": "float16"}, "batch_invariant needs the native backend; .* do not compute in float16"),
+    ],
+)
+def test_what_cannot_promise_it_is_refused(kind: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(kind, **settings)
