@@ -142,7 +142,6 @@ class EncodeOutput:
     shape: tuple[int, ...] = ()
     scheduled_time: float | None = None
     finish_reason: FinishReason = FinishReason.STOP
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ from service.runtime import (
     build_registry,
     exit_code,
     listening,
-    service_of,
 )
 from service.scaling import SATURATION, Scaling
+from service.state import service_of
 
 NAME = "triptych"
 _LOG = "log"  # the replicas' stderr, in the session's folder

@@ -151,7 +151,7 @@ class FakeEngineClient:
         if request.request_id in self.cancelled:
             return EncodeOutput(request.request_id, finish_reason=FinishReason.CANCELLED)
         if self.script.error_after is not None:
-            return EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR, error="scripted")
+            return EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR)
         if request.deadline is not None and time.monotonic() > request.deadline:
             return EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE)
         size = request.dimensions or self.models[request.model].embedding_size
@@ -222,7 +222,6 @@ class FakeStream:
             return self._finish(sequence, output, FinishReason.DEADLINE)
         script = self._client.script
         if script.error_after is not None and sequence.emitted >= script.error_after:
-            output.error = "scripted"
             return self._finish(sequence, output, FinishReason.ERROR)
         token = script.token_ids[sequence.emitted % len(script.token_ids)]
         output.token_ids.append(token)

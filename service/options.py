@@ -118,7 +118,7 @@ OPTIONS: tuple[Option, ...] = (
         "quantization",
         one_of(*QUANTIZATIONS),
         _ENGINE.quantization,
-        "number format of the matrices, on a CPU",
+        "int8: matrices and the rows they multiply in 8 bits, on a CPU",
         "|".join(QUANTIZATIONS),
         per_model=True,
     ),

@@ -37,7 +37,7 @@ from service.config import ServiceSettings
 from service.http import cancel_all
 from service.registry import Registry, ServedModel
 from service.scaling import Scaling
-from service.state import Service
+from service.state import service_of
 
 KEEP_ALIVE_SECONDS = 75  # an idle connection is kept so long
 _CLOSE_SECONDS = 5  # what is still being answered after the drain gets so long
@@ -125,13 +125,6 @@ def build_app(config: ServeConfig) -> FastAPI:
         max_unread_bytes=config.settings.limits.stream_unread_bytes,
     )
     return create_app(client, registry, config.settings)
-
-
-def service_of(app: FastAPI) -> Service:
-    """The parts of an application of `build_app`."""
-    service = app.state.service
-    assert isinstance(service, Service)
-    return service
 
 
 @contextmanager

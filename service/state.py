@@ -6,6 +6,7 @@ import asyncio
 import time
 from importlib import metadata
 
+from fastapi import FastAPI
 from starlette.requests import Request
 
 from model.engine.stats import ModelInfo
@@ -89,8 +90,9 @@ class Service:
             raise unavailable(scrub(health.reason) or "the engines do not move", "not_live")
 
 
-def service_of(request: Request) -> Service:
-    service = request.app.state.service
+def service_of(holder: Request | FastAPI) -> Service:
+    """Of an application, or of the one that a request came to."""
+    service = (holder.app if isinstance(holder, Request) else holder).state.service
     assert isinstance(service, Service)
     return service
 

@@ -29,6 +29,28 @@ from datetime import date, timedelta
 from functools import partial
 from typing import TypeVar
 
+from model.pretrained.sentences import PLAIN_TEMPLATES, RESERVED, TEMPLATES, WORDS
+from model.pretrained.spoken import (
+    CURRENCIES,
+    DURATIONS,
+    UNITS,
+    cardinal_forms,
+    date_forms,
+    digit_forms,
+    duration_forms,
+    fraction_forms,
+    money_forms,
+    money_written,
+    month_day_forms,
+    month_forms,
+    number_forms,
+    ordinal_forms,
+    ordinal_written,
+    percent_forms,
+    quantity_forms,
+    time_forms,
+)
+
 T = TypeVar("T")
 
 
@@ -114,260 +136,6 @@ def _made_up_word(rng: random.Random) -> str:
             return word
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-# --- numbers ------------------------------------------------------------------------------------------------------
-
-SMALL = _words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
-)
-TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
-IRREGULAR_ORDINALS = {
-    "one": "first",
-    "two": "second",
-    "three": "third",
-    "five": "fifth",
-    "eight": "eighth",
-    "nine": "ninth",
-    "twelve": "twelfth",
-}
-
-
-def cardinal(n: int, *, british: bool = False) -> str:
-    """0 <= n < 10**9 in words; `british` says "and" before the last two digits of a group."""
-    if n < 20:
-        return SMALL[n]
-    if n < 100:
-        return TENS[n // 10 - 2] + (f"-{SMALL[n % 10]}" if n % 10 else "")
-    size, name = next(scale for scale in ((10**6, "million"), (1000, "thousand"), (100, "hundred")) if n >= scale[0])
-    head, rest = f"{cardinal(n // size, british=british)} {name}", n % size
-    if not rest:
-        return head
-    return f"{head}{' and ' if british and rest < 100 else ' '}{cardinal(rest, british=british)}"
-
-
-def ordinal(n: int, *, british: bool = False) -> str:
-    """1 <= n < 10**9 as an ordinal in words."""
-    head, last = re.fullmatch(r"(.*?)(\w+)", cardinal(n, british=british)).groups()  # type: ignore[union-attr]
-    if last in IRREGULAR_ORDINALS:
-        return head + IRREGULAR_ORDINALS[last]
-    return head + (last[:-1] + "ieth" if last.endswith("y") else last + "th")
-
-
-def cardinal_forms(n: int) -> list[str]:
-    forms = [cardinal(n), cardinal(n, british=True)]
-    return forms + [re.sub("^one ", "a ", form) for form in forms if re.match("one (hundred|thousand|million)", form)]
-
-
-def ordinal_written(n: int) -> str:
-    suffix = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
-    return f"{n}{suffix}"
-
-
-def ordinal_forms(n: int) -> list[str]:
-    return [ordinal(n), ordinal(n, british=True)]
-
-
-def decimal_forms(written: str) -> list[str]:
-    """Of "3.14": three point one four."""
-    whole, digits = written.split(".")
-    heads = ["zero", "nought", ""] if whole == "0" else cardinal_forms(int(whole))[:2]
-    tails = [" ".join(_digit(d, zero) for d in digits) for zero in ("zero", "oh")]
-    return [f"{head} point {tail}".strip() for head in heads for tail in tails]
-
-
-def number_forms(written: str) -> list[str]:
-    """Of "-12" or "3.14"."""
-    if written.startswith("-"):
-        return [f"{sign} {form}" for sign in ("minus", "negative") for form in number_forms(written[1:])]
-    return decimal_forms(written) if "." in written else cardinal_forms(int(written))
-
-
-def fraction_forms(whole: int, top: int, bottom: int) -> list[str]:
-    """Of 2 3/4: two and three quarters; whole is 0 for a fraction alone."""
-    part = {2: "half", 4: "quarter"}.get(bottom) or ordinal(bottom)
-    form = f"{cardinal(top)} {part}" + ("s" if top > 1 else "")
-    # Not "a third": after an article that is an ordinal.
-    forms = [form, f"a {part}"] if top == 1 and bottom in (2, 4) else [form]
-    return [f"{cardinal(whole)} and {form}" for form in forms] if whole else forms
-
-
-def digit_forms(written: str) -> list[str]:
-    """Of "55012": five five oh one two, double five zero one two."""
-    runs = [match.group() for match in re.finditer(r"(\d)\1{0,2}", written)]
-    times = ("", "", "double ", "triple ")
-    spelled = [" ".join(_digit(d, zero) for d in written) for zero in ("oh", "zero")]
-    return spelled + [" ".join(times[len(run)] + _digit(run[0], zero) for run in runs) for zero in ("oh", "zero")]
-
-
-def _digit(digit: str, zero: str) -> str:
-    return SMALL[int(digit)] if digit != "0" else zero
-
-
-# --- dates and times ----------------------------------------------------------------------------------------------
-
-MONTHS = _words("january february march april may june july august september october november december")
-WEEKDAYS = _words("monday tuesday wednesday thursday friday saturday sunday")
-
-
-def year_forms(year: int) -> list[str]:
-    """1900 <= year < 2100 as years are said."""
-    century, rest = divmod(year, 100)
-    if year == 2000:
-        return ["two thousand"]
-    short = "hundred" if rest == 0 else f"oh {SMALL[rest]}" if rest < 10 else cardinal(rest)
-    forms = [f"{cardinal(century)} {short}"]
-    return forms if year < 2000 else [*forms, cardinal(year), cardinal(year, british=True)]
-
-
-def date_forms(day: date) -> list[str]:
-    nth, month, weekday = ordinal(day.day), MONTHS[day.month - 1], WEEKDAYS[day.weekday()]
-    heads = [f"the {nth} of {month}", f"{nth} of {month}", f"{month} {nth}", f"{month} the {nth}", f"{nth} {month}"]
-    heads += [
-        f"{weekday} the {nth} of {month}",
-        f"{weekday} {month} {nth}",
-        f"{month} {nth},",
-        f"{weekday}, {month} {nth},",
-    ]
-    return [f"{head} {year}" for year in year_forms(day.year) for head in heads]
-
-
-def month_day_forms(month: int, day: int) -> list[str]:
-    """A date without its year; written 03-14."""
-    nth, name = ordinal(day), MONTHS[month - 1]
-    return [f"the {nth} of {name}", f"{name} {nth}", f"{name} the {nth}"]
-
-
-def month_forms(year: int, month: int) -> list[str]:
-    """A month of a year; written 2024-03."""
-    return [f"{MONTHS[month - 1]} {form}" for form in year_forms(year)]
-
-
-def time_forms(hour: int, minute: int) -> list[str]:
-    return _clock_forms(hour, minute) + _relative_forms(hour, minute)
-
-
-def _clock_forms(hour: int, minute: int) -> list[str]:
-    """Nine thirty, nine oh five, nine o'clock in the evening, oh nine hundred hours."""
-    named = cardinal(hour % 12 or 12)
-    if minute:
-        minutes = f"oh {SMALL[minute]}" if minute < 10 else cardinal(minute)
-        return [f"{cardinal(hour)} {minutes}"] + [f"{named} {minutes} {mark}" for mark in _marks(hour)]
-    forms = {0: ["midnight"], 12: ["noon", "midday", "twelve noon"]}.get(hour, [])
-    forms += [f"{named} o'clock"] if 1 <= hour <= 12 else []
-    forms += [f"{'oh ' if hour < 10 else ''}{cardinal(hour)} hundred hours"] if hour else []
-    forms += [f"{named} {mark}" for mark in _marks(hour)]
-    return forms + [f"{named} o'clock {mark}" for mark in _marks(hour) if " the " in mark]
-
-
-def _relative_forms(hour: int, minute: int) -> list[str]:
-    """Half past nine, quarter to five, seven minutes past three p m."""
-    if minute == 0:
-        return []
-    named, distance, side = (hour, minute, "past") if minute <= 30 else ((hour + 1) % 24, 60 - minute, "to")
-    hours = {0: ["midnight"], 12: ["noon", "twelve"]}.get(named) or [cardinal(named)] * (named < 12)
-    # Nobody agrees which half of the day "quarter to twelve p m" is in: twelve takes no mark.
-    hours = hours + [f"{cardinal(named % 12)} {mark}" for mark in _marks(named) if named % 12]
-    return [f"{length} {side} {name}" for name in hours for length in _distance_forms(distance)]
-
-
-def _distance_forms(minutes: int) -> list[str]:
-    if minutes in (15, 30):
-        return ["half"] if minutes == 30 else ["quarter", "a quarter"]
-    long = f"{cardinal(minutes)} {'minute' if minutes == 1 else 'minutes'}"
-    return [long] if minutes % 5 else [cardinal(minutes), long]
-
-
-def _marks(hour: int) -> list[str]:
-    """What says which half of the day `hour` is in."""
-    parts = {
-        "in the morning": (1, 11),
-        "in the afternoon": (12, 17),
-        "in the evening": (17, 23),
-        "at night": (20, 23),
-    }
-    half = ["p m", "pm"] if hour >= 12 else ["a m", "am"]
-    return half + [part for part, (first, last) in parts.items() if first <= hour <= last]
-
-
-# --- amounts ------------------------------------------------------------------------------------------------------
-
-CURRENCIES = {  # sign: one, many, one hundredth, hundredths, hundredths where nothing else names the currency
-    "$": ("dollar", "dollars", "cent", "cents", "cents"),
-    "€": ("euro", "euros", "cent", "cents", "euro cents"),
-    "£": ("pound", "pounds", "penny", "pence", "pence"),
-}
-UNITS = {  # one, many: symbol. No pounds, they are money here
-    ("kilometer", "kilometers"): "km",
-    ("kilometre", "kilometres"): "km",
-    ("meter", "meters"): "m",
-    ("centimeter", "centimeters"): "cm",
-    ("millimeter", "millimeters"): "mm",
-    ("mile", "miles"): "mi",
-    ("inch", "inches"): "in",
-    ("foot", "feet"): "ft",
-    ("kilogram", "kilograms"): "kg",
-    ("gram", "grams"): "g",
-    ("milligram", "milligrams"): "mg",
-    ("tonne", "tonnes"): "t",
-    ("liter", "liters"): "l",
-    ("milliliter", "milliliters"): "ml",
-    ("hour", "hours"): "h",
-    ("minute", "minutes"): "min",
-    ("second", "seconds"): "s",
-    ("watt", "watts"): "W",
-    ("kilowatt", "kilowatts"): "kW",
-    ("volt", "volts"): "V",
-    ("megahertz", "megahertz"): "MHz",
-    ("megabyte", "megabytes"): "MB",
-    ("gigabyte", "gigabytes"): "GB",
-    ("square meter", "square meters"): "m²",
-    ("degree celsius", "degrees celsius"): "°C",
-    ("degree fahrenheit", "degrees fahrenheit"): "°F",
-    ("kilometer per hour", "kilometers per hour"): "km/h",
-    ("mile per hour", "miles per hour"): "mph",
-}
-_DURATIONS = (("h", "min"), ("min", "s"))
-
-
-def money_written(sign: str, major: int, minor: int) -> str:
-    return f"{sign}{major}.{minor:02}" if minor else f"{sign}{major}"
-
-
-def money_forms(sign: str, major: int, minor: int) -> list[str]:
-    """Twelve dollars and fifty cents, twelve dollars fifty; major or minor may be 0."""
-    one, many, one_part, parts, parts_alone = CURRENCIES[sign]
-    if not major and minor:
-        return [f"{cardinal(minor)} {parts_alone}"]
-    wholes = [f"{form} {one if major == 1 else many}" for form in cardinal_forms(major)]
-    if not minor:
-        return wholes
-    tail = f"{cardinal(minor)} {one_part if minor == 1 else parts}"
-    short = [f"{whole} {cardinal(minor)}" for whole in wholes if minor >= 10]
-    return [f"{whole}{glue}{tail}" for whole in wholes for glue in (" and ", " ")] + short
-
-
-def percent_forms(number: str) -> list[str]:
-    return [f"{form} {name}" for form in number_forms(number) for name in ("percent", "per cent")]
-
-
-def quantity_forms(number: str, symbol: str) -> list[str]:
-    """Of ("1.5", "km"): one point five kilometers."""
-    names = [one if number == "1" else many for (one, many), known in UNITS.items() if known == symbol]
-    return [f"{form} {name}" for form in number_forms(number) for name in names]
-
-
-def duration_forms(first: int, large: str, rest: int, small: str) -> list[str]:
-    """Of (2, "h", 30, "min"): two hours and thirty minutes."""
-    pairs = [(a, b) for a in quantity_forms(str(first), large) for b in quantity_forms(str(rest), small)]
-    return [f"{a}{glue}{b}" for a, b in pairs for glue in (" and ", " ")]
-
-
-# --- drawing values -----------------------------------------------------------------------------------------------
-
 _FIRST_DAY, _DAYS = date(1900, 1, 1), (date(2100, 1, 1) - date(1900, 1, 1)).days
 
 
@@ -450,7 +218,7 @@ def _draw_percent(rng: random.Random) -> Value:
 
 def _draw_quantity(rng: random.Random) -> Value:
     if rng.random() < 0.2:
-        (large, small), first, rest = _pick(rng, _DURATIONS), 1 + _below(rng, 48), 1 + _below(rng, 59)
+        (large, small), first, rest = _pick(rng, DURATIONS), 1 + _below(rng, 48), 1 + _below(rng, 59)
         return Value(f"{first} {large} {rest} {small}", partial(duration_forms, first, large, rest, small))
     symbol, number = _pick(rng, tuple(UNITS.values())), _number(rng, 5)
     number = f"-{number}" if symbol.startswith("°") and rng.random() < 0.3 else number
@@ -471,139 +239,3 @@ _DRAW: dict[str, Callable[[random.Random], Value]] = {
     "quantity": _draw_quantity,
 }
 _ALONE = (*_DRAW, "moment", "moment", "date", "time", "cardinal", "cardinal", "money")
-
-
-# --- sentences ----------------------------------------------------------------------------------------------------
-
-# Words of values; a plain word among them could make a text readable in two ways.
-RESERVED = frozenset(
-    " ".join(
-        [
-            *(SMALL + TENS + MONTHS + WEEKDAYS),
-            *(ordinal(n) + s for n in [*range(1, 20), *range(20, 100, 10), 100, 1000, 10**6] for s in ("", "s")),
-            *(name for names in [*CURRENCIES.values(), *UNITS] for name in names),
-            "hundred thousand million a and oh nought minus negative point double triple half quarter quarters",
-            "past to at on of the in am pm m p noon midday midnight morning afternoon evening night o'clock",
-            "percent per cent",
-        ]
-    ).split()
-)
-
-WORDS = {
-    "name": _words(
-        "anna ben clara david emma felix grace henry iris jonas karen laura martin nora oscar paula robert "
-        "sara thomas ursula victor walter yara zoe alice bruno carmen daniel elena frank georgia hannah ivan "
-        "julia kevin linda maria nathan olivia peter quentin rachel simon tina vera william maya leo mr smith "
-        "dr jones priya ahmed chen fatima hiroshi ingrid"
-    ),
-    "noun": _words(
-        "meeting call lesson concert lecture workshop interview appointment dinner party delivery flight "
-        "train bus ferry match show exam review launch course session ceremony wedding conference deadline "
-        "inspection repair reservation booking order invoice contract project report budget ticket house "
-        "garden river bridge tower museum library machine engine battery package parcel letter book song film "
-        "photo painting ship road tunnel school bakery factory hotel office account sensor server printer "
-        "window table"
-    ),
-    "nouns": _words(
-        "people books tickets apples oranges chairs boxes letters students visitors houses trees cars ships "
-        "birds horses pages copies items orders bottles stamps photos songs seats rooms beds employees "
-        "members voters players teams bricks candles flowers guests lamps coins maps shoes keys plates rivers "
-        "islands stars files users lines"
-    ),
-    "place": _words(
-        "london paris berlin tokyo boston chicago madrid rome vienna oslo dublin lisbon cairo delhi sydney "
-        "toronto prague athens stockholm geneva hamburg munich zurich warsaw helsinki porto seville naples "
-        "lagos nairobi lima bogota kyoto seoul downtown"
-    ),
-    "adjective": _words(
-        "annual big blue bright broken cheap clean cold daily early empty famous final free fresh green happy "
-        "heavy large late local long main modern narrow new next nice old open public quick quiet red round "
-        "sharp short slow small special strong sunny tall tiny warm weekly ancient careful crowded electric "
-        "formal gentle hidden modest polite private rapid silent useful white wide wooden young"
-    ),
-    "verb": _words(
-        "starts begins opens closes ends leaves arrives stops returns continues departs finishes resumes happens"
-    ),
-    "did": _words(
-        "bought sold found counted ordered packed moved painted saved needed wanted lost sent received "
-        "printed collected checked delivered produced borrowed returned cleaned shipped carried washed drew "
-        "wrote noticed rented tested traded stored opened"
-    ),
-}
-
-TEMPLATES = tuple(
-    line.strip()
-    for line in """
-    the {noun} is on {moment}
-    the {adjective} {noun} {verb} on {moment}
-    the {noun} in {place} {verb} on {date}
-    the {noun} {verb} at {time}
-    the {noun} {verb} at {time} on {date}
-    {name} will meet {name} on {moment}
-    {name} was born on {date}
-    {name} was born on {date} in {place}
-    please book the {noun} for {moment}
-    please move the {noun} from {date} until {date}
-    we are open from {time} until {time}
-    the {noun} takes place in {place} on {moment}
-    can you call {name} at {time}
-    remind me about the {noun} at {time}
-    remind {name} about the {adjective} {noun} on {date}
-    wake me up at {time}
-    set the alarm for {time}
-    the last {noun} leaves {place} at {time}
-    {name} and {name} arrive at {time}
-    the {noun} from {place} arrives before {time}
-    it was built in {month} by {name}
-    the {noun} was finished in {month}
-    since {month} the {noun} has been {adjective}
-    the {adjective} {noun} will open in {month}
-    it was the {ordinal} {noun} in {place}
-    {name} finished the race in {ordinal} place
-    this is the {ordinal} {adjective} {noun}
-    {name} lives on the {ordinal} floor
-    the {ordinal} {noun} costs {money}
-    the {noun} costs {money}
-    the {adjective} {noun} costs {money} in {place}
-    {name} paid {money} for the {noun}
-    {name} owes {name} {money}
-    the price of the {noun} rose from {money} until it was {money}
-    send {money} before {date}
-    {name} {did} {cardinal} {nouns}
-    {name} {did} {cardinal} {nouns} for {money}
-    {name} {did} {cardinal} {adjective} {nouns} in {month}
-    there are {cardinal} {nouns} in {place}
-    {cardinal} {nouns} came for the {noun}
-    about {cardinal} {nouns} were {did} in {place}
-    we {did} {cardinal} {nouns} with {cardinal} {nouns}
-    {percent} of the {nouns} were {adjective}
-    {percent} of the {nouns} in {place} were {did}
-    prices in {place} rose by {percent}
-    {name} got {percent} in the {noun}
-    the {noun} fell by {percent} in {month}
-    {fraction} of the {nouns} are {adjective}
-    {name} ate {fraction} of the cake
-    add {fraction} cups of sugar
-    the average is {number}
-    the {noun} scored {number} in the {noun}
-    multiply the result by {number}
-    the value of the {adjective} {noun} is {number}
-    call me on {digits}
-    the code of the {noun} is {digits}
-    my number is {digits}, my name is {name}
-    {name} can be reached under {digits} in {place}
-    the {noun} is {quantity} long
-    it is {quantity} from {place}
-    the {adjective} {noun} weighs {quantity}
-    the temperature in {place} is {quantity}
-    wait for {quantity} before the {noun} {verb}
-    {name} ran {quantity} with {name}
-    the {noun} of {name} is {quantity} away
-    """.splitlines()
-    if line.strip()
-)
-PLAIN_TEMPLATES = (  # nothing but copying: for training, they would flatter a held-out score
-    "the {adjective} {noun} {verb} in {place}",
-    "{name} {did} the {adjective} {noun} in {place}",
-    "please call {name} about the {noun}",
-)

@@ -10,8 +10,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from model.pretrained import corpus, pairs, vocabulary
-from model.pretrained.pairs import (
+from model.pretrained import corpus, pairs, sentences, vocabulary
+from model.pretrained.spoken import (
     cardinal_forms,
     date_forms,
     decimal_forms,
@@ -161,16 +161,16 @@ def test_one_reading_and_no_leak_in_many_samples() -> None:
 
 def test_plain_words_are_never_words_of_values() -> None:
     said = {word for _, forms in _small_spaces() for form in forms for word in re.findall(r"[\w']+", form)}
-    assert said <= pairs.RESERVED
-    plain = {word for words in pairs.WORDS.values() for word in words}
+    assert said <= sentences.RESERVED
+    plain = {word for words in sentences.WORDS.values() for word in words}
     assert len(plain) > 300
-    assert not plain & pairs.RESERVED
+    assert not plain & sentences.RESERVED
 
 
 def test_templates_keep_values_apart() -> None:
     values = rf"\{{(?:{'|'.join(pairs._DRAW)}|moment)\}}"
     joins = rf"{values} (?:{values}|(?:to|past|and|point|per)\b)|\b(?:a|an|and|minus|point) {values}"
-    for template in pairs.TEMPLATES:
+    for template in sentences.TEMPLATES:
         assert re.search(values, template), template
         assert not re.search(joins, template), template
         assert not re.search(r"\{date\} at|the \{(?:date|moment|month)\}|\{time\} (?:in|at)", template), template
