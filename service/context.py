@@ -23,6 +23,8 @@ class RequestContext:
     request_id: str
     task: str | None = None  # "generate" or "encode" on a route that runs a model
     model: str = ""  # a loaded model's name, once known
+    path: str = ""  # the route's
+    traceparent: str = ""  # as the client sent it
     tenant: str = ""  # whose key it is, as a word that tells nothing about the key; empty without keys
     tokens_in: int = 0
     tokens_out: int = 0

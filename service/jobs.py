@@ -15,6 +15,7 @@ from model.request import FinishReason, Timings
 from service.client import EngineClient, GenerationStream
 from service.context import RequestContext
 from service.metrics import Metrics
+from service.tracing import Tracer
 
 _WORST_FIRST = (
     FinishReason.ERROR,
@@ -98,9 +99,10 @@ class Job:
 class Jobs:
     """All accepted requests that have not ended."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self._client = client
         self._metrics = metrics
+        self._tracer = tracer
         self._running: dict[Job, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -138,6 +140,8 @@ class Jobs:
         if job.context.accepted and job.outcome is not None:
             job.context.outcome = job.outcome.value
             self._metrics.ended(job.context, job.outcome, job.timings(), job.has_output)
+            if self._tracer is not None:
+                self._tracer.ended(job.context, job.outcome, job.timings(), job.has_output)
         if not self._running:
             self._idle.set()
 

@@ -38,9 +38,12 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         context = RequestContext(
-            request_id=request_id_from(Headers(scope=scope).get("x-request-id")),
+            request_id=request_id_from(headers.get("x-request-id")),
             task=self._tasks.get(scope["path"]) if scope["method"] == "POST" else None,
+            path=scope["path"],
+            traceparent=headers.get("traceparent", ""),
         )
         enter(context)
         if context.task is not None:

@@ -177,6 +177,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("stall_timeout", float, _SERVICE.stall_timeout_s, "silence of an engine that turns /livez red", "SECONDS"),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "threads that turn texts into tokens"),
     Option("metrics", one_of("triptych", "vllm"), "triptych", "vllm: its names beside ours", "triptych|vllm"),
+    Option("otlp_endpoint", str, "", "collector of OpenTelemetry traces (triptych[otel])", "URL", "no traces"),
     Option("log_format", one_of("auto", "plain", "json"), "auto", "plain on a terminal, else JSON", "auto|plain|json"),
     Option("haproxy", one_of("auto", "off"), "auto", "Ray Serve's HAProxy ingress, or its default proxy", "auto|off"),
 )

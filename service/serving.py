@@ -24,7 +24,10 @@ _ROUTES = (
     "/metrics /livez /readyz /docs"
 )
 _SERVICE_SETTINGS = {  # by option name
-    **{name: name for name in ("host", "port", "api_keys", "api_key_file", "log_format", "tokenizer_threads")},
+    **{
+        name: name
+        for name in ("host", "port", "api_keys", "api_key_file", "log_format", "tokenizer_threads", "otlp_endpoint")
+    },
     "drain_timeout": "drain_timeout_s",
     "stall_timeout": "stall_timeout_s",
 }

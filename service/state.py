@@ -21,6 +21,7 @@ from service.plan import GeneratePlanner
 from service.registry import Registry
 from service.structure import GrammarTrials
 from service.tokenizing import TokenizerThreads
+from service.tracing import Tracer
 
 
 class Service:
@@ -32,14 +33,15 @@ class Service:
         self.settings = settings
         self.limits = settings.limits
         self.metrics = metrics
-        self.jobs = Jobs(client, metrics)
+        self.version = version()
+        self.tracer = Tracer.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
+        self.jobs = Jobs(client, metrics, self.tracer)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarTrials(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.created = int(time.time())
-        self.version = version()
         self._draining = False
 
     async def start(self) -> None:
@@ -53,6 +55,8 @@ class Service:
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
         await self.client.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on and turn /readyz red; what runs goes on."""

@@ -1,0 +1,106 @@
+"""Spans: one of each accepted request with its parts below, under the client's own; none of a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
+from typing import ClassVar
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from model.config import ConfigError
+from service.config import ServiceSettings
+from tests.service.support import make_app, run
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+GOOD = {"model": "gen", "prompt": "canary words", "max_tokens": 4}
+
+
+class Collector(BaseHTTPRequestHandler):
+    """What a collector of traces gets over OTLP."""
+
+    spans: ClassVar[list[Span]] = []
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/traces"
+        sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+        assert {a.key: a.value.string_value for a in sent.resource_spans[0].resource.attributes}["service.name"]
+        self.spans += [span for one in sent.resource_spans for scope in one.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def collector() -> Iterator[str]:
+    Collector.spans = []
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def attributes(span: Span) -> dict[str, object]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def test_a_request_is_a_span_with_its_parts_below(collector: str) -> None:
+    app = make_app(settings=ServiceSettings(otlp_endpoint=collector))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+        assert (await client.post("/generate", json=GOOD, headers=headers)).status_code == 200
+        assert (await client.post("/generate", json={**GOOD, "stream": True})).status_code == 200
+        assert (await client.post("/encode", json={"input": "w1"})).status_code == 200
+        assert (await client.post("/generate", json={**GOOD, "n": 0})).status_code == 400  # never accepted
+
+    run(app, work)
+    roots = [span for span in Collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+    assert [span.name for span in roots] == ["text_completion gen", "text_completion gen", "embeddings enc"]
+    first = roots[0]
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, PARENT)
+    told = attributes(first)
+    assert told["gen_ai.usage.input_tokens"] == 13 and told["gen_ai.usage.output_tokens"] == 4
+    assert told["gen_ai.response.id"] == "mine" and told["gen_ai.request.model"] == "gen"
+    parts = [span for span in Collector.spans if span.parent_span_id == first.span_id]
+    assert [span.name for span in parts] == ["queue", "prefill", "decode"]
+    assert parts[0].start_time_unix_nano == first.start_time_unix_nano
+    for before, after in pairwise(parts):
+        assert before.end_time_unix_nano == after.start_time_unix_nano
+    assert abs(parts[-1].end_time_unix_nano - first.end_time_unix_nano) < 20_000  # the parts are rounded
+    assert "canary" not in str(Collector.spans)
+
+
+def test_a_failed_request_is_an_error(collector: str) -> None:
+    app = make_app(settings=ServiceSettings(otlp_endpoint=collector), error_after=2)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/generate", json=GOOD)).status_code == 500
+
+    run(app, work)
+    (root,) = [span for span in Collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+    assert attributes(root)["error.type"] == "engine_failed"
+    assert root.status.code == 2
+
+
+@pytest.mark.parametrize("sent", ["", "nonsense", "00-zz-yy-01", "x" * 5000])
+def test_a_bad_parent_is_no_parent(collector: str, sent: str) -> None:
+    app = make_app(settings=ServiceSettings(otlp_endpoint=collector))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/generate", json=GOOD, headers={"traceparent": sent})).status_code == 200
+
+    run(app, work)
+    assert not next(span for span in Collector.spans if span.kind == Span.SPAN_KIND_SERVER).parent_span_id
+
+
+def test_an_endpoint_is_an_address() -> None:
+    with pytest.raises(ConfigError, match="otlp_endpoint must begin with http"):
+        ServiceSettings(otlp_endpoint="collector:4318")
