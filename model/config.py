@@ -251,6 +251,7 @@ class ClassifierConfig:
     input: ClassifierInput
     dense: Activation | None = None  # of a layer of the hidden width in between; None: there is none
     bias: bool = True  # of the last layer
+    multi_label: bool = False  # labels do not exclude each other
 
     @property
     def per_token(self) -> bool:

@@ -18,7 +18,7 @@ _HARMLESS = """
     architectures auto_map model_type _name_or_path name_or_path transformers_version _commit_hash torch_dtype dtype
     torchscript
     *attn_implementation* use_cache cache_* output_* return_dict* keys_to_ignore* is_encoder_decoder finetuning_task
-    tokenizer_class task_specific_params problem_type id2label label2id num_labels _num_labels chunk_size_* pruned_heads
+    tokenizer_class task_specific_params id2label label2id num_labels _num_labels chunk_size_* pruned_heads
     tf_legacy_loss use_bfloat16 prefix n_ctx language model_max_length gradient_checkpointing tie_encoder_decoder
     tie_word_embeddings
 

@@ -44,7 +44,8 @@ def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig
     if head is None:
         raise ConfigError(f"{architecture} is not served")
     bias = head.bias if names is None else f"{head.out}.bias" in names
-    return ClassifierConfig(_labels(raw), head.input, head.activation, bias)
+    multi_label = raw.get("problem_type") == "multi_label_classification"
+    return ClassifierConfig(_labels(raw), head.input, head.activation, bias, multi_label)
 
 
 def has_pooler(head: ClassifierConfig | None, names: Collection[str] | None, weight: str) -> bool:

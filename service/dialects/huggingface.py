@@ -198,7 +198,9 @@ def predict_reply(asked: PredictBody) -> Callable[[EncodePlan, Json], object]:
     """Each input's classes with their scores, best first; of a single input not in a further list."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
-        found = [_classes(item["scores"], reply["labels"], raw=bool(asked.raw_scores)) for item in reply["data"]]
+        head = plan.served.config.classifier
+        scored = _scores if asked.raw_scores else _each if head is not None and head.multi_label else probabilities
+        found = [_classes(scored(item["scores"]), reply["labels"]) for item in reply["data"]]
         return found if _is_batch(asked) else found[0]
 
     return show
@@ -207,15 +209,23 @@ def predict_reply(asked: PredictBody) -> Callable[[EncodePlan, Json], object]:
 def probabilities(logits: Sequence[float]) -> list[float]:
     """Of one class by the logistic function, of several by softmax."""
     if len(logits) == 1:
-        return [1 / (1 + math.exp(-logits[0])) if logits[0] > -700 else 0.0]
+        return _each(logits)
     top = max(logits)
     weights = [math.exp(one - top) for one in logits]
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
-def _classes(logits: Sequence[float], labels: Sequence[str], *, raw: bool) -> list[Json]:
-    scores = logits if raw else probabilities(logits)
+def _each(logits: Sequence[float]) -> list[float]:
+    """Of labels that do not exclude each other, by the logistic function."""
+    return [1 / (1 + math.exp(-logit)) if logit > -700 else 0.0 for logit in logits]
+
+
+def _scores(logits: Sequence[float]) -> Sequence[float]:
+    return logits
+
+
+def _classes(scores: Sequence[float], labels: Sequence[str]) -> list[Json]:
     found = [{"score": score, "label": label} for score, label in zip(scores, labels, strict=True)]
     return sorted(found, key=lambda one: -float(one["score"]))
 

@@ -16,6 +16,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerati
 from model.config import ClassifierConfig, ClassifierInput
 from service.dialects import huggingface
 from service.dialects.huggingface_bodies import PredictBody, RerankBody
+from service.encode_plan import EncodePlan
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
 
@@ -158,18 +159,31 @@ def test_reranking() -> None:
     assert huggingface.rerank_reply(raw)(None, REPLY)[0] == {"index": 1, "score": 2.0}  # type: ignore[arg-type, index]
 
 
-def test_predicting() -> None:
+def predicted(body: dict[str, Any], *, multi_label: bool = False) -> Any:
     reply = {"data": [{"index": 0, "scores": [1.0, 3.0]}], "labels": ["NO", "YES"]}
-    asked = PredictBody.model_validate({"inputs": "a"})
-    best, other = huggingface.predict_reply(asked)(None, reply)  # type: ignore[arg-type, misc, attr-defined]
+    plain = served("judge", "encoder-only", word_tokenizer())
+    head = ClassifierConfig(("NO", "YES"), ClassifierInput.FIRST, multi_label=multi_label)
+    checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=head))
+    plan = EncodePlan(replace(plain, checkpoint=checkpoint), (), ())
+    return huggingface.predict_reply(PredictBody.model_validate(body))(plan, reply)
+
+
+def test_predicting() -> None:
+    best, other = predicted({"inputs": "a"})
     assert (best["label"], best["score"] + other["score"]) == ("YES", pytest.approx(1.0))
-    batch = PredictBody.model_validate({"inputs": [["a", "b"]], "raw_scores": True})
-    [[first, _]] = huggingface.predict_reply(batch)(None, reply)  # type: ignore[arg-type, misc, attr-defined]
+    batch = {"inputs": [["a", "b"]], "raw_scores": True}
+    [[first, _]] = predicted(batch)
     assert first == {"label": "YES", "score": 3.0}
-    [pair] = huggingface.predict(batch).input
+    [pair] = huggingface.predict(PredictBody.model_validate(batch)).input
     assert (pair.text, pair.text_pair) == ("a", "b")  # type: ignore[union-attr]
     assert huggingface.probabilities([1000.0, 1000.0]) == [0.5, 0.5]
     assert huggingface.probabilities([-1e6]) == [0.0]
+
+
+def test_labels_that_do_not_exclude_each_other_are_scored_each_by_itself() -> None:
+    best, other = predicted({"inputs": "a"}, multi_label=True)
+    assert best == {"label": "YES", "score": pytest.approx(1 / (1 + math.exp(-3.0)))}
+    assert other == {"label": "NO", "score": pytest.approx(1 / (1 + math.exp(-1.0)))}
 
 
 def test_classifiers_over_http() -> None:
