@@ -47,13 +47,18 @@ class OpenAICompletionChoice(Reply):
     finish_reason: OpenAIFinish | None = Field(description="Why it ended.", examples=["stop"])
 
 
-class OpenAICompletion(Reply):
-    """A `text_completion`; each event of a stream is one too."""
+class OpenAIHead(Reply):
+    """What begins every reply and event."""
 
     id: str = _ID
-    object: Literal["text_completion"] = Field(description="What this is.", examples=["text_completion"])
     created: int = _CREATED
     model: str = _MODEL
+
+
+class OpenAICompletion(OpenAIHead):
+    """A `text_completion`; each event of a stream is one too."""
+
+    object: Literal["text_completion"] = Field(description="What this is.", examples=["text_completion"])
     choices: list[OpenAICompletionChoice] = Field(description="n for each prompt.")
     usage: OpenAIUsage | None = Field(None, description="In a stream only where `include_usage` asks for it.")
 
@@ -86,11 +91,8 @@ class OpenAIChatChoice(Reply):
     finish_reason: OpenAIFinish = Field(description="Why it ended.", examples=["stop"])
 
 
-class OpenAIChatCompletion(Reply):
-    id: str = _ID
+class OpenAIChatCompletion(OpenAIHead):
     object: Literal["chat.completion"] = Field(description="What this is.", examples=["chat.completion"])
-    created: int = _CREATED
-    model: str = _MODEL
     choices: list[OpenAIChatChoice] = Field(description="n answers.")
     usage: OpenAIUsage = Field(description="Token counts.")
 
@@ -107,11 +109,8 @@ class OpenAIChunkChoice(Reply):
     finish_reason: OpenAIFinish | None = Field(description="On the last event.", examples=["stop"])
 
 
-class OpenAIChatChunk(Reply):
-    id: str = _ID
+class OpenAIChatChunk(OpenAIHead):
     object: Literal["chat.completion.chunk"] = Field(description="What this is.", examples=["chat.completion.chunk"])
-    created: int = _CREATED
-    model: str = _MODEL
     choices: list[OpenAIChunkChoice] = Field(description="One choice's news; none where only usage is told.")
     usage: OpenAIUsage | None = Field(None, description="Where `include_usage` asks for it, on an event of its own.")
 
