@@ -8,7 +8,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=igno
 RUN python3 -m venv /opt/triptych
 ENV PATH=/opt/triptych/bin:${PATH}
 WORKDIR /src
-COPY requirements.lock wheel[s] wheels/
+COPY requirements.lock wheel[s]/*.whl wheels/
 
 # A CPU needs PyTorch alone. Its CUDA build brings the GPU libraries that it pins.
 ARG DEVICE=cpu
@@ -20,12 +20,13 @@ RUN case "${DEVICE}" in cpu) deps=--no-deps ;; cuda) deps= ;; *) echo "DEVICE is
 RUN pip install --no-deps -r wheels/requirements.lock \
  && { python -c 'import torch' || { echo "this index has no CPU build of ${TORCH}: name one with TORCH_INDEX"; exit 1; }; }
 
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md wheel[s]/nativ[e]/*.so ./
 COPY model model
 COPY service service
 COPY loadtest loadtest
 COPY deploy/image deploy/image
-RUN pip install --no-deps --no-build-isolation . \
+RUN sh deploy/image/kernels.sh \
+ && pip install --no-deps --no-build-isolation . \
  && python deploy/image/slim.py && python deploy/image/sbom.py /opt/triptych/sbom.cdx.json
 
 FROM ${BASE_IMAGE}

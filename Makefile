@@ -76,8 +76,10 @@ lock:
 	build/lock/bin/pip install '.[service,otel,dev]'
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
 
-# What an image is built from, by the package index that pip is set to here: the build itself needs none.
+# What an image is built from, by the package index that pip is set to here and the GCC, if there is one: the build itself
+# needs neither.
 wheels: wheels/.done
+	$(PYTHON) -m model.native.build --portable wheels/native || echo "the image's build will look for a GCC of its own"
 
 wheels/.done: requirements.lock
 	rm -rf wheels && mkdir -p wheels

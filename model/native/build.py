@@ -1,11 +1,16 @@
-"""Compiles the C sources for this very CPU and keeps the result, so that only the first start waits for it.
+"""Finds the library that came with the package, or compiles one for this very CPU and keeps it.
 
-The library lies in a folder that only its owner may write, under a name made of the sources, the compiler, its flags
-and the CPU: what was built for another machine or version is never loaded. Processes that start at once build once.
+`python -m model.native.build --portable DIR` compiles for each level of this kind of machine, under names made of the
+level, the sources and the flags; the package's own folder is the only one from which such libraries are loaded.
+
+What is compiled on first use lies in a folder that only its owner may write, under a name made of the sources, the
+compiler, its flags and the CPU: what was built for another machine or version is never loaded. Processes that start at
+once build once.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import logging
 import os
@@ -15,10 +20,15 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from model.native.levels import LEVELS, Level, fitting
+
 _SOURCES = Path(__file__).parent
+_PREBUILT = Path(__file__).parent / "prebuilt"
 _FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-fPIC", "-Wno-psabi")
 _SECONDS = 300  # a compiler that takes longer is stuck
 _CPU_KEYS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
@@ -30,25 +40,56 @@ class BuildError(Exception):
     """There is no native library on this machine; the message says why, without paths."""
 
 
-def build() -> Path:
+@dataclass(frozen=True, slots=True)
+class Built:
+    path: Path
+    origin: str  # to be shown
+
+
+def prebuilt() -> Built | None:
+    """The library of the best level that this CPU runs, if one was made of these very sources."""
+    for level in fitting(_cpuinfo(), platform.machine()):
+        path = _PREBUILT / _portable_name(level)
+        if path.is_file():
+            return Built(path, f"prebuilt for {level.name}")
+    return None
+
+
+def build() -> Built:
     """The library for this machine, compiled unless it is there; raises `BuildError`."""
     compiler, version = _compiler()
     flags = (*_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native")
-    sources = sorted(_SOURCES.glob("*.[ch]"))
-    digest = sha256(repr((version, flags, _cpu())).encode())
-    for source in sources:
-        digest.update(source.name.encode() + source.read_bytes())
     folder = cache_folder()
-    library = folder / f"native-{digest.hexdigest()[:32]}.so"
+    library = folder / f"native-{_digest(version, flags, _cpu())}.so"
+    built = Built(library, "compiled for this CPU")
     if library.exists():
-        return library
+        return built
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():  # another process may have been quicker
             began = time.monotonic()
-            _compile(compiler, flags, [s for s in sources if s.suffix == ".c"], library)
+            _compile(compiler, flags, library)
             logger.info("compiled the native kernels for this CPU in %.1f s", time.monotonic() - began)
-    return library
+    return built
+
+
+def build_portable(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]:
+    """A library in `folder` for each of the levels that is this machine's kind, compiled unless it is there.
+
+    Libraries of these levels from other sources are deleted. Raises `BuildError`.
+    """
+    named = {folder / _portable_name(level): level for level in levels if level.machine == platform.machine()}
+    if not named:
+        raise BuildError(f"no level is known for {platform.machine()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    current = {folder / _portable_name(level) for level in LEVELS}
+    for level in named.values():
+        for stale in set(folder.glob(f"native-{level.name}-*.so")) - current:
+            stale.unlink()
+    for library, level in named.items():
+        if not library.exists():
+            _compile(_compiler()[0], (*_FLAGS, *level.flags), library)
+    return list(named)
 
 
 def cache_folder() -> Path:
@@ -76,16 +117,33 @@ def _compiler() -> tuple[str, str]:
     raise BuildError("no GCC is installed")
 
 
+def _portable_name(level: Level) -> str:
+    return f"native-{level.name}-{_digest(*_FLAGS, *level.flags)}.so"
+
+
+def _digest(*others: object) -> str:
+    """Of the sources and what else makes the library."""
+    digest = sha256(repr(others).encode())
+    for source in sorted(_SOURCES.glob("*.[ch]")):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
 def _cpu() -> list[str]:
     """What tells this CPU's instructions from another's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
+    lines = _cpuinfo().split("\n\n")[0].splitlines()
     return [platform.machine(), *(line for line in lines if line.split("\t")[0].strip() in _CPU_KEYS)]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    sources = sorted(_SOURCES.glob("*.c"))
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         objects = [Path(name) / f"{source.stem}.o" for source in sources]
         commands = [
@@ -120,3 +178,17 @@ def _run(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler does not run ({type(error).__name__})") from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model.native.build", description=build_portable.__doc__)
+    parser.add_argument("--portable", type=Path, required=True, metavar="DIR", help="where the libraries go")
+    try:
+        for library in build_portable(parser.parse_args().portable):
+            print(library)
+    except BuildError as error:
+        raise SystemExit(f"no native kernels: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.config import Activation
-from model.native.build import BuildError, build
+from model.native.build import BuildError, Built, build, prebuilt
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,10 @@ class Step(ctypes.Structure):
 class Library:
     """The compiled functions, with a scratch buffer for each thread that calls them."""
 
-    def __init__(self, functions: ctypes.CDLL) -> None:
-        self._functions = functions
+    def __init__(self, built: Built) -> None:
+        """Raises `OSError` where it does not load. Its libgomp.so.1 is torch's, which is in memory by that name."""
+        functions = self._functions = ctypes.CDLL(str(built.path))
+        self._origin = built.origin
         self._scratch = threading.local()
         for name in ("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes", "features"):
             getattr(functions, name).restype = c_int64
@@ -147,7 +149,7 @@ class Library:
     def description(self) -> str:
         found = self._functions.features()
         names = [name for bit, name in enumerate(("AVX-512", "bf16", "VNNI")) if found >> bit & 1]
-        return "compiled for this CPU" + (f": {' '.join(names)}" if names else "")
+        return self._origin + (f": {' '.join(names)}" if names else "")
 
     def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
         """All layers over `x` `[T, d]` float32, in place."""
@@ -205,11 +207,15 @@ def _at(tensor: Tensor | None) -> c_void_p:
 
 @cache
 def native() -> Library | str:
-    """The library, or why there is none on this machine."""
-    try:
-        return Library(ctypes.CDLL(str(build())))
-    except BuildError as error:
-        return str(error)
-    except OSError:
-        logger.debug("the native library does not load", exc_info=True)
-        return "the compiled library does not load"
+    """The library that came with the package, else one compiled here, or why there is none on this machine."""
+    for find in (prebuilt, build):
+        try:
+            built = find()
+        except BuildError as error:
+            return str(error)
+        try:
+            if built is not None:
+                return Library(built)
+        except OSError as error:
+            logger.warning("the library %s does not load: %s", built.origin, error)
+    return "the compiled library does not load"

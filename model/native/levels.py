@@ -1,0 +1,46 @@
+"""Levels of machine code that libraries are built for ahead of time, and which of them a CPU can run.
+
+The x86-64 levels are those of the psABI (https://gitlab.com/x86-psABIs/x86-64-ABI), flags as Linux spells them in
+/proc/cpuinfo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_V3 = (
+    *("cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"),
+    *("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"),
+)
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """`flags` tell GCC what to make, `needs` are the CPU's flags without which it does not run."""
+
+    name: str
+    machine: str  # as `platform.machine()` says
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+LEVELS = (  # best first
+    Level(
+        "x86-64-v4-bf16-vnni",
+        "x86_64",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        frozenset((*_V4, "avx512_bf16", "avx512_vnni")),
+    ),
+    Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), frozenset(_V4)),
+    Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), frozenset(_V3)),
+    Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset(("fp", "asimd"))),
+)
+
+
+def fitting(cpuinfo: str, machine: str) -> list[Level]:
+    """The levels that every processor of this /proc/cpuinfo can run, best first."""
+    pairs = (line.partition(":")[::2] for line in cpuinfo.splitlines())
+    shown = [set(value.split()) for key, value in pairs if key.strip() in ("flags", "Features")]
+    common = set.intersection(*shown) if shown else set()
+    return [level for level in LEVELS if level.machine == machine and level.needs <= common]
