@@ -6,6 +6,7 @@
 
 #define GROUP 16 /* keys that are scored together */
 #define QROWS 4  /* queries that share the keys at hand */
+#define COLUMNS (WIDTH == 8 ? 2 : 4) /* registers a row: with four rows they leave some for the values */
 #define TASK_ROWS 64
 
 typedef struct {
@@ -27,10 +28,10 @@ INLINE int64_t row_of(const Source *s, int64_t at) {
     return g->tables[s->segment * g->table_width + at / g->block_size] * g->block_size + at % g->block_size;
 }
 
-INLINE v16 load_any(int kind, const void *p, int64_t at) {
-    if (kind == F32) return load((const float *)p + at);
-    if (kind == BF16) return load_bf16((const bf16 *)p + at);
-    return load_int8((const int8_t *)p + at);
+INLINE part load_any(int kind, const void *p, int64_t at) {
+    if (kind == F32) return load_part((const float *)p + at);
+    if (kind == BF16) return load_part_bf16((const bf16 *)p + at);
+    return load_part_int8((const int8_t *)p + at);
 }
 
 INLINE float scalar_any(int kind, const void *p, int64_t at) {
@@ -39,82 +40,106 @@ INLINE float scalar_any(int kind, const void *p, int64_t at) {
     return (float)((const int8_t *)p)[at];
 }
 
-static __attribute__((noinline)) v16 load_tail(int kind, const void *p, int64_t at, int64_t dim) {
-    float part[LANES] = {0};
-    for (int64_t i = at; i < dim; i++) part[i - at] = scalar_any(kind, p, i);
-    return load(part);
+static __attribute__((noinline)) part load_tail(int kind, const void *p, int64_t at, int64_t dim) {
+    float rest[WIDTH] = {0};
+    for (int64_t i = at; i < dim; i++) rest[i - at] = scalar_any(kind, p, i);
+    return load_part(rest);
 }
 
-/* 16 elements of a head from `at`, zeros beyond dim. */
-INLINE v16 load_head(int kind, const void *p, int64_t at, int64_t dim) {
-    return at + LANES <= dim ? load_any(kind, p, at) : load_tail(kind, p, at, dim);
+/* As many elements of a head as a register holds from `at`, zeros beyond dim. */
+INLINE part load_head(int kind, const void *p, int64_t at, int64_t dim) {
+    return at + WIDTH <= dim ? load_any(kind, p, at) : load_tail(kind, p, at, dim);
 }
 
-#define LOW(...) __builtin_shuffle(a, b, (i16v){__VA_ARGS__})
-INLINE v16 halves(v16 a, v16 b) {
+#define LOW(...) __builtin_shuffle(a, b, (part_i){__VA_ARGS__})
+#if WIDTH == 16
+INLINE part halves(part a, part b) {
     return LOW(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            LOW(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
-INLINE v16 quarters(v16 a, v16 b) {
+INLINE part quarters(part a, part b) {
     return LOW(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            LOW(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
-INLINE v16 pairs(v16 a, v16 b) {
+INLINE part pairs(part a, part b) {
     return LOW(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
            LOW(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
 }
-INLINE v16 singles(v16 a, v16 b) {
+INLINE part singles(part a, part b) {
     return LOW(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
            LOW(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
+static const int order[WIDTH] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+#elif WIDTH == 8
+INLINE part quarters(part a, part b) { return LOW(0, 1, 2, 3, 8, 9, 10, 11) + LOW(4, 5, 6, 7, 12, 13, 14, 15); }
+INLINE part pairs(part a, part b) { return LOW(0, 1, 4, 5, 8, 9, 12, 13) + LOW(2, 3, 6, 7, 10, 11, 14, 15); }
+INLINE part singles(part a, part b) { return LOW(0, 2, 4, 6, 8, 10, 12, 14) + LOW(1, 3, 5, 7, 9, 11, 13, 15); }
+static const int order[WIDTH] = {0, 4, 2, 6, 1, 5, 3, 7};
+#else
+INLINE part pairs(part a, part b) { return LOW(0, 1, 4, 5) + LOW(2, 3, 6, 7); }
+INLINE part singles(part a, part b) { return LOW(0, 2, 4, 6) + LOW(1, 3, 5, 7); }
+static const int order[WIDTH] = {0, 2, 1, 3};
+#endif
 
-/* The products of one query with 16 keys, one a lane. The tree sums vector i into lane bitreverse(i). */
-INLINE v16 score(int kind, const float *query, const void *const *keys, int64_t dim) {
-    static const int order[GROUP] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-    v16 s[GROUP];
-#pragma GCC unroll 16
-    for (int i = 0; i < GROUP; i++) {
-        s[i] = splat(0.0f);
-#pragma GCC unroll 4
-        for (int64_t at = 0; at < dim; at += LANES)
-            s[i] = fma16(load(query + at), load_head(kind, keys[order[i]], at, dim), s[i]);
-    }
+/* The sums of WIDTH vectors, one a lane: vector i comes out at lane bitreverse(i). */
+INLINE part lanes_of(part *s) {
+#if WIDTH > 8
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) s[i] = halves(s[i], s[i + 8]);
+#endif
+#if WIDTH > 4
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) s[i] = quarters(s[i], s[i + 4]);
+#endif
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) s[i] = pairs(s[i], s[i + 2]);
     return singles(s[0], s[1]);
 }
 
-/* out[r] += sum over the keys of weights[r][i] * values[i], for 64 elements of a head from `first`. */
-INLINE void mix_some(int kind, int rows, int vectors, const float *const *weights, const void *const *values, int count,
+/* The products of one query with 16 keys, one a lane. */
+INLINE v16 score(int kind, const float *query, const void *const *keys, int64_t dim) {
+    float scores[GROUP];
+    for (int first = 0; first < GROUP; first += WIDTH) {
+        part s[WIDTH];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            s[i] = splat_part(0.0f);
+#pragma GCC unroll 4
+            for (int64_t at = 0; at < dim; at += WIDTH)
+                s[i] = fma_part(load_part(query + at), load_head(kind, keys[first + order[i]], at, dim), s[i]);
+        }
+        store_part(scores + first, lanes_of(s));
+    }
+    return load(scores);
+}
+
+/* out[r] += sum over the keys of weights[r][i] * values[i], for so many registers' worth of a head from `first`. */
+INLINE void mix_some(int kind, int rows, int columns, const float *const *weights, const void *const *values, int count,
                      float *out, int64_t out_stride, int64_t first, int64_t dim) {
-    v16 sum[QROWS][4];
+    part sum[QROWS][COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++) sum[r][c] = load(out + r * out_stride + first + c * LANES);
+        for (int c = 0; c < columns; c++) sum[r][c] = load_part(out + r * out_stride + first + c * WIDTH);
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++) {
-            v16 value = load_head(kind, values[i], first + c * LANES, dim);
+        for (int c = 0; c < columns; c++) {
+            part value = load_head(kind, values[i], first + c * WIDTH, dim);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sum[r][c] = fma16(splat(weights[r][i]), value, sum[r][c]);
+            for (int r = 0; r < rows; r++) sum[r][c] = fma_part(splat_part(weights[r][i]), value, sum[r][c]);
         }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++) store(out + r * out_stride + first + c * LANES, sum[r][c]);
+        for (int c = 0; c < columns; c++) store_part(out + r * out_stride + first + c * WIDTH, sum[r][c]);
 }
 
 INLINE void mix(int kind, int rows, const float *const *weights, const void *const *values, int count, float *out,
                 int64_t out_stride, int64_t dim) {
     int64_t first = 0;
-    for (; first + 4 * LANES <= dim; first += 4 * LANES)
-        mix_some(kind, rows, 4, weights, values, count, out, out_stride, first, dim);
-    for (; first < dim; first += LANES)
+    for (; first + COLUMNS * WIDTH <= dim; first += COLUMNS * WIDTH)
+        mix_some(kind, rows, COLUMNS, weights, values, count, out, out_stride, first, dim);
+    for (; first < dim; first += WIDTH)
         mix_some(kind, rows, 1, weights, values, count, out, out_stride, first, dim);
 }
 
@@ -252,8 +277,8 @@ INLINE void gather(int kind, const Source *s, const void *base, int64_t stride, 
     for (int64_t at = begin; at < to; at++) {
         int64_t row = row_of(s, at);
         const char *from = (const char *)base + (row * stride + head * dim) * size_of(kind);
-        for (int64_t i = 0; i < dim; i += LANES)
-            store(rows + (at - begin) * padded + i, load_head(kind, from, i, dim));
+        for (int64_t i = 0; i < padded; i += WIDTH)
+            store_part(rows + (at - begin) * padded + i, load_head(kind, from, i, dim));
         if (kind == INT8) row_scales[at - begin] = scales[row * s->shape->kv_heads + head];
     }
 }

@@ -8,7 +8,7 @@
 #define PANELS 3 /* 8 x 3 accumulators of the 32 registers */
 #define ROWS 8
 #else
-#define PANELS 1 /* 6 x 1 accumulators of two AVX2 registers each */
+#define PANELS 1 /* 6 x 1 accumulators of two AVX2 or four NEON registers each */
 #define ROWS 6
 #endif
 #define L2_BYTES 524288 /* of weights that are used for all rows before the next */
@@ -55,39 +55,44 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
     }
 }
 
-/* Sums of mr rows times nv panels over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
-INLINE void tile_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count,
-                     v16 acc[ROWS][PANELS]) {
+/* Sums of mr rows times nv registers' worth of outputs. */
+typedef part Sums[ROWS][PANELS * PARTS];
+
+/* Where the weights of register j begin, from those of the first: `step` elements an output, panels `panel` apart. */
+INLINE int64_t at_part(int j, int64_t panel, int step) { return j / PARTS * panel + j % PARTS * WIDTH * step; }
+
+/* Sums over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
+INLINE void tile_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count, Sums acc) {
     for (int64_t k = 0; k < count; k++, b += LANES)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
-            v16 w = load(b + j * panel);
+            part w = load_part(b + at_part(j, panel, 1));
 #pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) acc[i][j] = fma16(splat(a[i][k]), w, acc[i][j]);
+            for (int i = 0; i < mr; i++) acc[i][j] = fma_part(splat_part(a[i][k]), w, acc[i][j]);
         }
 }
 
 INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
-                      v16 acc[ROWS][PANELS]) {
+                      Sums acc) {
     for (int64_t k = 0; k < count; k += 2, b += 2 * LANES)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
-            u16v w;
-            memcpy(&w, b + j * panel, 64);
+            part_b w;
+            memcpy(&w, b + at_part(j, panel, 2), sizeof w);
 #if HAS_BF16_DOT
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 int32_t pair;
                 memcpy(&pair, (const bf16 *)a[i] + k, 4);
-                acc[i][j] = (v16)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
+                acc[i][j] = (part)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
             }
 #else
-            v16 even = as_float(w << 16), odd = as_float(w & 0xffff0000u);
+            part even = (part)(w << 16), odd = (part)(w & 0xffff0000u);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 const float *row = a[i];
-                acc[i][j] = fma16(splat(row[k]), even, acc[i][j]);
-                if (k + 1 < count) acc[i][j] = fma16(splat(row[k + 1]), odd, acc[i][j]);
+                acc[i][j] = fma_part(splat_part(row[k]), even, acc[i][j]);
+                if (k + 1 < count) acc[i][j] = fma_part(splat_part(row[k + 1]), odd, acc[i][j]);
             }
 #endif
         }
@@ -95,23 +100,23 @@ INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64
 
 /* Integer sums in the bits of acc. */
 INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
-                      v16 acc[ROWS][PANELS]) {
+                      Sums acc) {
     for (int64_t k = 0; k < count; k += 4, b += 4 * LANES)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
-            i16v w;
-            memcpy(&w, b + j * panel, 64);
+            part_i w;
+            memcpy(&w, b + at_part(j, panel, 4), sizeof w);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 uint32_t four;
                 memcpy(&four, (const uint8_t *)a[i] + k, 4);
 #if HAS_INT8_DOT
-                acc[i][j] = (v16)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
+                acc[i][j] = (part)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
 #else
-                i16v sum = (i16v)acc[i][j];
+                part_i sum = (part_i)acc[i][j];
                 for (int byte = 0; byte < 4; byte++)
                     sum += (int32_t)((four >> (8 * byte)) & 255) * ((w << (24 - 8 * byte)) >> 24);
-                acc[i][j] = (v16)sum;
+                acc[i][j] = (part)sum;
 #endif
             }
         }
@@ -166,30 +171,30 @@ INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int cou
     const char *b = (const char *)m->data + (column / LANES * panel + start * LANES) * element_bytes(dtype);
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
     const void *a[ROWS];
-    v16 acc[ROWS][PANELS];
+    Sums acc;
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++) {
         int64_t at = row + (i < count ? i : count - 1);
         a[i] = (const char *)job->from.rows + (at * job->from.stride + start) * element_bytes(operand);
-#pragma GCC unroll 3
-        for (int j = 0; j < nv; j++)
-            acc[i][j] = start ? load(job->scratch + (at * PANELS + j) * LANES) : splat(0.0f);
+#pragma GCC unroll 4
+        for (int j = 0; j < nv * PARTS; j++)
+            acc[i][j] = start ? load_part(job->scratch + at * PANELS * LANES + j * WIDTH) : splat_part(0.0f);
     }
     if (dtype == F32)
-        tile_f32(mr, nv, (const float *const *)a, (const float *)b, panel, stop - start, acc);
+        tile_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, acc);
     else if (dtype == BF16)
-        tile_bf16(mr, nv, a, (const bf16 *)b, panel, stop - start, acc);
+        tile_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, acc);
     else
-        tile_int8(mr, nv, a, (const int8_t *)b, panel, stop - start, acc);
+        tile_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 3
         for (int j = 0; j < nv; j++) {
             if (i >= count) continue;
-            if (stop < m->k)
-                store(job->scratch + ((row + i) * PANELS + j) * LANES, acc[i][j]);
-            else
-                finish(job, row + i, column + j * LANES, acc[i][j]);
+            float sums[LANES], *to = stop < m->k ? job->scratch + ((row + i) * PANELS + j) * LANES : sums;
+#pragma GCC unroll 4
+            for (int p = 0; p < PARTS; p++) store_part(to + p * WIDTH, acc[i][j * PARTS + p]);
+            if (stop == m->k) finish(job, row + i, column + j * LANES, load(sums));
         }
 }
 

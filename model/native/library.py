@@ -213,9 +213,10 @@ def native() -> Library | str:
             built = find()
         except BuildError as error:
             return str(error)
+        if built is None:
+            continue
         try:
-            if built is not None:
-                return Library(built)
+            return Library(built)
         except OSError as error:
             logger.warning("the library %s does not load: %s", built.origin, error)
     return "the compiled library does not load"

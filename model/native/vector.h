@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -16,18 +16,61 @@
 
 typedef float v16 __attribute__((vector_size(64)));
 typedef float v16u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t bf16;
 typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
 typedef uint16_t h16u __attribute__((vector_size(32), aligned(2), may_alias));
-typedef int8_t b16u __attribute__((vector_size(16), aligned(1), may_alias));
-typedef uint16_t bf16;
 
 enum { F32 = 0, BF16 = 1, INT8 = 2 };
+
+/* What one register holds. Wider vectors live in memory: loops that are to be fast keep their sums in these. */
+#if defined(__AVX512F__)
+#define WIDTH 16
+#define ALL(x) {x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}
+#elif defined(__AVX__)
+#define WIDTH 8
+#define ALL(x) {x, x, x, x, x, x, x, x}
+#else
+#define WIDTH 4
+#define ALL(x) {x, x, x, x}
+#endif
+#define PARTS (LANES / WIDTH)
+typedef float part __attribute__((vector_size(4 * WIDTH)));
+typedef float part_u __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t part_i __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t part_b __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t part_h __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+INLINE part splat_part(float x) { return (part)ALL(x); }
+INLINE part load_part(const float *p) { return *(const part_u *)p; }
+INLINE void store_part(float *p, part v) { *(part_u *)p = v; }
+INLINE part fma_part(part a, part b, part c) {
+#ifdef __AVX512F__
+    return (part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE part load_part_bf16(const bf16 *p) { return (part)(__builtin_convertvector(*(const part_h *)p, part_b) << 16); }
+
+/* GCC 12 converts bytes one by one unless it is told how. */
+INLINE part load_part_int8(const int8_t *p) {
+#if defined(__AVX512F__)
+    return (part)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__)
+    return (part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    int32_t wide[WIDTH];
+    for (int i = 0; i < WIDTH; i++) wide[i] = p[i];
+    part_i whole;
+    memcpy(&whole, wide, sizeof whole);
+    return __builtin_convertvector(whole, part);
+#endif
+}
 
 INLINE v16 splat(float x) { return (v16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE v16 load(const float *p) { return *(const v16u *)p; }
 INLINE void store(float *p, v16 v) { *(v16u *)p = v; }
-INLINE v16 as_float(u16v bits) { return (v16)bits; }
 INLINE u16v as_bits(v16 v) { return (u16v)v; }
 
 /* a * b + c with one rounding where the machine can; written out so that every kernel rounds alike. */
@@ -36,21 +79,6 @@ INLINE v16 fma16(v16 a, v16 b, v16 c) {
     return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
     return a * b + c;
-#endif
-}
-
-INLINE v16 load_bf16(const bf16 *p) { return as_float(__builtin_convertvector(*(const h16u *)p, u16v) << 16); }
-
-/* GCC 12 converts bytes one by one unless it is told how. */
-INLINE v16 load_int8(const int8_t *p) {
-#ifdef __AVX512F__
-    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#else
-    int32_t wide[LANES];
-    for (int i = 0; i < LANES; i++) wide[i] = p[i];
-    i16v whole;
-    memcpy(&whole, wide, sizeof whole);
-    return __builtin_convertvector(whole, v16);
 #endif
 }
 

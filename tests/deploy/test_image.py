@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.deploy.docker import ROOT, Container, build, container, docker, inspect, need_engine
+from model.native.levels import fitting
+from tests.deploy.docker import ROOT, WHEELS, Container, build, container, docker, inspect, need_engine
 from tests.service.processes import eventually
 from tests.service.test_runtimes import post, read_all
 
@@ -91,6 +94,17 @@ def test_all_three_forms_answer(service: Container) -> None:
     assert generate(model="code", prompt="import os\n", max_tokens=8).json()["usage"]["completion_tokens"] == 8
     reply = httpx.post(f"{service.url}/encode", json={"model": "embed", "input": ["a cat"]}, timeout=60)
     assert len(reply.json()["data"][0]["embedding"]) == 384
+
+
+def test_it_computes_by_the_kernels_that_it_brought(service: Container) -> None:
+    levels = fitting(Path("/proc/cpuinfo").read_text(), platform.machine())
+    if not levels:
+        pytest.skip("no level of the kernels fits this CPU")
+    if not any(WHEELS.glob("native/*.so")):
+        pytest.skip("make wheels found no GCC")
+    models = httpx.get(f"{service.url}/info").json()["models"]
+    assert {model["attention_backend"] for model in models} == {"native"}
+    assert all(model["attention_reason"].startswith(f"prebuilt for {levels[0].name}") for model in models)
 
 
 def test_it_cannot_write_its_root_and_becomes_healthy(service: Container) -> None:

@@ -254,7 +254,7 @@ def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtyp
 
 
 def native_backends() -> tuple[NativeBackend, ...]:
-    """The native backend where this machine has it: GCC and a cache folder."""
+    """The native backend where this machine has it: a library, or GCC and a cache folder."""
     found = native()
     return (NativeBackend(found),) if isinstance(found, Library) else ()
 

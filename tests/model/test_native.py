@@ -168,10 +168,10 @@ def test_the_library_is_built_once_and_again_for_another_source(
     (sources / "one.c").write_text("int one(void) { return 1; }\n")
     monkeypatch.setattr(build, "_SOURCES", sources)
     first = build.build()
-    written = first.stat().st_mtime_ns
+    written = first.path.stat().st_mtime_ns
     assert build.build() == first
-    assert first.stat().st_mtime_ns == written
-    assert first.parent.stat().st_mode & 0o777 == 0o700
+    assert first.path.stat().st_mtime_ns == written
+    assert first.path.parent.stat().st_mode & 0o777 == 0o700
     (sources / "one.c").write_text("int one(void) { return 2; }\n")
     assert build.build() != first
     (sources / "one.c").write_text("int one(void) { return }\n")

@@ -1,0 +1,172 @@
+"""Libraries made ahead of time: which one a CPU is given, what is never loaded, and that each level computes right."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from model.attention.base import AttentionMetadata
+from model.attention.native import NativeBackend
+from model.attention.reference import ReferenceBackend
+from model.config import AttentionConfig
+from model.native import build
+from model.native.build import Built, build_portable, prebuilt
+from model.native.levels import LEVELS, Level, fitting
+from model.native.library import Kind, Library, native
+from model.native.linear import PackedLinear
+from tests.model.checkpoints import loaded, native_backends
+from tests.model.parity import decoder_logits, decoder_prompts
+from tests.model.test_attention import DIM, HEADS, SHAPES, pool_with_past
+
+V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
+V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+HERE = fitting(build._cpuinfo(), platform.machine())
+THOROUGH = [pytest.param(level, marks=pytest.mark.slow, id=level.name) for level in HERE[:-1]]
+
+
+def x86(*flags: str) -> str:
+    """/proc/cpuinfo of one processor for each of `flags`."""
+    return "\n\n".join(f"processor\t: 0\nmodel name\t: One\nflags\t\t: {one}\nbugs\t\t: avx512f" for one in flags)
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "names"),
+    [
+        ("x86_64", x86(V2), []),
+        ("x86_64", x86(V3.replace(" fma", " fma4")), []),
+        ("x86_64", x86(V3), ["x86-64-v3"]),
+        ("x86_64", x86(V4.replace(" avx512dq", "")), ["x86-64-v3"]),
+        ("x86_64", x86(f"{V4} avx512_vnni"), ["x86-64-v4", "x86-64-v3"]),
+        ("x86_64", x86(f"{V4} avx512_vnni avx512_bf16"), ["x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"]),
+        ("x86_64", x86(V4, V3), ["x86-64-v3"]),
+        ("aarch64", "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU part\t: 0xd0c", ["armv8-a"]),
+        ("aarch64", x86(V4), []),
+        ("x86_64", "", []),
+    ],
+)
+def test_a_cpu_is_given_the_best_level_that_it_shows_whole(machine: str, cpuinfo: str, names: list[str]) -> None:
+    assert [level.name for level in fitting(cpuinfo, machine)] == names
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of one source file, whose folder of libraries this returns, on a CPU of level 4."""
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(build, "_SOURCES", tmp_path)
+    monkeypatch.setattr(build, "_PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(build, "_cpuinfo", lambda: x86(V4))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    return tmp_path / "prebuilt"
+
+
+def put(folder: Path, name: str) -> Path:
+    [level] = [level for level in LEVELS if level.name == name]
+    folder.mkdir(exist_ok=True)
+    path = folder / build._portable_name(level)
+    path.write_bytes(b"")
+    return path
+
+
+def test_the_best_library_that_is_there_is_taken(shipped: Path) -> None:
+    assert prebuilt() is None
+    put(shipped, "x86-64-v4-bf16-vnni")
+    assert prebuilt() is None
+    lower = put(shipped, "x86-64-v3")
+    assert prebuilt() == Built(lower, "prebuilt for x86-64-v3")
+    best = put(shipped, "x86-64-v4")
+    assert prebuilt() == Built(best, "prebuilt for x86-64-v4")
+
+
+def test_a_library_of_other_sources_is_not_loaded(shipped: Path) -> None:
+    put(shipped, "x86-64-v4")
+    assert prebuilt() is not None
+    (shipped.parent / "one.c").write_text("int one(void) { return 2; }\n")
+    assert prebuilt() is None
+
+
+def test_only_the_packages_own_folder_counts(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache" / "triptych"
+    cache.mkdir(parents=True)
+    put(cache, "x86-64-v4")
+    put(tmp_path, "x86-64-v4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    monkeypatch.chdir(tmp_path)
+    assert prebuilt() is None
+
+
+def test_what_does_not_load_is_passed_over(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(shipped, "x86-64-v4")
+    monkeypatch.setenv("PATH", "")
+    assert native.__wrapped__() == "no GCC is installed"
+
+
+def test_portable_libraries_are_made_once_and_old_ones_go(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, stranger = put(shipped, "x86-64-v4"), shipped / "native-other.so"
+    stranger.write_bytes(b"")
+    (shipped.parent / "one.c").write_text("int one(void) { return 2; }\n")
+    made = [put(shipped, name) for name in ("x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3")]
+    monkeypatch.setenv("PATH", "")
+    assert build_portable(shipped) == made
+    assert sorted(shipped.iterdir()) == sorted([*made, stranger])
+    assert not old.exists()
+    made[0].unlink()
+    with pytest.raises(build.BuildError, match="no GCC"):
+        build_portable(shipped)
+
+
+@pytest.fixture(scope="module", params=[*THOROUGH, *(pytest.param(level, id=level.name) for level in HERE[-1:])])
+def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """A level that this CPU runs; the lowest by default, as the tests of this CPU's own library do the most."""
+    if not native_backends():
+        pytest.skip(f"nothing can be compiled here: {native()}")
+    level: Level = request.param
+    [path] = build_portable(tmp_path_factory.mktemp("prebuilt"), [level])
+    return Library(Built(path, f"prebuilt for {level.name}"))
+
+
+def test_a_level_has_the_instructions_of_its_name(portable: Library) -> None:
+    level, _, found = portable.description.removeprefix("prebuilt for ").partition(": ")
+    assert found == {"x86-64-v4-bf16-vnni": "AVX-512 bf16 VNNI", "x86-64-v4": "AVX-512"}.get(level, "")
+
+
+@pytest.mark.parametrize(("kind", "of_largest"), [(Kind.F32, 3e-6), (Kind.BF16, 2e-2), (Kind.INT8, 3e-2)])
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (100, 37), (48, 64), (33, 4864)])
+def test_products_equal_torchs_whatever_the_neighbours(
+    portable: Library, n: int, k: int, kind: Kind, of_largest: float
+) -> None:
+    torch.manual_seed(0)
+    exact, x = nn.Linear(k, n).requires_grad_(False), torch.randn(33, k)
+    packed = PackedLinear(portable, exact.weight, exact.bias, kind)
+    together, expected = packed(x), exact(x)
+    assert (together - expected).abs().max() < of_largest * expected.abs().max()
+    for rows in (1, 2, 3, 4, 5, 7, 17):
+        assert torch.equal(packed(x[:rows]), together[:rows])
+        assert torch.equal(packed(x[-rows:]), together[-rows:])
+
+
+@pytest.mark.parametrize("dim", [8, DIM, 40, 64, 128])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_attention_equals_the_reference(portable: Library, shapes: str, dim: int) -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(HEADS, 2, dim, dim**-0.5)
+    q_lens, kv_lens = zip(*SHAPES[shapes], strict=True)
+    layer, tables, slots = pool_with_past(config, SHAPES[shapes])
+    metadata = AttentionMetadata(q_lens, kv_lens, causal=True, block_tables=tables, slot_mapping=slots)
+    query, key, value = (torch.randn(sum(q_lens), heads, dim) for heads in (HEADS, 2, 2))
+    ours = NativeBackend(portable).forward(query, key, value, layer, metadata, config)
+    theirs = ReferenceBackend().forward(query, key, value, layer, metadata, config)
+    torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_models_logits_are_close_to_this_cpus_own(portable: Library, dtype: torch.dtype) -> None:
+    prompts = decoder_prompts()
+    ours = decoder_logits(loaded("llama-gqa", NativeBackend(portable), dtype), prompts)
+    theirs = decoder_logits(loaded("llama-gqa", native_backends()[0], dtype), prompts)
+    error = (ours - theirs).pow(2).mean().sqrt()
+    assert error < (1e-5 if dtype is torch.float32 else 0.1) * theirs.std()
