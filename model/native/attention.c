@@ -6,7 +6,7 @@
 
 #define GROUP 16 /* keys that are scored together */
 #define QROWS 4  /* queries that share the keys at hand */
-#define COLUMNS (WIDTH == 8 ? 2 : 4) /* registers a row: with four rows they leave some for the values */
+#define COLUMNS (LANES == 8 ? 2 : 4) /* registers a row: with four rows they leave some for the values */
 #define TASK_ROWS 64
 
 typedef struct {
@@ -28,10 +28,10 @@ INLINE int64_t row_of(const Source *s, int64_t at) {
     return g->tables[s->segment * g->table_width + at / g->block_size] * g->block_size + at % g->block_size;
 }
 
-INLINE part load_any(int kind, const void *p, int64_t at) {
-    if (kind == F32) return load_part((const float *)p + at);
-    if (kind == BF16) return load_part_bf16((const bf16 *)p + at);
-    return load_part_int8((const int8_t *)p + at);
+INLINE vec load_any(int kind, const void *p, int64_t at) {
+    if (kind == F32) return load((const float *)p + at);
+    if (kind == BF16) return load_bf16((const bf16 *)p + at);
+    return load_int8((const int8_t *)p + at);
 }
 
 INLINE float scalar_any(int kind, const void *p, int64_t at) {
@@ -40,54 +40,54 @@ INLINE float scalar_any(int kind, const void *p, int64_t at) {
     return (float)((const int8_t *)p)[at];
 }
 
-static __attribute__((noinline)) part load_tail(int kind, const void *p, int64_t at, int64_t dim) {
-    float rest[WIDTH] = {0};
+static __attribute__((noinline)) vec load_tail(int kind, const void *p, int64_t at, int64_t dim) {
+    float rest[LANES] = {0};
     for (int64_t i = at; i < dim; i++) rest[i - at] = scalar_any(kind, p, i);
-    return load_part(rest);
+    return load(rest);
 }
 
 /* As many elements of a head as a register holds from `at`, zeros beyond dim. */
-INLINE part load_head(int kind, const void *p, int64_t at, int64_t dim) {
-    return at + WIDTH <= dim ? load_any(kind, p, at) : load_tail(kind, p, at, dim);
+INLINE vec load_head(int kind, const void *p, int64_t at, int64_t dim) {
+    return at + LANES <= dim ? load_any(kind, p, at) : load_tail(kind, p, at, dim);
 }
 
-#define LOW(...) __builtin_shuffle(a, b, (part_i){__VA_ARGS__})
-#if WIDTH == 16
-INLINE part halves(part a, part b) {
+#define LOW(...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#if LANES == 16
+INLINE vec halves(vec a, vec b) {
     return LOW(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            LOW(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
-INLINE part quarters(part a, part b) {
+INLINE vec quarters(vec a, vec b) {
     return LOW(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            LOW(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
-INLINE part pairs(part a, part b) {
+INLINE vec pairs(vec a, vec b) {
     return LOW(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
            LOW(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
 }
-INLINE part singles(part a, part b) {
+INLINE vec singles(vec a, vec b) {
     return LOW(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
            LOW(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
-static const int order[WIDTH] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-#elif WIDTH == 8
-INLINE part quarters(part a, part b) { return LOW(0, 1, 2, 3, 8, 9, 10, 11) + LOW(4, 5, 6, 7, 12, 13, 14, 15); }
-INLINE part pairs(part a, part b) { return LOW(0, 1, 4, 5, 8, 9, 12, 13) + LOW(2, 3, 6, 7, 10, 11, 14, 15); }
-INLINE part singles(part a, part b) { return LOW(0, 2, 4, 6, 8, 10, 12, 14) + LOW(1, 3, 5, 7, 9, 11, 13, 15); }
-static const int order[WIDTH] = {0, 4, 2, 6, 1, 5, 3, 7};
+static const int order[LANES] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+#elif LANES == 8
+INLINE vec quarters(vec a, vec b) { return LOW(0, 1, 2, 3, 8, 9, 10, 11) + LOW(4, 5, 6, 7, 12, 13, 14, 15); }
+INLINE vec pairs(vec a, vec b) { return LOW(0, 1, 4, 5, 8, 9, 12, 13) + LOW(2, 3, 6, 7, 10, 11, 14, 15); }
+INLINE vec singles(vec a, vec b) { return LOW(0, 2, 4, 6, 8, 10, 12, 14) + LOW(1, 3, 5, 7, 9, 11, 13, 15); }
+static const int order[LANES] = {0, 4, 2, 6, 1, 5, 3, 7};
 #else
-INLINE part pairs(part a, part b) { return LOW(0, 1, 4, 5) + LOW(2, 3, 6, 7); }
-INLINE part singles(part a, part b) { return LOW(0, 2, 4, 6) + LOW(1, 3, 5, 7); }
-static const int order[WIDTH] = {0, 2, 1, 3};
+INLINE vec pairs(vec a, vec b) { return LOW(0, 1, 4, 5) + LOW(2, 3, 6, 7); }
+INLINE vec singles(vec a, vec b) { return LOW(0, 2, 4, 6) + LOW(1, 3, 5, 7); }
+static const int order[LANES] = {0, 2, 1, 3};
 #endif
 
-/* The sums of WIDTH vectors, one a lane: vector i comes out at lane bitreverse(i). */
-INLINE part lanes_of(part *s) {
-#if WIDTH > 8
+/* The sums of LANES vectors, one a lane: vector i comes out at lane bitreverse(i). */
+INLINE vec lanes_of(vec *s) {
+#if LANES > 8
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) s[i] = halves(s[i], s[i + 8]);
 #endif
-#if WIDTH > 4
+#if LANES > 4
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) s[i] = quarters(s[i], s[i + 4]);
 #endif
@@ -96,50 +96,46 @@ INLINE part lanes_of(part *s) {
     return singles(s[0], s[1]);
 }
 
-/* The products of one query with 16 keys, one a lane. */
-INLINE v16 score(int kind, const float *query, const void *const *keys, int64_t dim) {
-    float scores[GROUP];
-    for (int first = 0; first < GROUP; first += WIDTH) {
-        part s[WIDTH];
+/* The products of one query with LANES keys, one a lane. */
+INLINE vec score(int kind, const float *query, const void *const *keys, int64_t dim) {
+    vec s[LANES];
 #pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) {
-            s[i] = splat_part(0.0f);
+    for (int i = 0; i < LANES; i++) {
+        s[i] = splat(0.0f);
 #pragma GCC unroll 4
-            for (int64_t at = 0; at < dim; at += WIDTH)
-                s[i] = fma_part(load_part(query + at), load_head(kind, keys[first + order[i]], at, dim), s[i]);
-        }
-        store_part(scores + first, lanes_of(s));
+        for (int64_t at = 0; at < dim; at += LANES)
+            s[i] = fma_vec(load(query + at), load_head(kind, keys[order[i]], at, dim), s[i]);
     }
-    return load(scores);
+    return lanes_of(s);
 }
 
 /* out[r] += sum over the keys of weights[r][i] * values[i], for so many registers' worth of a head from `first`. */
 INLINE void mix_some(int kind, int rows, int columns, const float *const *weights, const void *const *values, int count,
                      float *out, int64_t out_stride, int64_t first, int64_t dim) {
-    part sum[QROWS][COLUMNS];
+    vec sum[QROWS][COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) sum[r][c] = load_part(out + r * out_stride + first + c * WIDTH);
+        for (int c = 0; c < columns; c++) sum[r][c] = load(out + r * out_stride + first + c * LANES);
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
-            part value = load_head(kind, values[i], first + c * WIDTH, dim);
+            vec value = load_head(kind, values[i], first + c * LANES, dim);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sum[r][c] = fma_part(splat_part(weights[r][i]), value, sum[r][c]);
+            for (int r = 0; r < rows; r++) sum[r][c] = fma_vec(splat(weights[r][i]), value, sum[r][c]);
         }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) store_part(out + r * out_stride + first + c * WIDTH, sum[r][c]);
+        for (int c = 0; c < columns; c++) store(out + r * out_stride + first + c * LANES, sum[r][c]);
 }
 
 INLINE void mix(int kind, int rows, const float *const *weights, const void *const *values, int count, float *out,
                 int64_t out_stride, int64_t dim) {
     int64_t first = 0;
-    for (; first + COLUMNS * WIDTH <= dim; first += COLUMNS * WIDTH)
+    for (; first + COLUMNS * LANES <= dim; first += COLUMNS * LANES)
         mix_some(kind, rows, COLUMNS, weights, values, count, out, out_stride, first, dim);
-    for (; first < dim; first += WIDTH)
+    for (; first < dim; first += LANES)
         mix_some(kind, rows, 1, weights, values, count, out, out_stride, first, dim);
 }
 
@@ -162,14 +158,14 @@ INLINE void range_of(const Source *s, int64_t position, int64_t *from, int64_t *
     else if (window) *to = smaller(*to, position + window);
 }
 
-/* Scores of keys [at, at + 16) as the softmax wants them: scaled, biased, masked. */
-INLINE v16 adjust(const Source *s, v16 score, int64_t head, int64_t position, int64_t at, int64_t from, int64_t to) {
-    static const i16v lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+/* Scores of keys [at, at + LANES) as the softmax wants them: scaled, biased, masked. */
+INLINE vec adjust(const Source *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from, int64_t to) {
+    static const ivec lanes = NUMBERS;
     score *= s->shape->scale;
     if (s->shape->bias)
         score += load(s->shape->bias + head * s->shape->bias_width + s->shape->bias_width / 2 + at - position);
-    if (at < from || at + GROUP > to) {
-        i16v key = lanes + (int32_t)at;
+    if (at < from || at + LANES > to) {
+        ivec key = lanes + (int32_t)at;
         score = choose((key >= (int32_t)from) & (key < (int32_t)to), score, splat(-__builtin_inff()));
     }
     return score;
@@ -177,15 +173,15 @@ INLINE v16 adjust(const Source *s, v16 score, int64_t head, int64_t position, in
 
 /* Scores to weights that are not divided by their sum yet; returns its inverse. */
 static float soften(float *scores, int64_t first, int64_t last) {
-    v16 most = splat(-__builtin_inff()), sum = splat(0.0f);
-    for (int64_t at = first; at < last; at += GROUP) most = max16(most, load(scores + at));
-    v16 top = splat(largest16(most));
-    for (int64_t at = first; at < last; at += GROUP) {
-        v16 weight = exp16(load(scores + at) - top);
+    vec most = splat(-__builtin_inff()), sum = splat(0.0f);
+    for (int64_t at = first; at < last; at += LANES) most = larger_of(most, load(scores + at));
+    vec top = splat(largest_of(most));
+    for (int64_t at = first; at < last; at += LANES) {
+        vec weight = exp_vec(load(scores + at) - top);
         sum += weight;
         store(scores + at, weight);
     }
-    return 1.0f / sum16(sum);
+    return 1.0f / sum_of(sum);
 }
 
 /* Where 16 keys or values of one head lie; those beyond the last repeat it and are masked or weigh nothing. */
@@ -198,10 +194,8 @@ INLINE void locate(const Source *s, const void *base, int64_t stride, int64_t at
     }
 }
 
-INLINE v16 scales_of(const float *scales, const int64_t *rows, int64_t kv_heads, int64_t head) {
-    float x[GROUP];
-    for (int i = 0; i < GROUP; i++) x[i] = scales[rows[i] * kv_heads + head];
-    return load(x);
+INLINE void scales_of(const float *scales, const int64_t *rows, int64_t kv_heads, int64_t head, float *out) {
+    for (int i = 0; i < GROUP; i++) out[i] = scales[rows[i] * kv_heads + head];
 }
 
 INLINE void ahead(const char *const *rows, int64_t bytes) {
@@ -225,6 +219,7 @@ INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, f
     }
     const char *rows[GROUP], *next[GROUP];
     const void *keys[GROUP];
+    float scales[GROUP];
     int64_t numbers[GROUP], later[GROUP], bytes = (last - first) * dim * size_of(kind);
     for (int64_t at = begin; at < to; at += GROUP) {
         locate(s, m->keys, m->key_stride, at, to, rows, numbers);
@@ -234,12 +229,13 @@ INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, f
         }
         for (int64_t g = first; g < last; g++) {
             for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + g * dim * size_of(kind);
-            v16 scale = kind == INT8 ? scales_of(m->key_scales, numbers, a->kv_heads, g) : splat(1.0f);
-            for (int64_t h = g * per; h < (g + 1) * per; h++) {
-                v16 raw = score(kind, q + h * padded, keys, dim);
-                if (kind == INT8) raw *= scale;
-                store(scores + h * width + at, adjust(s, raw, h, position, at, from, to));
-            }
+            if (kind == INT8) scales_of(m->key_scales, numbers, a->kv_heads, g, scales);
+            for (int64_t h = g * per; h < (g + 1) * per; h++)
+                for (int i = 0; i < GROUP; i += LANES) {
+                    vec raw = score(kind, q + h * padded, keys + i, dim);
+                    if (kind == INT8) raw *= load(scales + i);
+                    store(scores + h * width + at + i, adjust(s, raw, h, position, at + i, from, to));
+                }
         }
     }
     for (int64_t h = first * per; h < last * per; h++) q[h * padded] = soften(scores + h * width, begin, width);
@@ -254,9 +250,12 @@ INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, f
         for (int64_t g = first; g < last; g++) {
             for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + g * dim * size_of(kind);
             if (kind == INT8) {
-                v16 scale = scales_of(m->value_scales, numbers, a->kv_heads, g);
+                scales_of(m->value_scales, numbers, a->kv_heads, g, scales);
                 for (int64_t h = g * per; h < (g + 1) * per; h++)
-                    store(scores + h * width + at, load(scores + h * width + at) * scale);
+                    for (int i = 0; i < GROUP; i += LANES) {
+                        float *w = scores + h * width + at + i;
+                        store(w, load(w) * load(scales + i));
+                    }
             }
             for (int64_t h = g * per; h < (g + 1) * per; h += QROWS) {
                 const float *weights[QROWS];
@@ -277,8 +276,8 @@ INLINE void gather(int kind, const Source *s, const void *base, int64_t stride, 
     for (int64_t at = begin; at < to; at++) {
         int64_t row = row_of(s, at);
         const char *from = (const char *)base + (row * stride + head * dim) * size_of(kind);
-        for (int64_t i = 0; i < padded; i += WIDTH)
-            store_part(rows + (at - begin) * padded + i, load_head(kind, from, i, dim));
+        for (int64_t i = 0; i < padded; i += LANES)
+            store(rows + (at - begin) * padded + i, load_head(kind, from, i, dim));
         if (kind == INT8) row_scales[at - begin] = scales[row * s->shape->kv_heads + head];
     }
 }
@@ -295,9 +294,11 @@ INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, i
         for (int r = 0; r < rows; r++) {
             int64_t lo, hi;
             range_of(s, position + r, &lo, &hi);
-            v16 raw = score(F32, q + r * padded, at_hand, dim == padded ? dim : padded);
-            if (quantised) raw *= load(key_scales + at - begin);
-            store(scores + r * width + at - begin, adjust(s, raw, head, position + r, at, lo, hi));
+            for (int i = 0; i < GROUP; i += LANES) {
+                vec raw = score(F32, q + r * padded, at_hand + i, dim == padded ? dim : padded);
+                if (quantised) raw *= load(key_scales + at - begin + i);
+                store(scores + r * width + at - begin + i, adjust(s, raw, head, position + r, at + i, lo, hi));
+            }
         }
     }
     for (int r = 0; r < rows; r++) inverse[r] = soften(scores + r * width, 0, width);
@@ -306,7 +307,8 @@ INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, i
         const float *weights[QROWS];
         for (int r = 0; r < rows; r++) {
             float *w = scores + r * width + at - begin;
-            if (quantised) store(w, load(w) * load(value_scales + at - begin));
+            for (int i = 0; quantised && i < GROUP; i += LANES)
+                store(w + i, load(w + i) * load(value_scales + at - begin + i));
             weights[r] = w;
         }
         for (int i = 0; i < GROUP; i++) at_hand[i] = values + (smaller(at + i, to - 1) - begin) * padded;
@@ -438,7 +440,7 @@ static void keep(int64_t kind, int64_t heads, int64_t dim, const float *from, vo
         float most = largest_size(x, dim), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int64_t i = 0;
         scales[slot * heads + head] = most / 127.0f;
-        for (; i + LANES <= dim; i += LANES) store_int8(to + i, round16(load(x + i) * inverse));
+        for (; i + LANES <= dim; i += LANES) store_int8(to + i, round_vec(load(x + i) * inverse));
         for (; i < dim; i++) to[i] = (int8_t)__builtin_rintf(x[i] * inverse);
     }
 }

@@ -11,6 +11,7 @@
 #define PANELS 1 /* 6 x 1 accumulators of two AVX2 or four NEON registers each */
 #define ROWS 6
 #endif
+#define PARTS (PANEL / LANES) /* registers that the outputs of a panel fill */
 #define L2_BYTES 524288 /* of weights that are used for all rows before the next */
 
 #if defined(__AVX512BF16__)
@@ -34,7 +35,7 @@ INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / 
 int64_t operand_bytes(const Linear *matrix) {
     int kind = operand_kind(matrix);
     if (kind == INT8) return up_to(matrix->k, 64);
-    return up_to(matrix->k, LANES) * (kind == BF16 ? 2 : 4);
+    return up_to(matrix->k, PANEL) * (kind == BF16 ? 2 : 4);
 }
 
 void write_operand(int kind, const float *from, int64_t k, void *to, float *scale) {
@@ -49,50 +50,54 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
         float most = largest_size(from, k), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int64_t i = 0;
         *scale = most / 127.0f;
-        for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round16(load(from + i) * inverse) + 128);
+        for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round_vec(load(from + i) * inverse) + 128);
         for (; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)__builtin_rintf(from[i] * inverse) + 128);
         for (; i < up_to(k, 4); i++) ((uint8_t *)to)[i] = 128;
     }
 }
 
 /* Sums of mr rows times nv registers' worth of outputs. */
-typedef part Sums[ROWS][PANELS * PARTS];
+typedef vec Sums[ROWS][PANELS * PARTS];
 
-/* Where the weights of register j begin, from those of the first: `step` elements an output, panels `panel` apart. */
-INLINE int64_t at_part(int j, int64_t panel, int step) { return j / PARTS * panel + j % PARTS * WIDTH * step; }
+/* Where register j's weights are from the first's, at `step` elements an output, panels being `panel` apart. */
+INLINE int64_t at_part(int j, int64_t panel, int step) { return j / PARTS * panel + j % PARTS * LANES * step; }
 
 /* Sums over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
 INLINE void tile_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count, Sums acc) {
-    for (int64_t k = 0; k < count; k++, b += LANES)
+    for (int64_t k = 0; k < count; k++, b += PANEL) {
+        vec w[PANELS * PARTS];
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) {
-            part w = load_part(b + at_part(j, panel, 1));
+        for (int j = 0; j < nv; j++) w[j] = load(b + at_part(j, panel, 1));
 #pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) acc[i][j] = fma_part(splat_part(a[i][k]), w, acc[i][j]);
+        for (int i = 0; i < mr; i++) {
+            vec x = splat(a[i][k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++) acc[i][j] = fma_vec(x, w[j], acc[i][j]);
         }
+    }
 }
 
 INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
                       Sums acc) {
-    for (int64_t k = 0; k < count; k += 2, b += 2 * LANES)
+    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL)
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
-            part_b w;
+            uvec w;
             memcpy(&w, b + at_part(j, panel, 2), sizeof w);
 #if HAS_BF16_DOT
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 int32_t pair;
                 memcpy(&pair, (const bf16 *)a[i] + k, 4);
-                acc[i][j] = (part)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
+                acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
             }
 #else
-            part even = (part)(w << 16), odd = (part)(w & 0xffff0000u);
+            vec even = (vec)(w << 16), odd = (vec)(w & 0xffff0000u);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 const float *row = a[i];
-                acc[i][j] = fma_part(splat_part(row[k]), even, acc[i][j]);
-                if (k + 1 < count) acc[i][j] = fma_part(splat_part(row[k + 1]), odd, acc[i][j]);
+                acc[i][j] = fma_vec(splat(row[k]), even, acc[i][j]);
+                if (k + 1 < count) acc[i][j] = fma_vec(splat(row[k + 1]), odd, acc[i][j]);
             }
 #endif
         }
@@ -101,22 +106,22 @@ INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64
 /* Integer sums in the bits of acc. */
 INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
                       Sums acc) {
-    for (int64_t k = 0; k < count; k += 4, b += 4 * LANES)
+    for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL)
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
-            part_i w;
+            ivec w;
             memcpy(&w, b + at_part(j, panel, 4), sizeof w);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 uint32_t four;
                 memcpy(&four, (const uint8_t *)a[i] + k, 4);
 #if HAS_INT8_DOT
-                acc[i][j] = (part)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
+                acc[i][j] = (vec)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
 #else
-                part_i sum = (part_i)acc[i][j];
+                ivec sum = (ivec)acc[i][j];
                 for (int byte = 0; byte < 4; byte++)
                     sum += (int32_t)((four >> (8 * byte)) & 255) * ((w << (24 - 8 * byte)) >> 24);
-                acc[i][j] = (part)sum;
+                acc[i][j] = (vec)sum;
 #endif
             }
         }
@@ -132,43 +137,43 @@ typedef struct {
 INLINE int64_t element_bytes(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : 1; }
 INLINE int64_t k_step(int64_t dtype) { return dtype == F32 ? 1 : dtype == BF16 ? 2 : 4; }
 
-/* The finished sums of one row in one panel: scale, bias, activation, addition. */
-static __attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t column, v16 sum) {
+/* The finished sums of one row in one register: scale, bias, activation, addition. */
+static __attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t column, vec sum) {
     const Linear *m = job->matrix;
     if (m->dtype == INT8) {
-        i16v sums;
+        ivec sums;
         memcpy(&sums, m->sums + column, sizeof sums);
-        v16 exact = __builtin_convertvector((i16v)sum - 128 * sums, v16);
+        vec exact = __builtin_convertvector((ivec)sum - 128 * sums, vec);
         sum = exact * load(m->scale + column) * job->from.scale[row];
     }
     if (m->bias) sum += load(m->bias + column);
     sum = activate((int)job->to.activation, sum);
     int64_t left = m->n - column;
     if (job->to.bf16_rows) {
-        bf16 *out = (bf16 *)job->to.rows + row * job->to.stride + column, part[LANES];
+        bf16 *out = (bf16 *)job->to.rows + row * job->to.stride + column, rest[LANES];
         if (left >= LANES) {
             store_bf16(out, sum);
         } else {
-            store_bf16(part, sum);
-            memcpy(out, part, left * sizeof *part);
+            store_bf16(rest, sum);
+            memcpy(out, rest, left * sizeof *rest);
         }
         return;
     }
-    float *out = (float *)job->to.rows + row * job->to.stride + column, part[LANES];
+    float *out = (float *)job->to.rows + row * job->to.stride + column, rest[LANES];
     if (left >= LANES) {
         store(out, job->to.add ? load(out) + sum : sum);
         return;
     }
-    store(part, sum);
-    for (int64_t i = 0; i < left; i++) out[i] = job->to.add ? out[i] + part[i] : part[i];
+    store(rest, sum);
+    for (int64_t i = 0; i < left; i++) out[i] = job->to.add ? out[i] + rest[i] : rest[i];
 }
 
 /* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop). */
 INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int count, int64_t column, int64_t start,
                  int64_t stop) {
     const Linear *m = job->matrix;
-    int64_t step = k_step(dtype), padded = up_to(m->k, step), panel = padded * LANES;
-    const char *b = (const char *)m->data + (column / LANES * panel + start * LANES) * element_bytes(dtype);
+    int64_t step = k_step(dtype), padded = up_to(m->k, step), panel = padded * PANEL;
+    const char *b = (const char *)m->data + (column / PANEL * panel + start * PANEL) * element_bytes(dtype);
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
     const void *a[ROWS];
     Sums acc;
@@ -178,7 +183,7 @@ INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int cou
         a[i] = (const char *)job->from.rows + (at * job->from.stride + start) * element_bytes(operand);
 #pragma GCC unroll 4
         for (int j = 0; j < nv * PARTS; j++)
-            acc[i][j] = start ? load_part(job->scratch + at * PANELS * LANES + j * WIDTH) : splat_part(0.0f);
+            acc[i][j] = start ? load(job->scratch + at * PANELS * PANEL + j * LANES) : splat(0.0f);
     }
     if (dtype == F32)
         tile_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, acc);
@@ -188,13 +193,13 @@ INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int cou
         tile_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
-#pragma GCC unroll 3
-        for (int j = 0; j < nv; j++) {
-            if (i >= count) continue;
-            float sums[LANES], *to = stop < m->k ? job->scratch + ((row + i) * PANELS + j) * LANES : sums;
 #pragma GCC unroll 4
-            for (int p = 0; p < PARTS; p++) store_part(to + p * WIDTH, acc[i][j * PARTS + p]);
-            if (stop == m->k) finish(job, row + i, column + j * LANES, load(sums));
+        for (int j = 0; j < nv * PARTS; j++) {
+            if (i >= count) continue;
+            if (stop < m->k)
+                store(job->scratch + (row + i) * PANELS * PANEL + j * LANES, acc[i][j]);
+            else if (column + j * LANES < m->n)
+                finish(job, row + i, column + j * LANES, acc[i][j]);
         }
 }
 
@@ -214,10 +219,10 @@ INLINE void tiles(int dtype, int nv, const Job *job, int64_t rows, int64_t colum
 
 INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
     int64_t k = job->matrix->k;
-    int64_t depth = L2_BYTES / (PANELS * LANES * element_bytes(dtype)) / 64 * 64;
+    int64_t depth = L2_BYTES / (PANELS * PANEL * element_bytes(dtype)) / 64 * 64;
     for (int64_t panel = first; panel < last; panel += PANELS)
         for (int64_t start = 0; start < k; start += depth) {
-            int64_t stop = start + depth < k ? start + depth : k, column = panel * LANES;
+            int64_t stop = start + depth < k ? start + depth : k, column = panel * PANEL;
             switch (last - panel) {
             case 1: tiles(dtype, 1, job, rows, column, start, stop); break;
 #if PANELS > 1
@@ -230,7 +235,7 @@ INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64
 
 void product(const Linear *matrix, Operand from, int64_t rows, Target to, int part, int parts, float *scratch) {
     Job job = {matrix, from, to, scratch};
-    int64_t count = up_to(matrix->n, LANES) / LANES;
+    int64_t count = up_to(matrix->n, PANEL) / PANEL;
     int64_t first = count * part / parts, last = count * (part + 1) / parts;
     if (matrix->dtype == F32)
         panels(F32, &job, rows, first, last);

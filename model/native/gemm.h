@@ -4,6 +4,8 @@
 
 #include "vector.h"
 
+#define PANEL 16
+
 /* A matrix [n, k] in panels of 16 outputs, rows beyond n being zero:
  *   F32   [panels][k][16] float          BF16  [panels][k / 2][16][2] bf16, k rounded up to even
  *   INT8  [panels][k / 4][16][4] int8, k rounded up to a multiple of 4, times scale[n]; sums[n] of each row's integers */

@@ -55,22 +55,22 @@ INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
 
 static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
-    v16 sum = splat(0.0f), squares = splat(0.0f);
+    vec sum = splat(0.0f), squares = splat(0.0f);
     float mean = 0.0f, tail = 0.0f;
     int64_t i = 0;
     if (norm->kind == LAYER) {
         for (; i + LANES <= size; i += LANES) sum += load(x + i);
         for (; i < size; i++) tail += x[i];
-        mean = (sum16(sum) + tail) / (float)size;
+        mean = (sum_of(sum) + tail) / (float)size;
     }
     for (i = 0, tail = 0.0f; i + LANES <= size; i += LANES) {
-        v16 centred = load(x + i) - mean;
-        squares = fma16(centred, centred, squares);
+        vec centred = load(x + i) - mean;
+        squares = fma_vec(centred, centred, squares);
     }
     for (; i < size; i++) tail += (x[i] - mean) * (x[i] - mean);
-    float inverse = 1.0f / __builtin_sqrtf((sum16(squares) + tail) / (float)size + norm->eps);
+    float inverse = 1.0f / __builtin_sqrtf((sum_of(squares) + tail) / (float)size + norm->eps);
     for (i = 0; i + LANES <= size; i += LANES) {
-        v16 y = (load(x + i) - mean) * inverse * load(norm->weight + i);
+        vec y = (load(x + i) - mean) * inverse * load(norm->weight + i);
         store(out + i, norm->bias ? y + load(norm->bias + i) : y);
     }
     for (; i < size; i++) out[i] = (x[i] - mean) * inverse * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
