@@ -33,6 +33,7 @@ install: .venv/.service
 	$(PIP) install --no-deps -r requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	$(BIN)/python -c 'import torch' || { echo "PyTorch does not import: this index has no CPU build of $(TORCH); see README, TORCH_INDEX"; exit 1; }
+	$(BIN)/python -m model.native.build || echo "torch will compute instead, two to five times slower"
 	touch $@
 
 .venv/.dev: .venv/.service requirements-dev.lock

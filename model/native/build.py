@@ -181,10 +181,14 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m model.native.build", description=build_portable.__doc__)
-    parser.add_argument("--portable", type=Path, required=True, metavar="DIR", help="where the libraries go")
+    """Compile ahead of the first start: for this machine, or with `--portable` for others."""
+    parser = argparse.ArgumentParser(prog="python -m model.native.build", description=main.__doc__)
+    parser.add_argument(
+        "--portable", type=Path, metavar="DIR", help="a library for each level of CPUs, into this folder"
+    )
+    folder = parser.parse_args().portable
     try:
-        for library in build_portable(parser.parse_args().portable):
+        for library in [build().path] if folder is None else build_portable(folder):
             print(library)
     except BuildError as error:
         raise SystemExit(f"no native kernels: {error}") from None
