@@ -18,6 +18,11 @@ from loadtest.settings import Settings
 from loadtest.slo import Limit
 
 PROG = "python -m loadtest"
+_APART = (
+    ("offline", "loadtest.offline", "engines without a server"),
+    ("quality", "loadtest.quality", "what narrow numbers cost"),
+    ("faults", "loadtest.faults.command", "what clients see when something goes wrong"),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,10 +75,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
-    """Their modules import torch, which the rest has no use for."""
-    for name, text in (("offline", "engines without a server"), ("quality", "what narrow numbers cost")):
+    """Their modules import what the rest has no use for: torch, Ray."""
+    for name, module, text in _APART:
         if name in argv[:1]:
-            import_module(f"loadtest.{name}").add_command(commands)
+            import_module(module).add_command(commands)
         else:
             commands.add_parser(name, help=text)
 

@@ -82,6 +82,7 @@ class Client:
         content = await response.aread()
         seconds = self.now() - record.sent
         rejected = response.status_code in REJECTIONS
+        record.retry_after = "retry-after" in response.headers
         record.outcome = Outcome.REJECTED if rejected else Outcome.ERROR
         record.rejects.append((response.status_code, seconds))
         try:
@@ -97,19 +98,18 @@ class Client:
             return
         parser = EventParser()
         leave_after = 1 + int(item.leave_at * max(0, record.planned_output_tokens - 1))
-        done = False
         async for chunk in response.aiter_raw():  # to its end behind [DONE], so that the connection can be used again
             at = self.now()
             for data in parser.feed(chunk):
                 if data == b"[DONE]":
-                    done = True
+                    record.done = True
                     continue
                 self._absorb(record, targets.decode(data), said, at)
                 if record.habit == "cancel" and len(record.token_times) >= leave_after:
                     raise _LeftError
                 if record.habit == "slow":
                     await asyncio.sleep(1 / self._settings.clients.slow_rate)
-        if not done and not record.error:
+        if not record.done and not record.error:
             record.error = "stream ended without [DONE]"
 
     def _absorb(self, record: Record, reply: Reply, said: list[str], at: float | None) -> None:

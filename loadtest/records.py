@@ -36,6 +36,8 @@ class Record:
     status: int = 0  # of HTTP; 0: no answer
     error: str = ""  # a code or a kind of failure
     finish_reason: str = ""
+    done: bool = False  # a stream's [DONE] came: it was ended, not cut off
+    retry_after: bool = False  # the last refusal said when to come again
     attempts: int = 0
     rejects: list[tuple[int, float]] = field(default_factory=list)  # status and seconds until it, of every attempt
     token_times: list[float] = field(default_factory=list)  # of each event with output

@@ -1,0 +1,131 @@
+"""`python -m loadtest faults`: all scenarios, one after the other, a table and a JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from loadtest import machine, options, output
+from loadtest.errors import UsageError
+from loadtest.faults import load, outcomes, table
+from loadtest.faults.outcomes import End
+from loadtest.faults.scenarios import FAULT_AFTER_S, Scenario, all_of
+from loadtest.faults.site import Site, Watch
+from loadtest.faults.table import Row
+from loadtest.records import Record
+from loadtest.run import Subject
+from loadtest.settings import Workload
+
+WORKLOAD = Workload(prompt_tokens="uniform:16-96", output_tokens="uniform:24-96")
+_CLOCK_LIBRARIES = "/usr/lib/*/faketime/libfaketimeMT.so.1"
+
+
+def add_command(commands: Any) -> None:
+    text = "Start the service, put load on it, inject one fault after the other, and count what clients saw."
+    parser = commands.add_parser("faults", help="what clients see when something goes wrong", description=text)
+    parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="what is served")
+    parser.add_argument("--runtime", choices=("local", "ray"), default="", help="only this one; none: both")
+    parser.add_argument("--only", default="", metavar="TEXT,...", help="faults whose names hold one of these")
+    parser.add_argument("--rate", type=options.above_zero, default=None, help="requests a second at capacity; measured")
+    parser.add_argument("--clock-library", default="", metavar="FILE", help="libfaketimeMT; none: Debian's, if there")
+    parser.add_argument("--write", default="", metavar="FILE", help="a document with the marks between which it goes")
+    parser.set_defaults(command=_command)
+
+
+def _command(asked: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        wanted = _wanted(asked, Path(folder))
+        rows = list(rows_of(wanted, asked.model, asked.rate))
+    text = table.markdown(rows, _about())
+    print(text)
+    if asked.write:
+        table.write(Path(asked.write), text)
+    results = [asdict(row) | {"lost": row.lost} for row in rows]
+    about = {"kind": "faults", "commit": machine.commit(), "machine": machine.describe()}
+    print(output.line(about | {"results": results}), flush=True)
+    return 1 if any(row.problems for row in rows) else 0
+
+
+def _wanted(asked: argparse.Namespace, folder: Path) -> list[Scenario]:
+    library = asked.clock_library or next(map(str, Path("/").glob(_CLOCK_LIBRARIES[1:])), "")
+    if not library:
+        print("no clock jumps: libfaketime is not there (Debian's package libfaketime)", file=sys.stderr)
+    names = [name for name in asked.only.split(",") if name]
+    found = [
+        one
+        for one in all_of(folder, library)
+        if (not asked.runtime or one.runtime == asked.runtime)
+        and (not names or any(name in one.name for name in names))
+    ]
+    if not found:
+        raise UsageError(f"--only: found {asked.only!r}, expected parts of the names of faults")
+    return found
+
+
+def rows_of(scenarios: Sequence[Scenario], model: str, rate: float | None) -> Iterator[Row]:
+    """Scenarios next to each other that need the same service share it, until one ends it."""
+    for _, group in itertools.groupby(scenarios, key=lambda one: one.site):
+        todo = list(group)
+        with _served(todo[0], model) as (site, subject):
+            capacity = rate or load.capacity(subject)
+            for scenario in todo:
+                print(f"{scenario.name}, {scenario.runtime}: {capacity:.1f} req/s at capacity", file=sys.stderr)
+                yield play(scenario, site, subject, capacity)
+
+
+@contextmanager
+def _served(scenario: Scenario, model: str) -> Iterator[tuple[Site, Subject]]:
+    runtime = ("--runtime", scenario.runtime) if scenario.program[-1] == "serve" else ()
+    arguments = (model, *runtime, *scenario.arguments)
+    with Site(arguments, program=scenario.program, environment=scenario.environment, stderr=scenario.stderr) as site:
+        yield site, load.meet(site.url, model.partition("=")[0], WORKLOAD)
+
+
+def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> Row:
+    """One scenario, on a site that does nothing else."""
+    before = site.memory_mb()
+    stages = tuple((round(share * capacity, 2), seconds) for share, seconds in scenario.stages)
+    with Watch(site) as watch:
+        seen = load.during(subject, stages, FAULT_AFTER_S, lambda: scenario.inject(site, subject.settings.model))
+    records, injected = seen.records, seen.start + seen.fault
+    served = outcomes.served_again_s(records, seen.fault)
+    times = [outcomes.first_token_p95_ms(records, *span) for span in ((1.0, seen.fault), (seen.fault, 1e9))]
+    return Row(
+        scenario.name,
+        scenario.runtime,
+        stages[0][0],
+        {str(end): number for end, number in sorted(outcomes.count(records).items())},
+        watch.ready_again_s(injected),
+        served,
+        (times[0], times[1]),
+        (before, site.memory_mb() if site.running else None),
+        seen.remark,
+        tuple(_problems(scenario, seen.records, served)),
+    )
+
+
+def _problems(scenario: Scenario, records: Sequence[Record], served: float | None) -> Iterator[str]:
+    for end, number in outcomes.count(records).items():
+        if end is not End.COMPLETE and end not in scenario.allowed:
+            yield f"PROBLEM: {number} {end}"
+    if silent := outcomes.without_retry_after(records):
+        yield f"PROBLEM: {silent} refusals without Retry-After"
+    if served is None and not scenario.fatal:
+        yield "PROBLEM: never served again"
+
+
+def _about() -> str:
+    found = machine.describe()
+    today = datetime.datetime.now(datetime.UTC).date()
+    return (
+        f"Measured {today} at {machine.commit()} by `make faults`: {found['cores']} cores of {found['processor']}, "
+        f"load average {found['load_average'][0]} before the last."
+    )

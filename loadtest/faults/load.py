@@ -1,0 +1,89 @@
+"""Load on a site: its capacity, then a share of it in the background of a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from loadtest import run
+from loadtest.errors import ServerError
+from loadtest.fleet import Fleet
+from loadtest.progress import Progress
+from loadtest.records import Outcome, Record
+from loadtest.run import Subject
+from loadtest.server import Server
+from loadtest.settings import Arrivals, Clients, Settings, Workload
+
+CAPACITY_S = 8.0
+_WARM_S = 2.0  # of that, not counted
+_CLIENTS = 16
+_DRAIN_S = 60.0
+
+Stages = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load saw; `fault` is when the fault was injected, in seconds of the records' clock."""
+
+    records: list[Record]
+    start: float  # a time of time.monotonic
+    fault: float
+    remark: str
+
+
+def meet(url: str, model: str, workload: Workload) -> Subject:
+    """Raises `UsageError`, `ServerError`."""
+    settings = Settings(url=url, target="generate", model=model, workload=workload, drain_s=_DRAIN_S)
+    with Server(url, "") as server:
+        return run.meet(server, settings, None, Progress(quiet=True))
+
+
+def capacity(subject: Subject) -> float:
+    """Requests a second that a closed loop of clients gets answered. Raises `ServerError` where that is none."""
+    settings = replace(subject.settings, arrivals=Arrivals(kind="closed", concurrency=_CLIENTS), duration_s=CAPACITY_S)
+    records = asyncio.run(_Run(subject, settings).records())
+    answered = [r for r in records if r.outcome is Outcome.OK and _WARM_S <= r.ended <= CAPACITY_S]
+    if not answered:
+        raise ServerError(f"{settings.url}: nothing was answered within {CAPACITY_S:g} s; is the machine busy?")
+    return len(answered) / (CAPACITY_S - _WARM_S)
+
+
+def during(subject: Subject, stages: Stages, after_s: float, fault: Callable[[], str]) -> Loaded:
+    """Load of these stages (requests a second, seconds) and `fault` after so many seconds of it."""
+    settings = replace(
+        subject.settings,
+        arrivals=Arrivals(kind="stages", stages=stages),
+        duration_s=sum(seconds for _, seconds in stages),
+        clients=Clients(timeout_s=30.0),
+    )
+    return asyncio.run(_Run(subject, settings).with_fault(after_s, fault))
+
+
+class _Run:
+    def __init__(self, subject: Subject, settings: Settings) -> None:
+        self._fleet = Fleet(settings, subject.vocabulary, "")
+
+    async def records(self) -> list[Record]:
+        try:
+            await self._fleet.start()
+            self._fleet.go()
+            await self._fleet.gather(lambda: None)
+        finally:
+            await self._fleet.aclose()
+        return self._fleet.gathered.records
+
+    async def with_fault(self, after_s: float, fault: Callable[[], str]) -> Loaded:
+        try:
+            await self._fleet.start()
+            start = self._fleet.go()
+            gathering = asyncio.create_task(self._fleet.gather(lambda: None))
+            await asyncio.sleep(start + after_s - time.monotonic())
+            injected = time.monotonic()
+            remark = await asyncio.to_thread(fault)
+            await gathering
+        finally:
+            await self._fleet.aclose()
+        return Loaded(self._fleet.gathered.records, start, injected - start, remark)

@@ -1,0 +1,159 @@
+"""What goes wrong, one thing at a time, and which ends of requests it may cost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from loadtest.faults import hostile
+from loadtest.faults.load import Stages
+from loadtest.faults.outcomes import End
+from loadtest.faults.site import REDEPLOY, SERVE, STOP_S, Site
+
+LOAD_S = 25.0
+FAULT_AFTER_S = 6.0
+_JUMP_S = 3600
+_WAIT_S = 60.0
+
+Inject = Callable[[Site, str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`inject` does it to a site that serves a model of this name, waits until it is over, and says what it saw."""
+
+    name: str
+    inject: Inject
+    runtime: str
+    arguments: tuple[str, ...] = ()  # of `triptych serve`, beside model and runtime
+    program: tuple[str, ...] = SERVE
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stderr: str = ""
+    allowed: frozenset[End] = frozenset()  # how requests may end beside complete
+    stages: Stages = ((0.7, LOAD_S),)  # shares of the capacity, seconds
+    fatal: bool = False  # the service is over afterwards
+
+    @property
+    def site(self) -> tuple[object, ...]:
+        """What it needs to be started with; scenarios that agree in it share a service."""
+        environment = tuple(self.environment.items())
+        return (self.runtime, self.arguments, self.program, environment, self.stderr)
+
+
+def all_of(folder: Path, clock_library: str) -> list[Scenario]:
+    """`folder`: for files; `clock_library`: libfaketime, none: no clock jumps."""
+    found = []
+    for runtime in ("local", "ray"):
+        found += _hostile(runtime)
+        found.append(Scenario("engine killed", _killing("model.engine.process"), runtime, allowed=_FAILURES))
+        if runtime == "ray":
+            found += _of_ray()
+        found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
+        if clock_library:
+            found.append(_clock(runtime, folder / f"clock-{runtime}", clock_library))
+        drained = frozenset({End.UNAVAILABLE, End.REFUSED})
+        found.append(Scenario("SIGTERM", _terminate, runtime, allowed=drained, fatal=True))
+    return found
+
+
+_FAILURES = frozenset({End.TOLD, End.UNAVAILABLE})
+_CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
+
+
+def _hostile(runtime: str) -> list[Scenario]:
+    return [
+        Scenario("a client that never reads", hostile.never_read, runtime, stages=((0.7, 60.0),)),
+        Scenario("2,000 idle connections", lambda site, _: hostile.stay_idle(site), runtime),
+        Scenario("20 MB of headers", lambda site, _: hostile.send_large_headers(site), runtime),
+        Scenario("headers that never end", lambda site, _: hostile.never_end_headers(site), runtime, stages=_LONGER),
+        Scenario("bodies that dribble", lambda site, _: hostile.dribble_body(site), runtime, stages=_LONGER),
+    ]
+
+
+_LONGER = ((0.7, FAULT_AFTER_S + hostile.PATIENCE_S + 5),)
+
+
+def _of_ray() -> list[Scenario]:
+    two = ("--replicas", "2")
+    scales = (
+        *("--replicas", "1-3", "--scale-target", "0.2", "--max-num-seqs", "4"),
+        *("--scale-up-delay", "1", "--scale-down-delay", "3"),
+    )
+    return [
+        Scenario("replica killed, of 1", _killing("ServeReplica"), "ray", allowed=_CUTS),
+        Scenario("Serve's controller killed", _killing("ServeController"), "ray"),
+        Scenario("replica killed, of 2", _killing("ServeReplica"), "ray", two, allowed=_CUTS),
+        Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),
+        Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY),
+        Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=((0.7, 25.0), (0.1, 30.0))),
+    ]
+
+
+def _clock(runtime: str, file: Path, library: str) -> Scenario:
+    def jump(site: Site, model: str) -> str:
+        seen = []
+        for seconds in (_JUMP_S, -_JUMP_S, 0):
+            _set_clock(file, seconds)
+            time.sleep(5)
+            seen.append(f"{_clock_error(site, model):+.0f} s")
+        return f"its replies were dated {', '.join(seen)} from now"
+
+    _set_clock(file, 0)
+    environment = {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_CACHE_DURATION": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # nor does the kernel, when the time of day is set
+    }
+    return Scenario("the clock jumps an hour on, and back", jump, runtime, environment=environment)
+
+
+def _set_clock(file: Path, seconds: int) -> None:
+    file.write_text(f"{seconds:+d}\n")
+
+
+def _clock_error(site: Site, model: str) -> float:
+    """Seconds by which the service's clock is ahead of ours."""
+    body = {"model": model, "prompt": "def", "max_tokens": 1}
+    reply = httpx.post(f"{site.url}/generate", json=body, timeout=30, trust_env=False)
+    return float(reply.raise_for_status().json()["created"]) - time.time()
+
+
+def _nothing(site: Site, model: str) -> str:
+    return "from the start"
+
+
+def _killing(name: str) -> Inject:
+    def inject(site: Site, model: str) -> str:
+        site.kill(name)
+        return ""
+
+    return inject
+
+
+def _terminate(site: Site, model: str) -> str:
+    began = time.monotonic()
+    site.process.terminate()
+    code = site.process.wait(STOP_S)
+    return f"exit code {code} after {time.monotonic() - began:.1f} s"
+
+
+def _redeploy(site: Site, model: str) -> str:
+    def changed() -> bool:
+        replies = [httpx.get(f"{site.url}/info", timeout=10, trust_env=False) for _ in range(10)]
+        return all(reply.status_code == 200 and reply.json()["limits"]["max_n"] > before for reply in replies)
+
+    before = httpx.get(f"{site.url}/info", timeout=10, trust_env=False).json()["limits"]["max_n"]
+    site.process.send_signal(signal.SIGHUP)
+    return f"the new setting everywhere after {site.wait(changed, _WAIT_S):.1f} s"
+
+
+def _scale(site: Site, model: str) -> str:
+    out = site.wait(lambda: site.metric("replicas", model=model) == 3, _WAIT_S)
+    back = site.wait(lambda: site.metric("replicas", model=model) == 1, _WAIT_S)
+    return f"3 after {out:.0f} s, 1 again {back:.0f} s later"

@@ -1,0 +1,203 @@
+"""The service that faults are injected into: its processes, its memory, whether it is ready."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from loadtest.errors import ServerError
+
+START_S = 120.0
+STOP_S = 90.0
+_POLL_S = 0.05
+_ROOT = Path(__file__).parents[2]
+
+SERVE = ("-m", "service.cli", "serve")
+REDEPLOY = ("-m", "loadtest.faults.operator")
+
+
+class Site:
+    """A started service and all processes below it; ended on leaving the block."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        program: Sequence[str] = SERVE,
+        environment: Mapping[str, str] | None = None,
+        stderr: str = "",
+    ) -> None:
+        """`stderr`: a device for its log; none: a file that is deleted in the end. It gets all cores but one, if there
+        are more: the generator needs one, and threads that wait for each other suffer most where others want theirs.
+        """
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address = ("127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{port}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
+        path = os.pathsep.join([str(_ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+        self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 (closed with the site)
+        with open(stderr or self._log.name, "w") as log, _cores():
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *arguments, "--port", str(port)],
+                env={**kept, **(environment or {}), "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait(self.ready, START_S)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """SIGTERM; what still runs after its time is killed."""
+        below = self.processes()
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            for pid in [self.process.pid, *below]:
+                kill(pid)
+            self.process.wait()
+        self._log.close()
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> float:
+        """Seconds until `condition` held. Raises `ServerError` when it did not in time or the service ended."""
+        began = time.monotonic()
+        while not condition():
+            if not self.running or time.monotonic() - began > seconds:
+                how = "did not come so far" if self.running else f"ended with {self.process.returncode}"
+                raise ServerError(f"the service {how} within {seconds:g} s; its log ends\n{self._last_lines()}")
+            time.sleep(_POLL_S)
+        return time.monotonic() - began
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of `triptych_NAME` with these labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = (line for line in text.splitlines() if line.startswith(f"triptych_{name}"))
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted))
+
+    def processes(self) -> dict[int, str]:
+        """Pid and command line of each process that the service started, directly or not."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (parent := _parent(entry)) is not None:
+                children.setdefault(parent, []).append(int(entry.name))
+        found: dict[int, str] = {}
+        todo = [self.process.pid]
+        while todo:
+            for pid in children.get(todo.pop(), []):
+                found[pid] = _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+                todo.append(pid)
+        return found
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to one process whose command line holds `name`. Raises `ServerError` where there is none."""
+        pid = next((pid for pid, line in self.processes().items() if name in line), None)
+        if pid is None:
+            raise ServerError(f"the service has no process {name}")
+        kill(pid)
+
+    def memory_mb(self) -> float:
+        """MiB of all its processes; pages that several share are counted once."""
+        texts = (_read(Path(f"/proc/{pid}/smaps_rollup")) for pid in [self.process.pid, *self.processes()])
+        lines = (line for text in texts for line in text.splitlines() if line.startswith("Pss:"))
+        return sum(int(line.split()[1]) for line in lines) / 1024
+
+    def _last_lines(self) -> str:
+        return "\n".join(self._log.read().splitlines()[-5:])
+
+
+class Watch:
+    """Asks for /readyz all the time; when it was not 200."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._end = threading.Event()
+        self._seen: list[tuple[float, bool]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def ready_again_s(self, since: float) -> float | None:
+        """Seconds from `since` to the first 200 behind the last other answer; 0: there was no other. None: never."""
+        seen = [(at, ready) for at, ready in self._seen if at >= since]
+        if all(ready for _, ready in seen):
+            return 0.0
+        last = max(number for number, (_, ready) in enumerate(seen) if not ready)
+        return seen[last + 1][0] - since if last + 1 < len(seen) else None
+
+    def _run(self) -> None:
+        while not self._end.wait(_POLL_S):
+            ready = self._site.ready()
+            self._seen.append((time.monotonic(), ready))
+
+
+@contextmanager
+def _cores() -> Iterator[None]:
+    """What is started inside gets all cores but the last."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:-1] or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _parent(entry: Path) -> int | None:
+    stat = _read(entry / "stat")
+    return int(stat.rpartition(")")[2].split()[1]) if stat else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,88 @@
+"""The results of all scenarios as a Markdown table, and its place in a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadtest.errors import UsageError
+from loadtest.faults.outcomes import LOST, End
+
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scenario's result. Times are seconds from the fault; 0: it did not come to that, None: it never did."""
+
+    name: str
+    runtime: str
+    rate: float  # requests a second
+    ends: dict[str, int]
+    ready_again_s: float | None
+    served_again_s: float | None
+    first_token_ms: tuple[float | None, float | None]  # p95 before the fault, and from then on
+    memory_mb: tuple[float, float | None]  # before and after; None: the service is gone
+    remark: str
+    problems: tuple[str, ...]  # what should not have been
+
+    @property
+    def lost(self) -> int:
+        return sum(self.ends.get(end, 0) for end in LOST)
+
+
+def markdown(rows: Sequence[Row], about: str) -> str:
+    columns: tuple[str, ...] = (
+        "fault",
+        "runtime",
+        "load, req/s",
+        "complete",
+        "told",
+        "cut, reset",
+        "503",
+        "429",
+        "no connection",
+    )
+    columns += ("lost", "ready again, s", "served again, s", "first token p95, ms", "memory, MiB", "seen")
+    lines = [about, "", _line(columns), _line(["---"] * len(columns)), *(_line(_cells(row)) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Put `text` between the marks in `path`. Raises `UsageError` where they are not."""
+    try:
+        found = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--write: {path}: {error.strerror}") from None
+    before, begin, rest = found.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"--write: {path}: expected the lines {BEGIN} and {END}")
+    path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
+
+
+def _cells(row: Row) -> list[str]:
+    ends = {end: row.ends.get(end, 0) for end in End}
+    cut = ends[End.CUT] + ends[End.RESET] + ends[End.HUNG]
+    counts = (ends[End.COMPLETE], ends[End.TOLD], cut, ends[End.UNAVAILABLE], ends[End.BUSY], ends[End.REFUSED])
+    before, after = (_number(value, 0) for value in row.first_token_ms)
+    memory = f"{row.memory_mb[0]:.0f} → {_number(row.memory_mb[1], 0)}"
+    seen = "; ".join(filter(None, (row.remark, *row.problems)))
+    times = (_since(row.ready_again_s), _since(row.served_again_s))
+    return [
+        *(row.name, row.runtime, f"{row.rate:.1f}", *map(str, counts), str(row.lost), *times),
+        *(f"{before} → {after}", memory, seen),
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _since(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.1f}" if seconds else "always"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
