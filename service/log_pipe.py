@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _STDERR = 2
@@ -43,7 +43,8 @@ def _copy(pipe: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
     while True:
         data, end, _ = os.read(pipe, 1 << 16).partition(b"\0")
-        while data:
-            data = data[os.write(_STDERR, data) :]
+        with suppress(OSError):  # what a full disk does not take is lost; a pipe that nobody empties would stop all
+            while data:
+                data = data[os.write(_STDERR, data) :]
         if end:
             return

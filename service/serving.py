@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from model.config import ConfigError
@@ -49,14 +50,19 @@ def serve(
     config = configuration(models, settings, groups)
 
     def on_ready(ready: runtime.Ready) -> None:
-        print(banner(ready, config, time.monotonic() - began), file=sys.stderr, flush=True)
+        _say(banner(ready, config, time.monotonic() - began))
 
-    print(f"triptych {version()}: loading {', '.join(models)} ({config.runtime} runtime)", file=sys.stderr, flush=True)
+    _say(f"triptych {version()}: loading {', '.join(models)} ({config.runtime} runtime)")
     try:
         return runtime.run(config, on_ready)
     except EngineDeadError as error:
-        print(f"triptych: {error}", file=sys.stderr)
+        _say(f"triptych: {error}")
         return 1
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a disk that is full for logs stops nobody
+        print(text, file=sys.stderr, flush=True)
 
 
 def configuration(
