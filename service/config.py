@@ -25,6 +25,7 @@ class Limits:
     max_body_bytes: int = _limit(2_000_000, "bytes of a body (413)")
     max_header_bytes: int = _limit(16 * 1024, "bytes of all header names and values (431)")
     max_header_fields: int = _limit(100, "header fields (431)")
+    receive_s: float = _limit(60.0, "seconds in which headers, and then the body, must have come (408)")
     max_prompts: int = _limit(32, "prompts of a request")
     max_n: int = _limit(8, "outputs for a prompt")
     max_beams: int = _limit(8, "beams of a prompt")

@@ -83,6 +83,16 @@ def too_large(message: str, param: str | None = None, code: str = "body_too_larg
     return ApiError(413, message, type="invalid_request_error", param=param, code=code)
 
 
+def headers_too_large(message: str) -> ApiError:
+    return ApiError(431, message, type="invalid_request_error", code="headers_too_large")
+
+
+def request_too_slow(seconds: float) -> ApiError:
+    message = f"the request did not arrive within {seconds:g} s"
+    headers = {"Connection": "close"}
+    return ApiError(408, message, type="timeout_error", code="request_too_slow", headers=headers)
+
+
 def queue_full(error: QueueFullError) -> ApiError:
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
     return ApiError(

@@ -7,6 +7,7 @@ headers.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
 import secrets
@@ -17,7 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.config import Limits
 from service.context import RequestContext, current, enter, request_id_from
-from service.errors import ApiError, internal, log_unexpected, render, too_large, unauthorized
+from service.errors import (
+    ApiError,
+    headers_too_large,
+    internal,
+    log_unexpected,
+    render,
+    request_too_slow,
+    too_large,
+    unauthorized,
+)
 from service.keys import KeyRing
 from service.logs import access
 from service.metrics import Metrics
@@ -72,7 +82,7 @@ class ContextMiddleware:
 
 
 class GuardMiddleware:
-    """Headers within bounds (431), a key where keys are configured (401), a body within bounds (413)."""
+    """Headers within bounds (431), a key where keys are configured (401), a body within bounds (413, 408)."""
 
     def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing) -> None:
         self._app = app
@@ -99,7 +109,7 @@ class GuardMiddleware:
         size = sum(len(name) + len(value) for name, value in headers)
         if len(headers) > limits.max_header_fields or size > limits.max_header_bytes:
             message = f"headers exceed {limits.max_header_fields} fields or {limits.max_header_bytes} bytes"
-            raise ApiError(431, message, type="invalid_request_error", code="headers_too_large")
+            raise headers_too_large(message)
 
     def _check_key(self, scope: Scope) -> None:
         if not self._keys.required or scope["path"] in OPEN_PATHS:
@@ -119,15 +129,25 @@ class GuardMiddleware:
             raise self._too_large()
 
     def _counted(self, receive: Receive) -> Receive:
-        """`receive`, which raises 413 once more than the bound has come."""
+        """`receive`, which raises 413 once more than the bound has come, and 408 when not all has come in time."""
+        limits = self._limits
+        deadline = asyncio.get_running_loop().time() + limits.receive_s
         seen = 0
+        complete = False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise request_too_slow(limits.receive_s) from None
+            complete = not message.get("more_body", False)
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > self._limits.max_body_bytes:
+                if seen > limits.max_body_bytes:
                     raise self._too_large()
             return message
 

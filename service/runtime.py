@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,8 +34,9 @@ from model.tokenizer import Tokenizer
 from service import logs
 from service.app import create_app
 from service.chat import ChatTemplate
-from service.config import ServiceSettings
+from service.config import Limits, ServiceSettings
 from service.http import cancel_all
+from service.protocol import BoundedProtocol
 from service.registry import Registry, ServedModel
 from service.scaling import Scaling
 from service.state import service_of
@@ -184,7 +186,7 @@ async def _serve(config: ServeConfig, on_ready: OnReady) -> int:
     app = build_app(config)
     lifespan = app.router.lifespan_context(app)
     with listening(config.settings) as listener:
-        async with _http(app, listener):
+        async with _http(app, listener, config.settings.limits):
             if await _unless(signals.asked, lifespan.__aenter__()):
                 try:
                     url = base_url(config.settings.host, listener.getsockname()[1])
@@ -218,12 +220,12 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _http(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+async def _http(app: FastAPI, listener: socket.socket, limits: Limits) -> AsyncIterator[None]:
     """Serve `app` on `listener` inside the block, without its lifespan."""
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

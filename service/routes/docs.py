@@ -48,6 +48,7 @@ _MEANING = {
     401: "The API key is missing or wrong.",
     404: "No such model, request or route.",
     405: "The route does not take this method.",
+    408: "The body did not come in time.",
     409: "The request was cancelled.",
     413: "The body, or what it asks for, is too large.",
     415: "The body is not declared as JSON.",
@@ -59,7 +60,7 @@ _MEANING = {
     504: "The deadline passed before the first token.",
 }
 _EVERYWHERE = (401, 413, 431, 500)
-BODY_ERRORS = (400, 415)
+BODY_ERRORS = (400, 408, 415)
 WORK_ERRORS = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from service.app import create_app
 from service.config import ServiceSettings
 from service.fake import FakeEngineClient, Script
 from service.metrics import Metrics
+from service.protocol import BoundedProtocol
 from service.registry import Registry, ServedModel
 from service.state import Service
 
@@ -202,7 +204,10 @@ def events(text: str) -> list[Any]:
 @contextmanager
 def live(app: App) -> Iterator[str]:
     """The URL of the application under a real uvicorn in a thread, on a port of its own."""
-    settings = uvicorn.Config(app.app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=2)
+    protocol: Any = partial(BoundedProtocol, app.service.limits)
+    settings = uvicorn.Config(
+        app.app, port=0, http=protocol, log_level="error", access_log=False, timeout_graceful_shutdown=2
+    )
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -114,6 +114,86 @@ def test_headers_are_bounded() -> None:
         assert httpx.get(f"{url}/info").status_code == 200
 
 
+HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "status"),
+    [
+        (b"GET /info HTTP/1.1\r\nX-", b"431"),
+        (b"GET /info HTTP/1.1\r\nX-Large: ", b"431"),
+        (b"GET /", b"431"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Trailer: ", b""),
+    ],
+    ids=["name", "value", "path", "trailer"],
+)
+def test_a_head_that_never_ends_is_cut_off(begin: bytes, status: bytes) -> None:
+    app = make_app()
+    with live(app) as url:
+        connection = _connect(url)
+        connection.sendall(begin)
+        assert _flood(connection, 20_000_000) < 2_000_000  # what sockets hold
+        connection.close()
+        connection = _connect(url)
+        connection.sendall(begin + b"a" * 70_000)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status if status else b"")
+        connection.close()
+        assert httpx.get(f"{url}/info").status_code == 200
+        settled(app)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "status"),
+    [
+        (b"GET /info HTTP/1.1\r\n", b"X: a\r\n", b"HTTP/1.1 408 "),
+        (HEAD + b"Content-Length: 1000\r\n\r\n", b" ", b"HTTP/1.1 408 "),
+        (b"", b"", b""),  # nothing was asked, so nothing is answered
+    ],
+    ids=["head", "body", "nothing"],
+)
+def test_a_request_that_dribbles_is_ended(begin: bytes, more: bytes, status: bytes) -> None:
+    app = make_app(settings=settings(receive_s=0.3))
+    with live(app) as url:
+        connection = _connect(url)
+        connection.settimeout(0.05)
+        began = time.monotonic()
+        connection.sendall(begin)
+        reply = None
+        while reply is None and time.monotonic() - began < 3:
+            try:
+                reply = connection.recv(1 << 16)
+            except TimeoutError:
+                connection.sendall(more)
+        assert reply is not None and reply.startswith(status)
+        assert 0.25 < time.monotonic() - began < 1
+        if status:
+            assert b'"code":"request_too_slow"' in reply
+            assert connection.recv(1) == b""  # and closed
+        assert httpx.post(f"{url}/generate", json=LONG).status_code == 200
+        settled(app)
+
+
+def test_requests_on_one_connection_are_timed_apart() -> None:
+    app = make_app(settings=settings(receive_s=0.3))
+    with live(app) as url, httpx.Client() as client:
+        for _ in range(4):
+            assert client.post(f"{url}/generate", json=LONG).status_code == 200
+            time.sleep(0.15)
+        time.sleep(0.3)  # idle between requests for longer: that is the keep-alive's to end
+        assert client.get(f"{url}/info").status_code == 200
+        settled(app)
+
+
+def test_what_is_not_http_is_told_so_in_the_one_shape() -> None:
+    with live(make_app()) as url:
+        connection = _connect(url)
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        reply = connection.recv(1 << 16)
+        assert reply.startswith(b"HTTP/1.1 400 ")
+        assert b'"code":"invalid_http"' in reply
+        connection.close()
+
+
 def test_a_slow_body_that_breaks_off_is_forgotten() -> None:
     app = make_app()
     with live(app) as url:
@@ -136,6 +216,17 @@ def _connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     where = urlsplit(url)
     connection.connect((where.hostname, where.port))
     return connection
+
+
+def _flood(connection: socket.socket, most: int) -> int:
+    """Bytes that it took before it broke."""
+    for sent in range(0, most, 10_000):
+        try:
+            connection.sendall(b"a" * 10_000)
+        except OSError:
+            return sent
+        time.sleep(0.001)
+    return most
 
 
 def _post(url: str, path: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:

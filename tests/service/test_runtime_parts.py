@@ -102,3 +102,17 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
 """
     done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "from the child\n" * 3)
+
+
+def test_a_full_disk_for_logs_does_not_block_who_writes_them() -> None:
+    parent = """
+import os, tempfile
+from pathlib import Path
+from service import log_pipe
+with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "log")):
+    pipe = os.open(Path(folder, "log"), os.O_WRONLY)
+    for _ in range(1000):
+        os.write(pipe, b"a" * 1000)  # together more than a pipe holds
+"""
+    with open("/dev/full", "w") as full:
+        subprocess.run([sys.executable, "-c", parent], cwd=ROOT, stderr=full, timeout=60, check=True)
