@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine, options, output
-from loadtest.errors import UsageError
+from loadtest.errors import ServerError, UsageError
 from loadtest.faults import load, outcomes, table
 from loadtest.faults.outcomes import End
 from loadtest.faults.scenarios import FAULT_AFTER_S, Scenario, all_of
@@ -74,11 +74,18 @@ def rows_of(scenarios: Sequence[Scenario], model: str, rate: float | None) -> It
     """Scenarios next to each other that need the same service share it, until one ends it."""
     for _, group in itertools.groupby(scenarios, key=lambda one: one.site):
         todo = list(group)
-        with _served(todo[0], model) as (site, subject):
-            capacity = rate or load.capacity(subject)
+        try:
+            with _served(todo[0], model) as (site, subject):
+                capacity = rate or load.capacity(subject)
+                while todo:
+                    row = play(todo[0], site, subject, capacity)
+                    print(row, file=sys.stderr)
+                    todo.pop(0)
+                    yield row
+        except ServerError as error:  # those that need the same service have none either
             for scenario in todo:
-                print(f"{scenario.name}, {scenario.runtime}: {capacity:.1f} req/s at capacity", file=sys.stderr)
-                yield play(scenario, site, subject, capacity)
+                print(f"{scenario.name}, {scenario.runtime}: {error}", file=sys.stderr)
+                yield Row.failed(scenario.name, scenario.runtime, str(error).splitlines()[0])
 
 
 @contextmanager
@@ -103,7 +110,7 @@ def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> R
         scenario.runtime,
         stages[0][0],
         {str(end): number for end, number in sorted(outcomes.count(records).items())},
-        watch.ready_again_s(injected),
+        None if scenario.fatal else watch.ready_again_s(injected),
         served,
         (times[0], times[1]),
         (before, site.memory_mb() if site.running else None),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from loadtest.faults.site import Site
 
-PATIENCE_S = 45.0
+PATIENCE_S = 30.0
 _LARGE = 20_000_000
 _PIECE = b"X-Large: " + b"a" * 1000 + b"\r\n"
 _HEAD = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -15,8 +15,8 @@ from loadtest.faults.load import Stages
 from loadtest.faults.outcomes import End
 from loadtest.faults.site import REDEPLOY, SERVE, STOP_S, Site
 
-LOAD_S = 25.0
-FAULT_AFTER_S = 6.0
+LOAD_S = 20.0
+FAULT_AFTER_S = 5.0
 _JUMP_S = 3600
 _WAIT_S = 60.0
 
@@ -50,7 +50,8 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
     found = []
     for runtime in ("local", "ray"):
         found += _hostile(runtime)
-        found.append(Scenario("engine killed", _killing("model.engine.process"), runtime, allowed=_FAILURES))
+        kill = _killing("model.engine.process")
+        found.append(Scenario("engine killed", kill, runtime, allowed=_FAILURES))
         if runtime == "ray":
             found += _of_ray()
         found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
@@ -66,16 +67,15 @@ _CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
 
 
 def _hostile(runtime: str) -> list[Scenario]:
-    return [
-        Scenario("a client that never reads", hostile.never_read, runtime, stages=((0.7, 60.0),)),
-        Scenario("2,000 idle connections", lambda site, _: hostile.stay_idle(site), runtime),
-        Scenario("20 MB of headers", lambda site, _: hostile.send_large_headers(site), runtime),
-        Scenario("headers that never end", lambda site, _: hostile.never_end_headers(site), runtime, stages=_LONGER),
-        Scenario("bodies that dribble", lambda site, _: hostile.dribble_body(site), runtime, stages=_LONGER),
-    ]
-
-
-_LONGER = ((0.7, FAULT_AFTER_S + hostile.PATIENCE_S + 5),)
+    clients: tuple[tuple[str, Inject, float], ...] = (
+        ("a client that never reads", hostile.never_read, hostile.PATIENCE_S),
+        ("2,000 idle connections", lambda site, _: hostile.stay_idle(site), LOAD_S),
+        ("20 MB of headers", lambda site, _: hostile.send_large_headers(site), LOAD_S),
+        ("headers that never end (receive_s 15)", lambda site, _: hostile.never_end_headers(site), hostile.PATIENCE_S),
+        ("bodies that dribble (receive_s 15)", lambda site, _: hostile.dribble_body(site), hostile.PATIENCE_S),
+    )
+    quick = ("--receive-s", "15")
+    return [Scenario(name, inject, runtime, quick, stages=((0.7, seconds),)) for name, inject, seconds in clients]
 
 
 def _of_ray() -> list[Scenario]:

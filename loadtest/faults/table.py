@@ -23,9 +23,14 @@ class Row:
     ready_again_s: float | None
     served_again_s: float | None
     first_token_ms: tuple[float | None, float | None]  # p95 before the fault, and from then on
-    memory_mb: tuple[float, float | None]  # before and after; None: the service is gone
+    memory_mb: tuple[float | None, float | None]  # before and after; None: the service is gone
     remark: str
     problems: tuple[str, ...]  # what should not have been
+
+    @classmethod
+    def failed(cls, name: str, runtime: str, why: str) -> Row:
+        """Of a scenario that could not be played."""
+        return cls(name, runtime, 0.0, {}, None, None, (None, None), (None, None), "", (f"PROBLEM: {why}",))
 
     @property
     def lost(self) -> int:
@@ -67,7 +72,7 @@ def _cells(row: Row) -> list[str]:
     cut = ends[End.CUT] + ends[End.RESET] + ends[End.HUNG]
     counts = (ends[End.COMPLETE], ends[End.TOLD], cut, ends[End.UNAVAILABLE], ends[End.BUSY], ends[End.REFUSED])
     before, after = (_number(value, 0) for value in row.first_token_ms)
-    memory = f"{row.memory_mb[0]:.0f} → {_number(row.memory_mb[1], 0)}"
+    memory = " → ".join(_number(value, 0) for value in row.memory_mb)
     seen = "; ".join(filter(None, (row.remark, *row.problems)))
     times = (_since(row.ready_again_s), _since(row.served_again_s))
     return [
@@ -81,7 +86,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _since(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.1f}" if seconds else "always"
+    return "-" if seconds is None else f"{seconds:.1f}" if seconds else "always"
 
 
 def _number(value: float | None, digits: int) -> str:
