@@ -17,7 +17,7 @@ from loadtest import machine, options, output
 from loadtest.errors import ServerError, UsageError
 from loadtest.faults import load, outcomes, table
 from loadtest.faults.outcomes import End
-from loadtest.faults.scenarios import FAULT_AFTER_S, Scenario, all_of
+from loadtest.faults.scenarios import Scenario, all_of
 from loadtest.faults.site import Site, Watch
 from loadtest.faults.table import Row
 from loadtest.records import Record
@@ -101,7 +101,7 @@ def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> R
     before = site.memory_mb()
     stages = tuple((round(share * capacity, 2), seconds) for share, seconds in scenario.stages)
     with Watch(site) as watch:
-        seen = load.during(subject, stages, FAULT_AFTER_S, lambda: scenario.inject(site, subject.settings.model))
+        seen = load.during(subject, stages, scenario.after_s, lambda: scenario.inject(site, subject.settings.model))
     records, injected = seen.records, seen.start + seen.fault
     served = outcomes.served_again_s(records, seen.fault)
     times = [outcomes.first_token_p95_ms(records, *span) for span in ((1.0, seen.fault), (seen.fault, 1e9))]

@@ -16,7 +16,6 @@ from loadtest.faults.outcomes import End
 from loadtest.faults.site import REDEPLOY, SERVE, STOP_S, Site
 
 LOAD_S = 20.0
-FAULT_AFTER_S = 5.0
 _JUMP_S = 3600
 _WAIT_S = 60.0
 
@@ -36,6 +35,7 @@ class Scenario:
     stderr: str = ""
     allowed: frozenset[End] = frozenset()  # how requests may end beside complete
     stages: Stages = ((0.7, LOAD_S),)  # shares of the capacity, seconds
+    after_s: float = 5.0  # of load
     fatal: bool = False  # the service is over afterwards
 
     @property
@@ -68,13 +68,13 @@ _CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
 
 def _hostile(runtime: str) -> list[Scenario]:
     clients: tuple[tuple[str, Inject, float], ...] = (
-        ("a client that never reads", hostile.never_read, hostile.PATIENCE_S),
+        ("a client that never reads (stream_stall_s 15)", hostile.never_read, hostile.PATIENCE_S),
         ("2,000 idle connections", lambda site, _: hostile.stay_idle(site), LOAD_S),
         ("20 MB of headers", lambda site, _: hostile.send_large_headers(site), LOAD_S),
         ("headers that never end (receive_s 15)", lambda site, _: hostile.never_end_headers(site), hostile.PATIENCE_S),
         ("bodies that dribble (receive_s 15)", lambda site, _: hostile.dribble_body(site), hostile.PATIENCE_S),
     )
-    quick = ("--receive-s", "15")
+    quick = ("--receive-s", "15", "--stream-stall-s", "15")
     return [Scenario(name, inject, runtime, quick, stages=((0.7, seconds),)) for name, inject, seconds in clients]
 
 

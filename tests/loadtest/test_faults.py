@@ -1,0 +1,155 @@
+"""The service under the faults of `loadtest.faults`, and that these count what clients saw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loadtest.errors import ServerError, UsageError
+from loadtest.faults import hostile, load, outcomes, table
+from loadtest.faults.command import WORKLOAD, play, rows_of
+from loadtest.faults.outcomes import End
+from loadtest.faults.scenarios import Scenario, all_of
+from loadtest.faults.site import Site
+from loadtest.faults.table import Row
+from loadtest.records import Outcome, Record
+from loadtest.run import Subject
+from tests import checkpoints
+
+RATE = 8.0
+_LIMITS = ("--receive-s", "1.5", "--stream-stall-s", "1.5", "--stream-unread-bytes", "65536")
+
+
+def record(outcome: Outcome = Outcome.OK, status: int = 200, error: str = "", **fields: object) -> Record:
+    made = Record(0, 0, "", 0.0, 1, 1, outcome=outcome, status=status, error=error)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (record(done=True, finish_reason="length"), End.COMPLETE),
+        (record(done=True, finish_reason="stop"), End.COMPLETE),
+        (record(done=True, finish_reason="cancelled"), End.TOLD),
+        (record(Outcome.ERROR, error="engine_failed", done=True), End.TOLD),
+        (record(Outcome.ERROR, error="engine_failed"), End.CUT),  # an error event, but not the end
+        (record(Outcome.ERROR, error="stream ended without [DONE]"), End.CUT),
+        (record(Outcome.ERROR, error="RemoteProtocolError"), End.CUT),
+        (record(Outcome.REJECTED, 503, "draining", retry_after=True), End.UNAVAILABLE),
+        (record(Outcome.REJECTED, 429, "queue_full"), End.BUSY),
+        (record(Outcome.ERROR, 500, "internal_error"), End.OTHER),
+        (record(Outcome.ERROR, 0, "ConnectError"), End.REFUSED),
+        (record(Outcome.ERROR, 0, "ReadError"), End.RESET),
+        (record(Outcome.UNFINISHED, done=False), End.HUNG),
+    ],
+)
+def test_how_a_request_ended(seen: Record, expected: End) -> None:
+    assert outcomes.end(seen) is expected
+    assert outcomes.lost([seen]) == (expected in (End.CUT, End.RESET, End.HUNG))
+
+
+def test_refusals_say_when_to_come_again() -> None:
+    seen = [record(Outcome.REJECTED, status, retry_after=told) for status in (429, 503) for told in (True, False)]
+    assert outcomes.without_retry_after(seen) == 2
+
+
+def test_served_again_counts_from_the_fault_to_a_token_behind_the_last_failure() -> None:
+    def sent(at: float, *, good: bool = True) -> Record:
+        if good:
+            return record(done=True, finish_reason="stop", sent=at, token_times=[at + 0.5])
+        return record(Outcome.REJECTED, 503, sent=at)
+
+    before = sent(1.0, good=False)
+    assert outcomes.served_again_s([before, sent(2.5)], 2.0) == 0.0
+    assert outcomes.served_again_s([before, sent(2.5), sent(3.0, good=False), sent(4.0), sent(5.0)], 2.0) == 2.5
+    assert outcomes.served_again_s([sent(1.0), sent(3.0, good=False)], 2.0) is None
+
+
+def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
+    row = Row("a", "ray", 3.0, {"complete": 5, "cut": 1, "reset": 2}, 0.0, None, (10.0, None), (1.0, 2.0), "seen", ())
+    text = table.markdown([row], "about")
+    assert "| a | ray | 3.0 | 5 | 0 | 3 | 0 | 0 | 0 | 3 | always | - | 10 → - | 1 → 2 | seen |" in text
+    file = tmp_path / "x.md"
+    file.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    for _ in range(2):
+        table.write(file, text)
+    assert file.read_text() == f"before\n{table.BEGIN}\n{text}{table.END}\nafter\n"
+    file.write_text("no marks")
+    with pytest.raises(UsageError, match="expected the lines"):
+        table.write(file, text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"gen={checkpoints.llama(tmp_path_factory.mktemp('models') / 'llama')}"
+
+
+@pytest.fixture(scope="module")
+def site(model: str) -> Iterator[Site]:
+    with Site([model, "--runtime", "local", *_LIMITS]) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def subject(site: Site) -> Subject:
+    return load.meet(site.url, "gen", WORKLOAD)
+
+
+def all_hostile(site: Site, model: str) -> str:
+    seen = [hostile.never_read(site, model), hostile.stay_idle(site, 500, 0.5), hostile.send_large_headers(site)]
+    return " | ".join([*seen, hostile.never_end_headers(site), hostile.dribble_body(site)])
+
+
+def test_hostile_clients_cost_the_others_nothing(site: Site, subject: Subject) -> None:
+    row = play(Scenario("", all_hostile, "local", stages=((1.0, 6.0),), after_s=0.5), site, subject, RATE)
+    assert row.problems == ()
+    assert set(row.ends) == {"complete"}
+    never_read, idle, large, head, body = row.remark.split(" | ")
+    assert "cancelled after" in never_read
+    assert "500 connected, 500 still so" in idle
+    assert "reset" in large or "431" in large
+    assert head.startswith("408 Request Timeout: 20 of 20") or head.startswith("reset: 20 of 20")
+    assert body.startswith("408 Request Timeout: 20 of 20") or body.startswith("reset: 20 of 20")
+    before, after = row.memory_mb
+    assert before is not None and after is not None
+    assert after - before < 60
+
+
+def test_only_its_own_processes_are_hurt(site: Site) -> None:
+    with pytest.raises(ServerError, match="no process pytest"):
+        site.kill("pytest")
+    assert os.getpid() not in site.processes()
+
+
+def shortened(name: str, seconds: float) -> Scenario:
+    (found,) = (one for one in all_of(Path(), "") if (one.name, one.runtime) == (name, "local"))
+    return replace(found, stages=((1.0, seconds),), after_s=1.0)
+
+
+def test_a_killed_engine_tells_its_clients(site: Site, subject: Subject) -> None:
+    row = play(shortened("engine killed", 6.0), site, subject, RATE)
+    assert row.problems == ()
+    assert row.lost == 0
+    assert row.ends["503"] > 0
+    assert row.ready_again_s and row.served_again_s
+
+
+def test_what_is_told_to_end_takes_its_requests_to_their_end(site: Site, subject: Subject) -> None:
+    row = play(shortened("SIGTERM", 3.0), site, subject, RATE)
+    assert row.problems == ()
+    assert row.lost == 0
+    assert "exit code 0" in row.remark
+    assert row.ends["refused"] > 0
+
+
+def test_a_service_that_does_not_start_is_a_problem_of_its_scenarios(model: str) -> None:
+    scenarios = [Scenario(name, hostile.never_read, "local", ("--max-model-len", "99999")) for name in "ab"]
+    rows = list(rows_of(scenarios, model, RATE))
+    assert [row.name for row in rows] == ["a", "b"]
+    assert all("ended with 2" in row.problems[0] for row in rows)
