@@ -9,8 +9,8 @@ IMAGE_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-slow check format bench load pretrained lock wheels image image-test compose-test \
-        monitoring audit clean
+.PHONY: help install serve test test-slow check format bench load faults pretrained lock wheels image image-test \
+        compose-test monitoring audit clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
@@ -20,6 +20,7 @@ help:
 	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
 	@echo "make audit       ask a vulnerability service about the lock"
+	@echo "make faults      what clients see while something goes wrong; a quarter of an hour (ARGS='--only killed')"
 	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
 
 install: .venv/.service
@@ -64,6 +65,9 @@ bench: .venv/.service
 load: ARGS = run --model code
 load: .venv/.service
 	$(BIN)/python -m loadtest $(ARGS)
+
+faults: .venv/.service
+	$(BIN)/python -m loadtest faults $(ARGS)
 
 pretrained: .venv/.dev
 	$(BIN)/python -m model.pretrained $(ARGS)

@@ -153,3 +153,13 @@ def test_a_service_that_does_not_start_is_a_problem_of_its_scenarios(model: str)
     rows = list(rows_of(scenarios, model, RATE))
     assert [row.name for row in rows] == ["a", "b"]
     assert all("ended with 2" in row.problems[0] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [one.name for one in all_of(Path(), "") if one.runtime == "ray"])
+def test_faults_under_ray(model: str, name: str) -> None:
+    """Only what ran in a killed replica may be lost: nobody is left to tell its clients."""
+    scenarios = [one for one in all_of(Path(), "") if (one.name, one.runtime) == (name, "ray")]
+    (row,) = rows_of(scenarios, model, RATE)
+    assert row.problems == ()
+    assert row.lost == 0 or name.startswith("replica killed")
