@@ -108,7 +108,7 @@ def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> R
     return Row(
         scenario.name,
         scenario.runtime,
-        stages[0][0],
+        max(asked for asked, _ in stages),
         {str(end): number for end, number in sorted(outcomes.count(records).items())},
         None if scenario.fatal else watch.ready_again_s(injected),
         served,

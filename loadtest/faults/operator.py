@@ -35,7 +35,13 @@ def main() -> None:
 
         from service.deployments import application
 
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=str(folder))
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=80 << 20,
+            _temp_dir=str(folder),
+        )
         serve.start(http_options={"host": "127.0.0.1", "port": asked.port})
         ray_environment.write_error_pages(folder)
         try:

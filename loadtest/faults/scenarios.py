@@ -78,6 +78,9 @@ def _hostile(runtime: str) -> list[Scenario]:
     return [Scenario(name, inject, runtime, quick, stages=((0.7, seconds),)) for name, inject, seconds in clients]
 
 
+_UP_AND_DOWN = ((0.1, 25.0), (0.7, 25.0), (0.1, 40.0))  # measuring the capacity has scaled it out
+
+
 def _of_ray() -> list[Scenario]:
     two = ("--replicas", "2")
     scales = (
@@ -90,7 +93,7 @@ def _of_ray() -> list[Scenario]:
         Scenario("replica killed, of 2", _killing("ServeReplica"), "ray", two, allowed=_CUTS),
         Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),
         Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY),
-        Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=((0.7, 25.0), (0.1, 30.0))),
+        Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=_UP_AND_DOWN, after_s=_UP_AND_DOWN[0][1]),
     ]
 
 
@@ -154,6 +157,7 @@ def _redeploy(site: Site, model: str) -> str:
 
 
 def _scale(site: Site, model: str) -> str:
+    before = site.metric("replicas", model=model)
     out = site.wait(lambda: site.metric("replicas", model=model) == 3, _WAIT_S)
     back = site.wait(lambda: site.metric("replicas", model=model) == 1, _WAIT_S)
-    return f"3 after {out:.0f} s, 1 again {back:.0f} s later"
+    return f"from {before:.0f} to 3 after {out:.0f} s, 1 again {back:.0f} s later"
