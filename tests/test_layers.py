@@ -13,6 +13,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = {str(f.relative_to(ROOT)): f for part in ("model", "service") for f in sorted((ROOT / part).rglob("*.py"))}
 WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "ray", "httpx", "service", "loadtest"}
+_TIME_OF_DAY = (
+    "time.time",
+    "time.time_ns",
+    "datetime.now",
+    "datetime.utcnow",
+    "datetime.today",
+    "datetime.datetime.now",
+)
 NO_TORCH = (
     "model.request",
     "model.config",
@@ -77,6 +85,19 @@ def test_nothing_is_unpickled(name: str) -> None:
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             assert node.attr not in ("load", "save"), f"{name}:{node.lineno}"
+
+
+def test_only_monotonic_clocks_decide_anything() -> None:
+    """A jump of the time of day moves no deadline: it is read only for dates that are shown."""
+    readers = set()
+    for name, file in FILES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                assert not {alias.name for alias in node.names} & {"time", "time_ns"}, name
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in _TIME_OF_DAY:
+                readers.add(name)
+    shown = {"service/jobs.py", "service/state.py", "service/chat_worker.py"}  # `created`, a chat template's date
+    assert {name for name in readers if not name.startswith("model/pretrained/")} == shown
 
 
 def imported_by(modules: str, among: set[str]) -> set[str]:
