@@ -96,7 +96,8 @@ def test_only_monotonic_clocks_decide_anything() -> None:
                 assert not {alias.name for alias in node.names} & {"time", "time_ns"}, name
             if isinstance(node, ast.Attribute) and ast.unparse(node) in _TIME_OF_DAY:
                 readers.add(name)
-    shown = {"service/jobs.py", "service/state.py", "service/chat_worker.py"}  # `created`, a chat template's date
+    # `created`, a chat template's date, the times of spans
+    shown = {"service/jobs.py", "service/state.py", "service/chat_worker.py", "service/tracing.py"}
     assert {name for name in readers if not name.startswith("model/pretrained/")} == shown
 
 

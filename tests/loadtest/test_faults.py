@@ -133,7 +133,7 @@ def shortened(name: str, seconds: float) -> Scenario:
 
 
 def test_a_killed_engine_tells_its_clients(site: Site, subject: Subject) -> None:
-    row = play(shortened("engine killed", 6.0), site, subject, RATE)
+    row = play(shortened("engine killed", 15.0), site, subject, RATE)
     assert row.problems == ()
     assert row.lost == 0
     assert row.ends["503"] > 0
@@ -141,11 +141,11 @@ def test_a_killed_engine_tells_its_clients(site: Site, subject: Subject) -> None
 
 
 def test_what_is_told_to_end_takes_its_requests_to_their_end(site: Site, subject: Subject) -> None:
-    row = play(shortened("SIGTERM", 3.0), site, subject, RATE)
+    row = play(shortened("SIGTERM", 6.0), site, subject, RATE)
     assert row.problems == ()
     assert row.lost == 0
     assert "exit code 0" in row.remark
-    assert row.ends["refused"] > 0
+    assert row.ends.get("503", 0) + row.ends.get("refused", 0) > 0
 
 
 def test_a_service_that_does_not_start_is_a_problem_of_its_scenarios(model: str) -> None:
