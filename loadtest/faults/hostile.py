@@ -13,23 +13,26 @@ from contextlib import contextmanager
 from loadtest.faults.site import Site
 
 PATIENCE_S = 35.0
+STALL_PATIENCE_S = 75.0
 _LARGE = 20_000_000
 _PIECE = b"X-Large: " + b"a" * 1000 + b"\r\n"
 _HEAD = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def never_read(site: Site, model: str) -> str:
-    """Ask for streams of several MB and take none of it."""
-    body = {"model": model, "prompt": "def", "stream": True, "max_tokens": 900, "n": 8, "logprobs": 20}
+    """Ask for a stream of several MB and take none of it. It ends once it stood still for `stream_stall_s`."""
+    body = {"model": model, "prompt": "def", "stream": True, "max_tokens": 900, "n": 4, "logprobs": 20}
     raw = json.dumps(body | {"ignore_eos": True, "temperature": 1.0}).encode()
     cancelled = site.metric("requests_total", model=model, outcome="cancelled")
     with _connected(site, 1, receive_buffer=4096) as (connection,):
         connection.sendall(f"{_HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         seconds = _until(
-            lambda: site.metric("requests_total", model=model, outcome="cancelled") >= cancelled + 1, PATIENCE_S
+            lambda: site.metric("requests_total", model=model, outcome="cancelled") >= cancelled + 1, STALL_PATIENCE_S
         )
     return (
-        f"counted as cancelled after {seconds:.1f} s" if seconds is not None else f"not cancelled in {PATIENCE_S:g} s"
+        f"counted as cancelled after {seconds:.1f} s"
+        if seconds is not None
+        else f"not cancelled in {STALL_PATIENCE_S:g} s"
     )
 
 

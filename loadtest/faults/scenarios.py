@@ -68,7 +68,7 @@ _CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
 
 def _hostile(runtime: str) -> list[Scenario]:
     clients: tuple[tuple[str, Inject, float], ...] = (
-        ("a client that never reads (stream_stall_s 15)", hostile.never_read, hostile.PATIENCE_S),
+        ("a client that never reads (stream_stall_s 15)", hostile.never_read, hostile.STALL_PATIENCE_S),
         ("2,000 idle connections", lambda site, _: hostile.stay_idle(site), LOAD_S),
         ("20 MB of headers", lambda site, _: hostile.send_large_headers(site), LOAD_S),
         ("headers that never end (receive_s 15)", lambda site, _: hostile.never_end_headers(site), hostile.PATIENCE_S),
