@@ -21,7 +21,7 @@ _HEAD = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\
 
 def never_read(site: Site, model: str) -> str:
     """Ask for a stream of several MB and take none of it. It ends once it stood still for `stream_stall_s`."""
-    body = {"model": model, "prompt": "def", "stream": True, "max_tokens": 900, "n": 4, "logprobs": 20}
+    body = {"model": model, "prompt": "def", "stream": True, "max_tokens": 900, "n": 8, "logprobs": 20}
     raw = json.dumps(body | {"ignore_eos": True, "temperature": 1.0}).encode()
     cancelled = site.metric("requests_total", model=model, outcome="cancelled")
     with _connected(site, 1, receive_buffer=4096) as (connection,):
