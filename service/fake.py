@@ -222,6 +222,7 @@ class FakeStream:
             return self._finish(sequence, output, FinishReason.DEADLINE)
         script = self._client.script
         if script.error_after is not None and sequence.emitted >= script.error_after:
+            output.error = "scripted"
             return self._finish(sequence, output, FinishReason.ERROR)
         token = script.token_ids[sequence.emitted % len(script.token_ids)]
         output.token_ids.append(token)
