@@ -132,6 +132,7 @@ def shortened(name: str, seconds: float) -> Scenario:
     return replace(found, stages=((1.0, seconds),), after_s=1.0)
 
 
+@pytest.mark.slow  # tests/service/test_runtimes.py has it in seconds
 def test_a_killed_engine_tells_its_clients(site: Site, subject: Subject) -> None:
     row = play(shortened("engine killed", 15.0), site, subject, RATE)
     assert row.problems == ()
@@ -140,6 +141,7 @@ def test_a_killed_engine_tells_its_clients(site: Site, subject: Subject) -> None
     assert row.ready_again_s and row.served_again_s
 
 
+@pytest.mark.slow  # tests/service/test_runtimes.py has it in seconds
 def test_what_is_told_to_end_takes_its_requests_to_their_end(site: Site, subject: Subject) -> None:
     row = play(shortened("SIGTERM", 6.0), site, subject, RATE)
     assert row.problems == ()
