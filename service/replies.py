@@ -20,7 +20,7 @@ from service.errors import ApiError
 from service.jobs import Job, worst
 from service.metrics import Metrics
 from service.plan import GeneratePlan, Source
-from service.structure import failed
+from service.structure import refused
 
 Json = dict[str, Any]
 
@@ -110,7 +110,7 @@ class Generation:
         self._job.context.tokens_out = self.completion_tokens
         self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
         if output.error is not None and self._plan.structure is not None:
-            self.failure = failed(self._plan.structure.param, output.error)
+            self.failure = refused(self._plan.structure.param, output.error)
         if output.finish_reason is not None:
             self._reasons[index] = output.finish_reason
             if self.ended:

@@ -73,7 +73,7 @@ def _of_pattern(pattern: str, limits: Limits) -> Structure:
     try:
         return Structure(regex_grammar(pattern), "regex")
     except GrammarError as error:
-        raise _refused("regex", str(error)) from None
+        raise refused("regex", str(error)) from None
 
 
 def _of_choices(choices: list[str], limits: Limits) -> Structure:
@@ -102,7 +102,7 @@ class GrammarTrials:
             self._remember(grammar, await self._try(grammar, structure.param))
         self._known.move_to_end(grammar)
         if self._known[grammar]:
-            raise _refused(structure.param, self._known[grammar])
+            raise refused(structure.param, self._known[grammar])
 
     def close(self) -> None:
         """End the processes."""
@@ -117,7 +117,7 @@ class GrammarTrials:
             if error.kind == "start":
                 raise unavailable("no process that compiles grammars starts", "grammar_worker") from None
             if error.kind == "time":  # by another clock, under another load, it may do
-                raise _refused(param, f"it takes more than {self._limits.grammar_s:g} s to compile") from None
+                raise refused(param, f"it takes more than {self._limits.grammar_s:g} s to compile") from None
             return "it takes too much memory to compile" if error.kind == "crashed" else str(error)
         return ""
 
@@ -129,12 +129,8 @@ class GrammarTrials:
             size -= len(oldest)
 
 
-def failed(param: str, reason: str) -> ApiError:
-    """An output that could not go on, although its grammar is one."""
-    return _refused(param, reason)
-
-
-def _refused(param: str, reason: str) -> ApiError:
+def refused(param: str, reason: str) -> ApiError:
+    """For a grammar that is none, and for an output that could not go on although it is one."""
     return invalid(f"{param} cannot be followed: {scrub(reason)}", param, "invalid_grammar")
 
 

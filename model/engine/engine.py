@@ -77,8 +77,8 @@ class Engine:
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
 
     def add(self, request: Request) -> None:
-        count = 1 if request.params.num_beams > 1 else request.params.n
-        sequences = [Sequence.of(request, i, next(self._arrivals), self.eos_token_ids) for i in range(count)]
+        indices = range(1 if request.params.num_beams > 1 else request.params.n)
+        sequences = [Sequence.of(request, index, next(self._arrivals), self.eos_token_ids) for index in indices]
         if request.params.num_beams > 1:
             sequences[0].searching()
         if request.params.grammar:
