@@ -36,6 +36,11 @@ class Panel:
     bound: float | None = None
 
 
+def number(title: str, unit: str, query: str, help: str = "", bound: float | None = None) -> Panel:
+    """One figure, small."""
+    return Panel(title, unit, (("", query),), help, "stat", width=4, height=4, bound=bound)
+
+
 def rate(metric: str, by: str = "model", where: str = _MODEL) -> str:
     return f"sum by ({by}) (rate(triptych_{metric}{{{where}}}[$__rate_interval]))"
 
@@ -59,52 +64,12 @@ def now(gauge: str, how: str = "sum") -> str:
 
 PANELS = (
     # One line of numbers: is it well?
-    Panel(
-        "Targets up", "short", (("", 'sum(up{job="triptych"})'),), "What Prometheus reaches.", "stat", width=4, height=4
-    ),
-    Panel(
-        "Requests", "reqps", (("", "sum(rate(triptych_requests_received_total[5m]))"),), "", "stat", width=4, height=4
-    ),
-    Panel(
-        "Failed by our fault",
-        "percentunit",
-        (("", "triptych:errors:ratio_rate5m"),),
-        "Objective: 0.1 %",
-        "stat",
-        width=4,
-        height=4,
-        bound=0.001,
-    ),
-    Panel(
-        "First tokens over 1 s",
-        "percentunit",
-        (("", "triptych:slow_first_tokens:ratio_rate5m"),),
-        "Objective: 1 %",
-        "stat",
-        width=4,
-        height=4,
-        bound=0.01,
-    ),
-    Panel(
-        "Tokens over 100 ms",
-        "percentunit",
-        (("", "triptych:slow_tokens:ratio_rate5m"),),
-        "Objective: 1 %",
-        "stat",
-        width=4,
-        height=4,
-        bound=0.01,
-    ),
-    Panel(
-        "Alerts",
-        "short",
-        (("", 'count(ALERTS{alertname=~"Triptych.+", alertstate="firing"}) or vector(0)'),),
-        "",
-        "stat",
-        width=4,
-        height=4,
-        bound=1,
-    ),
+    number("Targets up", "short", 'sum(up{job="triptych"})', "What Prometheus reaches."),
+    number("Requests", "reqps", "sum(rate(triptych_requests_received_total[5m]))"),
+    number("Failed by our fault", "percentunit", "triptych:errors:ratio_rate5m", "Objective: 0.1 %", 0.001),
+    number("First tokens over 1 s", "percentunit", "triptych:slow_first_tokens:ratio_rate5m", "Objective: 1 %", 0.01),
+    number("Tokens over 100 ms", "percentunit", "triptych:slow_tokens:ratio_rate5m", "Objective: 1 %", 0.01),
+    number("Alerts", "short", 'count(ALERTS{alertname=~"Triptych.+", alertstate="firing"}) or vector(0)', bound=1),
     # What is asked, and how it ends
     Panel(
         "Requests by outcome",
