@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,24 +20,40 @@ from model.attention.base import AttentionBackend
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.families import FAMILIES
+from model.parallel.sharding import WHOLE, Index, Piece, Shard, cuts, local_shape
 from model.transformer import Transformer
-from model.weights import CheckpointError, WeightRule, plan_load
+from model.weights import CheckpointError, Shape, WeightRule, plan_load
+
+Network = TypeVar("Network", bound=Transformer)
 
 
 def load_model(
     checkpoint: Checkpoint, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Transformer:
     """The checkpoint's network with its weights; raises `CheckpointError` listing every tensor that does not fit."""
-    model = build_model(checkpoint.config, backend)
+    return load_weights(build_model(checkpoint.config, backend), checkpoint, dtype, device)
+
+
+def load_weights(
+    model: Network, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE
+) -> Network:
+    """Fill a network without storage, which is the checkpoint's or `shard`'s part of it; raises `CheckpointError`.
+
+    Of tensors that are stored as they are kept, only the part that is kept is read.
+    """
+    config = checkpoint.config
+    shapes = parameter_shapes(model if shard == WHOLE else build_model(config, model.backend))
+    pieces = {name: shard.piece(config, name, shape) for name, shape in shapes.items()}
     with ExitStack() as stack:
         files = [stack.enter_context(_open(path)) for path in checkpoint.weight_files]
         owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
         sources = {name: tuple(file.get_slice(name).get_shape()) for name, file in owner.items()}
-        family = FAMILIES[checkpoint.config.model_type]
-        plan = plan_load(family, checkpoint.config, sources, parameter_shapes(model))
         state: dict[str, Tensor] = {}
-        for name, rule in plan:
-            _fill(state, rule, owner[name].get_tensor(name), model, dtype, device)
+        for name, rule in plan_load(FAMILIES[config.model_type], config, sources, shapes):
+            shape, piece = shapes[rule.target], pieces[rule.target]
+            if rule.target not in state:
+                state[rule.target] = torch.empty(local_shape(shape, piece), dtype=dtype, device=device)
+            _fill(state[rule.target], rule, _Stored(owner[name], name), shape, piece)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -86,23 +103,41 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path.name} is not a valid safetensors file: {error}") from None
 
 
-def _fill(
-    state: dict[str, Tensor], rule: WeightRule, tensor: Tensor, model: Transformer, dtype: torch.dtype, device: Any
-) -> None:
-    shape = model.get_parameter(rule.target).shape
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{rule.source}: expected floating point, found {tensor.dtype}")
-    if rule.part is not None:
-        tensor = tensor[rule.part[0] : rule.part[1]]
-    if rule.interleaved is not None:
-        tensor = _swap_rows(tensor, *rule.interleaved)
-    if rule.target not in state:
-        state[rule.target] = torch.empty(shape, dtype=dtype, device=device)
-    target = state[rule.target]
-    if rule.rows is not None:
-        target = target[rule.rows[0] : rule.rows[1]]
-    tensor = tensor.reshape(target.shape[::-1]).t() if rule.transpose else tensor.reshape(target.shape)
-    if not rule.duplicate:
-        target.copy_(tensor)
-    elif not torch.equal(target, tensor.to(device, dtype)):
-        raise CheckpointError(f"{rule.source} differs from the tensor that it is tied to")
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file."""
+
+    file: Any
+    name: str
+
+    def read(self, rule: WeightRule, shape: Shape, index: Index | None) -> Tensor:
+        """What `rule` takes of it in its target's layout `shape`, or the part `index` of that."""
+        if index is not None and rule.part is None and rule.interleaved is None and rule.shape is None:
+            part = self.file.get_slice(self.name)[index if not rule.transpose else _both(index)[::-1]]
+            return part.t() if rule.transpose else part
+        tensor = self.file.get_tensor(self.name)
+        if rule.part is not None:
+            tensor = tensor[rule.part[0] : rule.part[1]]
+        if rule.interleaved is not None:
+            tensor = _swap_rows(tensor, *rule.interleaved)
+        tensor = tensor.reshape(shape[::-1]).t() if rule.transpose else tensor.reshape(shape)
+        return tensor if index is None else tensor[index]
+
+
+def _both(index: Index) -> Index:
+    """An index of a matrix by rows and columns."""
+    return (*index, slice(None))[:2]
+
+
+def _fill(target: Tensor, rule: WeightRule, stored: _Stored, whole: Shape, piece: Piece | None) -> None:
+    """Put what `rule` takes of a stored tensor into `target`, a `piece` of a parameter whose whole shape is given."""
+    rows = rule.rows or (0, whole[0])
+    shape = (rows[1] - rows[0], *whole[1:])
+    for source, into in cuts(whole, rows, piece):
+        tensor = stored.read(rule, shape, None if piece is None else source)
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{rule.source}: expected floating point, found {tensor.dtype}")
+        if not rule.duplicate:
+            target[into].copy_(tensor)
+        elif not torch.equal(target[into], tensor.to(target.device, target.dtype)):
+            raise CheckpointError(f"{rule.source} differs from the tensor that it is tied to")

@@ -139,6 +139,13 @@ OPTIONS: tuple[Option, ...] = (
         per_model=True,
     ),
     Option(
+        "tensor_parallel_size",
+        int,
+        _ENGINE.tensor_parallel_size,
+        "GPUs of one machine that share a model's matrices",
+        per_model=True,
+    ),
+    Option(
         "batch_invariant",
         truth,
         _ENGINE.batch_invariant,

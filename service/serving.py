@@ -149,7 +149,7 @@ def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) ->
 def _model_lines(info: ModelInfo, engine: EngineConfig) -> list[str]:
     lines = [
         f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, {info.dtype}, "
-        f"{info.weight_bytes / 1e6:.0f} MB on {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"{info.weight_bytes / 1e6:.0f} MB on {_where(info)}, loaded in {info.load_seconds:.1f} s",
         f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
     ]
     limits = f"context {info.max_model_len}, {info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
@@ -162,6 +162,11 @@ def _model_lines(info: ModelInfo, engine: EngineConfig) -> list[str]:
         )
     queue = f"queue {engine.queued_requests_limit} requests, {engine.queued_tokens_limit} tokens"
     return [*lines, f"  {'':<10} {limits}, {queue}"]
+
+
+def _where(info: ModelInfo) -> str:
+    ranks = info.tensor_parallel_size
+    return info.device if ranks == 1 else f"each of {ranks} ranks from {info.device} on"
 
 
 def _example(ready: runtime.Ready, with_key: bool) -> str:

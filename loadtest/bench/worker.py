@@ -16,7 +16,7 @@ from typing import Any
 from loadtest.bench.workloads import Scale, workloads
 from model.checkpoint import read_checkpoint
 from model.engine.config import EngineConfig
-from model.engine.process import engine_environment
+from model.engine.sockets import engine_environment
 
 
 class Worker:

@@ -21,12 +21,13 @@ class EngineConfig:
     quantization: str = "none"  # of the stacks' matrices and the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
+    tensor_parallel_size: int = 1  # processes, on a GPU each with its own, that share the model's matrices
     batch_invariant: bool = False  # refuse what could make an answer's bits depend on its neighbours
     max_model_len: int | None = None  # tokens of prompt and output together; None: what the positions allow
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048  # per step: so many of decoders, and as many of new sources
     block_size: int = 16  # tokens of one KV block
-    kv_cache_memory: int | None = None  # bytes
+    kv_cache_memory: int | None = None  # bytes, of each rank
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
@@ -41,7 +42,7 @@ class EngineConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, found {getattr(self, name)!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
         for name in ("max_model_len", "kv_cache_memory"):

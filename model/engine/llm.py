@@ -1,4 +1,4 @@
-"""The blocking, offline API: one model, no server, no threads of its own.
+"""The blocking, offline API: one model, no server.
 
 llm = LLM(Path("checkpoint"))
 for output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
@@ -32,8 +32,13 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(path)
         loaded = load(ModelSpec(path.name, str(path), engine or EngineConfig()))
         self.info = loaded.info
+        self._loaded = loaded
         self._generate = loaded.generate
         self._encode = loaded.encode
+
+    def close(self) -> None:
+        """End the processes of the other ranks, where the model has any; they end with this process anyway."""
+        self._loaded.close()
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[str]:
         """The whole text for each prompt (its first sequence)."""
@@ -56,6 +61,7 @@ class LLM:
         while engine.has_work:
             engine.wait_prepared(1.0)
             outputs, _ = engine.step()
+            self._loaded.check()
             for output in outputs:
                 if output.error is not None:
                     raise ConfigError(f"the output cannot match: {output.error}")
@@ -78,7 +84,9 @@ class LLM:
             )
         vectors: dict[int, NDArray[np.float32]] = {}
         while self._encode.has_work:
-            for output in self._encode.step()[0]:
+            outputs, _ = self._encode.step()
+            self._loaded.check()
+            for output in outputs:
                 vectors[int(output.request_id)] = np.frombuffer(output.data, np.float32)
         return np.stack([vectors[position] for position in range(len(inputs))])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from model.anatomy import dissect
 from model.attention.selection import Selection, select_backend
 from model.checkpoint import Checkpoint, read_checkpoint
 from model.config import ConfigError, ModelConfig
@@ -28,6 +29,8 @@ from model.loader import load_model
 from model.native.library import Kind
 from model.native.linear import PackedLinear
 from model.native.stack import pack_model
+from model.parallel.leader import Followers, LeadingCache, LeadingTransformer, load_leader
+from model.parallel.sharding import Shard
 from model.token_bytes import TokenBytes, token_bytes
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -43,6 +46,17 @@ class LoadedModel:
     info: ModelInfo
     encode: EncodeEngine
     generate: Engine | None
+    followers: Followers | None = None  # the processes of the model's other ranks
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` if another rank is gone: what was computed since is worth nothing."""
+        if self.followers is not None:
+            self.followers.check()
+
+    def close(self) -> None:
+        """End what was started for it; the model computes nothing any more then."""
+        if self.followers is not None:
+            self.followers.close()
 
 
 def load(spec: ModelSpec) -> LoadedModel:
@@ -51,12 +65,12 @@ def load(spec: ModelSpec) -> LoadedModel:
     checkpoint = read_checkpoint(Path(spec.path))
     device = resolve_device(spec.engine.device)
     dtype = resolve_dtype(spec.engine.dtype, checkpoint, device)
-    selection = select_backend(device, dtype, spec.engine.attention_backend)
+    _check_ranks(spec.engine, checkpoint.config, device)
+    selection = _select(spec.engine, device, dtype)
     _check_native(spec.engine, selection)
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
-    model = load_model(checkpoint, selection.backend, dtype, device)
-    parameters = sum(p.numel() for p in model.parameters())
+    model = _load_model(spec, checkpoint, selection, dtype, device, max_model_len)
     if selection.library is not None:
         kind = Kind.INT8 if spec.engine.quantization == "int8" else None
         pack_model(model, selection.library, kind, only_c=spec.engine.batch_invariant)
@@ -73,9 +87,9 @@ def load(spec: ModelSpec) -> LoadedModel:
     generate = None
     if checkpoint.config.can_generate:
         generate = _generate_engine(spec, checkpoint, model, max_model_len, dtype, device)
-    info = _info(spec, checkpoint, model, parameters, selection, max_model_len, generate)
+    info = _info(spec, checkpoint, model, selection, max_model_len, generate)
     info.load_seconds = time.monotonic() - began
-    return LoadedModel(info, encode, generate)
+    return LoadedModel(info, encode, generate, _followers(model))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -135,6 +149,44 @@ def weight_bytes(model: Transformer) -> int:
     return packed + sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
+    """Refuse what cannot be split, before anything is read or started."""
+    size = engine.tensor_parallel_size
+    Shard(0, size).check(config)
+    first, visible = device.index or 0, torch.cuda.device_count()
+    if size > 1 and device.type == "cuda" and first + size > visible:
+        raise ConfigError(f"tensor_parallel_size {size} from {device} on needs more than the {visible} visible GPUs")
+
+
+def _select(engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> Selection:
+    """The backend; stacks in C have no sums over ranks in them."""
+    if engine.tensor_parallel_size == 1 or device.type != "cpu":
+        return select_backend(device, dtype, engine.attention_backend)
+    reason = f"the native stacks run on one rank, tensor_parallel_size is {engine.tensor_parallel_size}"
+    if engine.attention_backend == "native":
+        raise ConfigError(f"attention_backend native cannot be had: {reason}")
+    return replace(select_backend(device, dtype, "sdpa"), reason=f"torch scaled_dot_product_attention: {reason}")
+
+
+def _load_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    selection: Selection,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Transformer:
+    """The network, or rank 0 of it with the others beside it."""
+    size = spec.engine.tensor_parallel_size
+    if size == 1:
+        return load_model(checkpoint, selection.backend, dtype, device)
+    return load_leader(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
+
+
+def _followers(model: Transformer) -> Followers | None:
+    return model.followers if isinstance(model, LeadingTransformer) else None
+
+
 def _check_native(engine: EngineConfig, selection: Selection) -> None:
     """Refuse what only the native kernels can do where they are not."""
     if selection.library is not None:
@@ -156,9 +208,9 @@ def _generate_engine(
     config = checkpoint.config
     assert config.decoder is not None
     dtype = kv_dtype(spec.engine, dtype)
-    num_blocks = _num_blocks(spec.engine, config, max_model_len, dtype, device)
+    num_blocks = _num_blocks(spec.engine, model, max_model_len, dtype, device)
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
-    cache = KVCache(config.decoder, num_blocks, spec.engine.block_size, dtype, device)
+    cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
     scheduler = Scheduler(block_manager, spec.engine.max_num_seqs, spec.engine.max_num_batched_tokens)
     return Engine(
         spec.name,
@@ -169,6 +221,15 @@ def _generate_engine(
         pacing=Pacing(),
         grammars=_grammars(checkpoint),
     )
+
+
+def _cache(model: Transformer, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """The pool, of the heads that this rank has."""
+    assert model.decoder is not None
+    followers = _followers(model)
+    if followers is None:
+        return KVCache(model.decoder.config, num_blocks, block_size, dtype, device)
+    return LeadingCache(model.decoder.config, num_blocks, block_size, dtype, device, followers)
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:
@@ -185,13 +246,14 @@ def _grammars(checkpoint: Checkpoint) -> Grammars | None:
 
 
 def _num_blocks(
-    engine: EngineConfig, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    engine: EngineConfig, model: Transformer, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Blocks of the pool: what the memory holds, and no more than `max_num_seqs` full sequences could use."""
+    config = Shard(0, engine.tensor_parallel_size).config(model.config)
     block_bytes = kv_bytes_per_token(config, dtype) * engine.block_size
     tables = 2 if config.encoder is not None else 1
     full = tables * -(-max_model_len // engine.block_size)  # blocks of one full-length request
-    memory = engine.kv_cache_memory or _pool_memory(engine, device)
+    memory = engine.kv_cache_memory or _pool_memory(engine, model, device)
     num_blocks = min(memory // block_bytes, full * engine.max_num_seqs)
     if num_blocks < full:
         raise ConfigError(
@@ -201,19 +263,19 @@ def _num_blocks(
     return num_blocks
 
 
-def _pool_memory(engine: EngineConfig, device: torch.device) -> int:
+def _pool_memory(engine: EngineConfig, model: Transformer, device: torch.device) -> int:
+    """Of each rank: what the fullest GPU has left, or its part of the memory that all ranks share."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1 - engine.gpu_memory_utilization)))
+        gpus = [torch.cuda.mem_get_info(device), *(model.memory if isinstance(model, LeadingTransformer) else ())]
+        return max(0, min(int(free - total * (1 - engine.gpu_memory_utilization)) for free, total in gpus))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_DEFAULT_CPU_POOL, available // 4)
+    return min(_DEFAULT_CPU_POOL, available // 4) // engine.tensor_parallel_size
 
 
 def _info(
     spec: ModelSpec,
     checkpoint: Checkpoint,
     model: Transformer,
-    parameters: int,
     selection: Selection,
     max_model_len: int,
     generate: Engine | None,
@@ -224,7 +286,7 @@ def _info(
         name=spec.name,
         form=config.form,
         model_type=config.model_type,
-        parameters=parameters,
+        parameters=dissect(config).total_parameters,
         weight_bytes=weight_bytes(model),
         dtype="int8" if spec.engine.quantization == "int8" else str(weight.dtype).removeprefix("torch."),
         device=str(weight.device),
@@ -235,8 +297,11 @@ def _info(
         max_num_batched_tokens=spec.engine.max_num_batched_tokens,
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
-        kv_bytes_per_token=kv_bytes_per_token(config, kv_dtype(spec.engine, weight.dtype)),
+        kv_bytes_per_token=kv_bytes_per_token(
+            Shard(0, spec.engine.tensor_parallel_size).config(config), kv_dtype(spec.engine, weight.dtype)
+        ),
         embedding_size=next(iter(config.stacks.values())).hidden_size,
         load_seconds=0.0,
+        tensor_parallel_size=spec.engine.tensor_parallel_size,
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )

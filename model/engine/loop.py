@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from model.config import ConfigError
+from model.engine.errors import EngineDeadError
 from model.engine.loading import LoadedModel, load
 from model.engine.protocol import Abort, Channel, Commands, Events
 from model.engine.stats import EngineStats
@@ -33,11 +34,17 @@ class EngineLoop:
             self._serve()
         except EOFError:
             return
+        except EngineDeadError as error:
+            logger.error("the engine loop broke: %s", error)
+            self._fail(str(error), invalid=False)
         except ConfigError as error:
             self._fail(str(error), invalid=True)
         except Exception as error:
             logger.exception("the engine loop broke")
             self._fail(f"{type(error).__name__} in the engine", invalid=False)
+        finally:
+            for model in self.models.values():
+                model.close()
 
     def _serve(self) -> None:
         while True:
@@ -49,6 +56,8 @@ class EngineLoop:
                 self._apply(commands, events)
                 commands = self.channel.receive(0)
             self._step(events)
+            for model in self.models.values():
+                model.check()
             events.stats = [self._stats(model) for model in self.models.values()]
             if not self._has_work:
                 self._check_idle()

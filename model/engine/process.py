@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import select
-import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,11 +20,8 @@ from collections.abc import Callable
 import msgspec
 
 from model.engine.protocol import Commands, Events
+from model.engine.sockets import HEADER, FrameSocket, describe_exit, ignore_signals, start_child
 
-_HEADER = struct.Struct("<I")
-# Threads that wait for each other spin so often (tens of microseconds), then sleep. GCC's default is milliseconds: on a
-# box that several engines share, each then burns the time that the one it waits for needs.
-SPIN_COUNT = "2000"
 _CLOSE_SECONDS = 5.0  # a child that was told to close gets so long
 
 
@@ -35,32 +29,16 @@ class SocketChannel:
     """The child's end: blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+        self._frames = FrameSocket(connection)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Commands)
 
     def receive(self, timeout: float) -> Commands | None:
-        readable, _, _ = select.select([self._socket], [], [], timeout)
-        if not readable:
-            return None
-        (size,) = _HEADER.unpack(self._read(_HEADER.size))
-        return self._decoder.decode(self._read(size))
+        readable, _, _ = select.select([self._frames], [], [], timeout)
+        return self._decoder.decode(self._frames.receive()) if readable else None
 
     def send(self, events: Events) -> None:
-        frame = self._encoder.encode(events)
-        try:
-            self._socket.sendall(_HEADER.pack(len(frame)) + frame)
-        except (BrokenPipeError, ConnectionResetError):
-            raise EOFError("the front closed the socket") from None
-
-    def _read(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._socket.recv(size - len(parts))
-            if not part:
-                raise EOFError("the front closed the socket")
-            parts += part
-        return bytes(parts)
+        self._frames.send(self._encoder.encode(events))
 
 
 class ProcessTransport:
@@ -80,7 +58,7 @@ class ProcessTransport:
         """Start the child; `on_lost` is called once with a reason when it is gone without having been closed."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._process = _start_child(theirs)
+        self._process = start_child("model.engine.process", theirs.fileno(), descriptors=[theirs.fileno()])
         theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._reading = asyncio.create_task(self._read(reader, on_events, on_lost))
@@ -88,7 +66,7 @@ class ProcessTransport:
     def send(self, commands: Commands) -> None:
         assert self._writer is not None
         frame = self._encoder.encode(commands)
-        self._writer.write(_HEADER.pack(len(frame)) + frame)
+        self._writer.write(HEADER.pack(len(frame)) + frame)
 
     async def close(self) -> None:
         """End the child: asked first, killed if it does not answer."""
@@ -110,43 +88,17 @@ class ProcessTransport:
         decoder = msgspec.msgpack.Decoder(Events)
         try:
             while True:
-                (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 on_events(decoder.decode(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
             code = await asyncio.to_thread(self._process.wait)
-            on_lost(f"the engine process ended {_describe_exit(code)}")
-
-
-def engine_environment() -> dict[str, str]:
-    """Of a process that computes; read when torch loads, so it must be there from the start."""
-    environment = dict(os.environ)
-    # Ray sets this to its own idea of the replica's share; the engine decides on its threads itself.
-    environment.pop("OMP_NUM_THREADS", None)
-    environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    return environment
-
-
-def _start_child(connection: socket.socket) -> subprocess.Popen[bytes]:
-    environment = engine_environment()
-    paths = [path for path in sys.path if path]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return subprocess.Popen(
-        [sys.executable, "-m", "model.engine.process", str(connection.fileno())],
-        pass_fds=[connection.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
-
-
-def _describe_exit(code: int) -> str:
-    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            on_lost(f"the engine process ended {describe_exit(code)}")
 
 
 def main() -> None:
     """The child's life: everything it is told comes over the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the front decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     from model.engine.loop import EngineLoop  # torch is imported only in the child
 

@@ -43,7 +43,7 @@ class ModelInfo:
     form: str  # decoder-only, encoder-decoder, encoder-only
     model_type: str
     parameters: int
-    weight_bytes: int
+    weight_bytes: int  # of one rank, as all sizes
     dtype: str
     device: str
     attention_backend: str
@@ -56,6 +56,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     embedding_size: int
     load_seconds: float
+    tensor_parallel_size: int = 1
     versions: dict[str, str] = field(default_factory=dict)
 
 
