@@ -1,0 +1,45 @@
+"""Ranks without processes: each a thread of the test, in a group as real ones are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.loader import load_weights
+from model.parallel.group import Group
+from model.parallel.network import ShardedTransformer, build_shard
+from model.parallel.sharding import Shard
+from tests.model.checkpoints import CPU, saved
+
+Result = TypeVar("Result")
+
+
+def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
+    """What every rank's `work` returns; their calls on the group must be the same."""
+    rendezvous = os.memfd_create("ranks")
+
+    def run(rank: int) -> Result:
+        group = Group(Shard(rank, size), CPU)
+        group.connect(rendezvous)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            return list(threads.map(run, range(size)))
+    finally:
+        os.close(rendezvous)
+
+
+def load_rank(kind: str, group: Group) -> ShardedTransformer:
+    checkpoint = read_checkpoint(saved(kind).path)
+    model = build_shard(checkpoint.config, SdpaBackend(), group)
+    return load_weights(model, checkpoint, torch.float32, CPU, group.shard)

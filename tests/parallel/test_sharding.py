@@ -1,0 +1,173 @@
+"""Which part of what a rank holds: the pieces of all ranks make the whole, and only they are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from model import loader
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.config import ConfigError, ModelConfig
+from model.engine.config import EngineConfig
+from model.engine.loading import load
+from model.engine.protocol import ModelSpec
+from model.loader import build_model, load_weights, parameter_shapes
+from model.parallel.group import Group
+from model.parallel.network import build_shard
+from model.parallel.sharding import Piece, Shard, cuts, local_shape
+from tests.model.checkpoints import CPU, saved
+
+KV_HEADS = {"llama-gqa": 2, "llama-mqa-head-dim": 1}  # of 4 heads
+SPLIT_KINDS = ("llama-gqa", "llama-mqa-head-dim", "gpt2", "t5-gated-untied", "umt5", "bart", "xlnet", "albert", "vit")
+
+
+def config_of(kind: str) -> ModelConfig:
+    return read_checkpoint(saved(kind).path).config
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", SPLIT_KINDS)
+def test_pieces_of_all_ranks_cover_every_parameter_and_fit_their_networks(kind: str, size: int) -> None:
+    config = config_of(kind)
+    whole = parameter_shapes(build_model(config, SdpaBackend()))
+    seen = {name: [0] * shape[0] for name, shape in whole.items()}
+    copies = max(1, size // KV_HEADS[kind]) if kind in KV_HEADS else 1
+    for rank in range(size):
+        shard = Shard(rank, size)
+        pieces = {name: shard.piece(config, name, shape) for name, shape in whole.items()}
+        local = parameter_shapes(build_shard(config, SdpaBackend(), Group(shard, CPU)))
+        assert {name: local_shape(shape, pieces[name]) for name, shape in whole.items()} == local
+        for name, piece in pieces.items():
+            if piece is not None and piece.dim == 0:
+                for start, stop in piece.ranges:
+                    seen[name][start:stop] = [count + 1 for count in seen[name][start:stop]]
+    for name, counts in seen.items():
+        if Shard(0, size).piece(config, name, whole[name]) is not None and set(counts) != {0}:
+            assert set(counts) <= {1, copies}, name
+            assert 0 not in counts, name
+
+
+def test_fused_matrices_are_split_part_by_part() -> None:
+    config = config_of("llama-gqa")  # 4 heads and 2 of keys, of 8; 48 columns
+    name = "decoder.layers.1"
+    assert Shard(1, 2).piece(config, f"{name}.attn.qkv.weight", (64, 32)) == Piece(0, ((16, 32), (40, 48), (56, 64)))
+    assert Shard(1, 2).piece(config, f"{name}.mlp.up.weight", (96, 32)) == Piece(0, ((24, 48), (72, 96)))
+    assert Shard(1, 2).piece(config, f"{name}.attn.out.weight", (32, 32)) == Piece(1, ((16, 32),))
+    # 97 tokens do not split evenly
+    assert Shard(0, 2).piece(config, "tokens.weight", (97, 32)) == Piece(0, ((0, 48),))
+    assert Shard(1, 2).piece(config, "tokens.weight", (97, 32)) == Piece(0, ((48, 97),))
+    # Two ranks have each head of keys, the one that their queries look at.
+    assert Shard(1, 4).piece(config, f"{name}.attn.qkv.weight", (64, 32)) == Piece(0, ((8, 16), (32, 40), (48, 56)))
+    assert Shard(2, 4).piece(config, f"{name}.attn.qkv.weight", (64, 32)) == Piece(0, ((16, 24), (40, 48), (56, 64)))
+
+
+@pytest.mark.parametrize("name", ["decoder.layers.0.attn_in.weight", "decoder.final_norm.weight", "pooler.weight"])
+def test_what_is_not_split_is_whole_on_every_rank(name: str) -> None:
+    assert Shard(1, 2).piece(config_of("llama-gqa"), name, (32,)) is None
+
+
+def test_one_rank_holds_all() -> None:
+    config = config_of("bart")
+    assert Shard().config(config) == config
+    assert Shard().piece(config, "tokens.weight", (97, 32)) is None
+
+
+def test_cuts_of_a_tensor_that_fills_a_part_of_a_parameter() -> None:
+    parameter = torch.arange(24.0).view(8, 3)
+    pieces = (Piece(0, ((1, 3), (5, 8))), Piece(1, ((1, 3),)))
+    for piece, expected in zip(pieces, (parameter[[1, 2, 5, 6, 7]], parameter[:, 1:]), strict=True):
+        found = torch.zeros(local_shape((8, 3), piece))
+        for start, stop in ((0, 2), (2, 6), (6, 8)):  # three stored tensors make the parameter
+            for source, into in cuts((8, 3), (start, stop), piece):
+                found[into] = parameter[start:stop][source]
+        assert torch.equal(found, expected)
+
+
+class Recorded:
+    """An open file that notes which tensors are read whole."""
+
+    whole: set[str] = set()  # noqa: RUF012 (of the one test below)
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Recorded:
+        self._file = self._file.__enter__()
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        self._file.__exit__(*arguments)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        Recorded.whole.add(name)
+        found: torch.Tensor = self._file.get_tensor(name)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart"])
+def test_a_rank_reads_only_its_part_of_the_files(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = loader._open
+    monkeypatch.setattr(loader, "_open", lambda path: Recorded(opened(path)))
+    monkeypatch.setattr(Recorded, "whole", set())
+    checkpoint, shard = read_checkpoint(saved(kind).path), Shard(1, 2)
+    model = build_shard(checkpoint.config, SdpaBackend(), Group(shard, CPU))
+    load_weights(model, checkpoint, torch.float32, CPU, shard)
+    matrices = {name for name in Recorded.whole if name.endswith("weight") and "norm" not in name}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in matrices} <= {
+        "wpe",
+        "embed_positions",
+        "ln_1",
+        "ln_2",
+        "ln_f",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama-gqa", {"tensor_parallel_size": 3}, "tensor_parallel_size 3 must divide the 4 heads of the decoder"),
+        ("t5-relu", {"tensor_parallel_size": 8}, "tensor_parallel_size 8 must divide the 4 heads of the encoder"),
+        ("bert", {"attention_backend": "native"}, "attention_backend native cannot be had: .* run on one rank"),
+        ("bert", {"quantization": "int8"}, "quantization int8 needs the native backend; .* run on one rank"),
+        ("bert", {"batch_invariant": True}, "batch_invariant needs the native backend; .* run on one rank"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_a_weight_is_read(
+    kind: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_open", lambda path: pytest.fail("weights were read"))
+    engine = EngineConfig(**{"device": "cpu", "dtype": "float32", "tensor_parallel_size": 2, **settings})
+    with pytest.raises(ConfigError, match=message):
+        load(ModelSpec(kind, str(saved(kind).path), engine))
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for device in ("cuda", "cuda:2", "auto"):
+        engine = EngineConfig(device=device, dtype="float32", tensor_parallel_size=2 if device == "cuda:2" else 4)
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size \d .* than the 3 visible GPUs"):
+            load(ModelSpec("m", str(saved("llama").path), engine))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_is_positive(size: int) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be positive"):
+        EngineConfig(tensor_parallel_size=size)
+
+
+def test_heads_of_keys_that_ranks_cannot_share_are_refused() -> None:
+    config = config_of("llama")
+    assert config.decoder is not None
+    attention = replace(config.decoder.attention, num_heads=12, num_kv_heads=4)
+    config = replace(config, decoder=replace(config.decoder, attention=attention))
+    with pytest.raises(ConfigError, match="must divide the 4 key and value heads of the decoder, or be a multiple"):
+        Shard(0, 6).check(config)
+    Shard(0, 12).check(config)
