@@ -34,6 +34,7 @@ from model.engine.errors import EngineDeadError
 from model.engine.stats import ModelInfo
 from model.pretrained import embedded_models
 from service import log_pipe, logs, options, serving
+from service.placement import check_gpus, gpus_of_replica
 from service.ray_environment import request_timeout_s, write_error_pages
 from service.runtime import (
     KEEP_ALIVE_SECONDS,
@@ -222,7 +223,8 @@ def _drain(config: ServeConfig) -> bool:
 
 
 def _deploy(config: ServeConfig, folder: Path) -> None:
-    """Start Serve and the replicas of each application; raises what a replica's loading raised."""
+    """Start Serve and the replicas of each application; raises `ConfigError` and what a replica's loading raised."""
+    check_gpus(sum(one.scaling.least * _gpus(one) for one in (config, *config.groups)), _cluster_gpus())
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     options = HTTPOptions(
         host=config.settings.host,
@@ -245,10 +247,11 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
 def _deployment(config: ServeConfig) -> serve.Deployment:
     """The limits that Serve enforces lie beyond those of the service, which answers first and says why."""
     engines = [spec.engine for spec in config.models]
+    gpus = _gpus(config)
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
         name=NAME,
         **_scaling(config.scaling),
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **({"num_gpus": gpus} if gpus else {})},
         max_ongoing_requests=sum(e.max_num_seqs + e.queued_requests_limit for e in engines) + _SPARE_REQUESTS,
         max_queued_requests=_SPARE_REQUESTS,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=5),
@@ -258,6 +261,16 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
         max_constructor_retry_count=1,
     )
     return decorate(Replica)
+
+
+def _gpus(config: ServeConfig) -> int:
+    """Of one replica."""
+    return gpus_of_replica([spec.engine for spec in config.models], _cluster_gpus())
+
+
+def _cluster_gpus() -> float:
+    """0 where there is no cluster yet to ask."""
+    return ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
 
 
 def _scaling(scaling: Scaling) -> dict[str, Any]:

@@ -42,6 +42,8 @@ NO_TORCH = (
     "model.engine.admission",
     "model.engine.async_engine",
     "model.engine.process",
+    "model.engine.sockets",
+    "model.parallel.sharding",
 )
 
 

@@ -22,7 +22,7 @@ from model.engine.loading import load
 from model.engine.process import ProcessTransport
 from model.engine.protocol import ModelSpec
 from model.request import EncodeRequest, EncodeTask, FinishReason, Request, SamplingParams, TokenOutput
-from tests.engine.front import async_test, collect, ends_of, idle, ids_of, served, until
+from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
 from tests.engine.test_process import is_alive
 from tests.model.checkpoints import VOCAB, prompt, saved
@@ -285,11 +285,17 @@ async def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_mended(monkeyp
 
 @pytest.mark.slow
 @async_test
-async def test_a_loop_in_a_thread_has_ranks_too() -> None:
+async def test_a_loop_in_a_thread_has_ranks_too_and_a_call_that_breaks_breaks_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (60.0,))
     before = set(children_of(os.getpid()))
     async with served("bart", **SETTINGS, tensor_parallel_size=2, kv_cache_dtype="int8") as engine:
         started = sorted(set(children_of(os.getpid())) - before)
         assert len(started) == 1
         outputs = await collect(engine.submit(work("bart")))
         assert FinishReason.ERROR not in ends_of(outputs).values()
-    await gone(started)
+        Brake(monkeypatch).failing = True  # rank 1 is left waiting in the middle of the call
+        with pytest.raises(EngineDeadError, match="RuntimeError in rank 0 of bart"):
+            await asyncio.wait_for(collect(engine.submit([request("bart", "broken", 5)])), 5.0)
+        await gone(started)

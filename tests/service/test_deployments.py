@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -66,6 +67,22 @@ def test_what_can_be_is(folder: Path) -> None:
     found = run(CHECK, f'{{"models": {{"gen": "{folder}"}}, "replicas": "1-3", "max_n": 2, "drain-timeout": 5}}')
     assert found.returncode == 0, found.stderr
     assert run(CHECK, "{}").returncode == 0  # the embedded models
+
+
+OPTIONS = """
+import json, sys
+from service.deployments import application
+
+print(application(json.loads(sys.argv[1]))._bound_deployment.ray_actor_options)
+"""
+
+
+def test_a_replica_asks_for_the_gpus_of_its_ranks(folder: Path) -> None:
+    for device, asked in (("cuda", "'num_gpus': 2"), ("cpu", "'num_cpus': 0")):
+        arguments = {"models": {"gen": {"path": str(folder), "device": device, "tensor_parallel_size": 2}}}
+        found = run(OPTIONS, json.dumps(arguments))
+        assert asked in found.stdout, found.stderr
+        assert ("num_gpus" in found.stdout) == (device == "cuda")
 
 
 @pytest.fixture

@@ -1,0 +1,54 @@
+"""The service over a model of two ranks, under each runtime: one rank's answers, and no process left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import checkpoints
+from tests.engine.test_process import is_alive
+from tests.service.processes import ServiceProcess, eventually, running
+
+EXACT = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "sdpa"]
+
+
+def reply(service: ServiceProcess) -> tuple[str, list[float]]:
+    """A text and a vector."""
+    body = {"model": "gen", "prompt": "def add(", "max_tokens": 24, "temperature": 0}
+    text = httpx.post(f"{service.url}/generate", json=body, timeout=60).json()["choices"][0]["text"]
+    encoded = httpx.post(f"{service.url}/encode", json={"model": "gen", "input": "def add("}, timeout=60).json()
+    return text, encoded["data"][0]["embedding"]
+
+
+@pytest.mark.slow
+def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
+    model = f"gen={checkpoints.llama(tmp_path / 'llama')}"
+    with running([model, *EXACT, "--runtime", "local"]) as service:
+        text, vector = reply(service)
+        assert text
+    for runtime in ("local", "ray"):
+        with running([model, *EXACT, "--runtime", runtime, "--tensor-parallel-size", "2"]) as service:
+            assert "each of 2 ranks from cpu on" in service.output
+            (info,) = httpx.get(f"{service.url}/info").json()["models"]
+            assert info["tensor_parallel_size"] == 2
+            assert reply(service)[0] == text
+            assert reply(service)[1] == pytest.approx(vector, rel=1e-4, abs=1e-5)
+            started = service.descendants()
+            assert sum("model.parallel.follower" in line for line in started.values()) == 1
+            service.signal(signal.SIGTERM)
+            assert service.wait() == 0, service.output
+            eventually(lambda pids=list(started): not any(map(is_alive, pids)), 10.0)  # type: ignore[misc]
+
+
+def test_a_size_that_does_not_fit_ends_in_one_line(tmp_path: Path) -> None:
+    model = f"gen={checkpoints.llama(tmp_path / 'llama')}"
+    command = [sys.executable, "-m", "service.cli", "serve", model, *EXACT, "--runtime", "local"]
+    found = subprocess.run([*command, "--tensor-parallel-size", "7"], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert "tensor_parallel_size 7 must divide the" in found.stderr
+    assert "Traceback" not in found.stderr
