@@ -21,6 +21,7 @@ from model.engine.errors import EngineDeadError
 from model.engine.loading import load
 from model.engine.process import ProcessTransport
 from model.engine.protocol import ModelSpec
+from model.parallel import group
 from model.request import EncodeRequest, EncodeTask, FinishReason, Request, SamplingParams, TokenOutput
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
@@ -299,3 +300,17 @@ async def test_a_loop_in_a_thread_has_ranks_too_and_a_call_that_breaks_breaks_th
         with pytest.raises(EngineDeadError, match="RuntimeError in rank 0 of bart"):
             await asyncio.wait_for(collect(engine.submit([request("bart", "broken", 5)])), 5.0)
         await gone(started)
+
+
+@pytest.mark.slow
+@async_test
+async def test_a_rank_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (60.0,))
+    monkeypatch.setattr(group, "TIMEOUT_SECONDS", 2.0)  # rank 0's own
+    before = set(children_of(os.getpid()))
+    async with served("llama-gqa", **SETTINGS, tensor_parallel_size=2) as engine:
+        (follower,) = set(children_of(os.getpid())) - before
+        os.kill(follower, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="RuntimeError in rank 0 of llama-gqa"):
+            await asyncio.wait_for(collect(engine.submit([request("llama-gqa", "stuck", 5)])), 10.0)
+        await gone([follower], 10.0)
