@@ -77,7 +77,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--dtype", default="auto", help="number format (default: auto)")
     parser.add_argument("--quantization", default="none", help="none or int8 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or int8 (default: auto)")
-    parser.add_argument("--attention-backend", default="auto", help="auto, native or sdpa (default: auto)")
+    parser.add_argument("--attention-backend", default="auto", help="auto, native, triton or sdpa (default: auto)")
     parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
     parser.add_argument("--seed", type=int, default=0, help="of the workload (default: 0)")
     parser.set_defaults(command=run)

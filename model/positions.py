@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import ScoreBias, SegmentGroup
+from model.attention.base import ScoreBias, SegmentGroup, distance_table
 from model.config import AttentionConfig, PositionConfig, RopeScaling, RotaryConfig
 
 
@@ -126,10 +126,18 @@ class BucketBias(nn.Module):
         self.max_distance = config.max_distance
         self.bidirectional = bidirectional
         self.weight = nn.Parameter(torch.empty(config.num_buckets, num_heads))
+        self._near: Tensor | None = None  # buckets of the distances that differ
 
     def forward(self, query: Tensor, group: SegmentGroup) -> Tensor:
         buckets = self.bucket(group.k_positions[None, None, :] - group.q_positions[:, :, None])  # [B, Q, S]
         return self.weight[buckets].permute(0, 3, 1, 2)  # [B, H, Q, S]
+
+    def by_distance(self) -> Tensor:
+        """`[H, 2 R + 1]` of the distances -R to R: from `max_distance` on there is one bucket a side."""
+        if self._near is None or self._near.device != self.weight.device:
+            reach = self.max_distance
+            self._near = self.bucket(torch.arange(-reach, reach + 1, device=self.weight.device))
+        return self.weight.T.index_select(1, self._near)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each `key - query` (Raffel et al. 2020, section 2.1)."""
@@ -154,11 +162,17 @@ class StepBias:
         self._bias = bias
         # The group is kept beside its result, so that no other can take its id while that is a key.
         self._known: dict[int, tuple[SegmentGroup, Tensor]] = {}
+        self._by_distance: Tensor | None = None
 
     def __call__(self, query: Tensor, group: SegmentGroup) -> Tensor:
         if id(group) not in self._known:
             self._known[id(group)] = (group, self._bias(query, group))
         return self._known[id(group)][1]
+
+    def by_distance(self) -> Tensor | None:
+        if self._by_distance is None:
+            self._by_distance = distance_table(self._bias)
+        return self._by_distance
 
 
 class RelativeBias(nn.Module):

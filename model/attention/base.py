@@ -10,13 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from model.config import AttentionConfig
 from model.kv_cache import LayerCache
+
+
+@dataclass
+class DeviceLengths:
+    """The lengths of a step where kernels read them, and bounds of them for what sizes a launch.
+
+    A launch that is captured with these tensors may be replayed with other lengths in them, up to the bounds. A segment
+    that is only there to fill up has a kv_len of 0 (its output is zeros) and slot -1 (nothing is written).
+    """
+
+    cu_seqlens_q: Tensor  # [B + 1] int32
+    kv_lens: Tensor  # [B] int32
+    max_q_len: int  # 1: every segment has one query
+    max_kv_len: int
+    cu_seqlens_k: Tensor | None = None  # [B + 1] int32, of keys that are packed rows
 
 
 @dataclass
@@ -29,6 +44,7 @@ class AttentionMetadata:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     block_tables: Tensor | None = None  # [B, M] pool blocks of each segment; None: keys are the packed rows given
     slot_mapping: Tensor | None = None  # [T] where this step's keys go in the pool; None: nothing is written
+    device_lengths: DeviceLengths | None = None  # static buffers of the caller; None: made from the lens on first use
 
     @cached_property
     def cu_seqlens_q(self) -> tuple[int, ...]:
@@ -37,6 +53,18 @@ class AttentionMetadata:
     @cached_property
     def cu_seqlens_k(self) -> tuple[int, ...]:
         return (0, *accumulate(self.kv_lens))
+
+    def on_device(self) -> DeviceLengths:
+        """The lengths as tensors on the device, in one copy."""
+        if self.device_lengths is None:
+            count = len(self.q_lens)
+            lens = [*self.cu_seqlens_q, *self.cu_seqlens_k, *self.kv_lens]
+            on_device = torch.tensor(lens, dtype=torch.int32).to(self.device, non_blocking=True)
+            queries, keys, kv_lens = on_device.split((count + 1, count + 1, count))
+            self.device_lengths = DeviceLengths(
+                queries, kv_lens, max(self.q_lens, default=0), max(self.kv_lens, default=0), keys
+            )
+        return self.device_lengths
 
     @cached_property
     def groups(self) -> tuple[SegmentGroup, ...]:
@@ -98,6 +126,19 @@ class ScoreBias(Protocol):
 
     def __call__(self, query: Tensor, group: SegmentGroup) -> Tensor:
         """Queries `[B, Q, H, D]` of a group to `[B, H, Q, S]`."""
+
+
+@runtime_checkable
+class DistanceBias(ScoreBias, Protocol):
+    """One that depends on nothing but how far a key is from the query, so that a kernel can look it up."""
+
+    def by_distance(self) -> Tensor | None:
+        """`[H, 2 R + 1]`, for a key R before the query to R behind it; beyond R it is as at R. None: not this one."""
+
+
+def distance_table(bias: ScoreBias) -> Tensor | None:
+    """The bias by distance, None where it depends on more."""
+    return bias.by_distance() if isinstance(bias, DistanceBias) else None
 
 
 class AttentionBackend(Protocol):

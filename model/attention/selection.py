@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -11,6 +13,8 @@ from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
 from model.config import ConfigError
 from model.native.library import Library, native
+
+_AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +27,20 @@ class Selection:
 def select_backend(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str = "auto") -> Selection:
     """The fastest backend that this device has; the reference backend is never selected, it is the tests' oracle.
 
-    `wanted` is auto, native or sdpa; raises `ConfigError` where native cannot be had.
+    `wanted` is auto, native, triton or sdpa; raises `ConfigError` where native or triton cannot be had.
     """
-    found = _native(device, dtype) if wanted != "sdpa" else "asked for"
+    found = _native(device, dtype) if wanted in ("auto", "native") else "asked for"
     if isinstance(found, Library):
         return Selection(NativeBackend(found), found.description, found)
     if wanted == "native":
         raise ConfigError(f"the native backend cannot be had: {found}")
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        missing = _without_triton(device)
+        if missing is None:
+            return _triton()
+        if wanted == "triton":
+            raise ConfigError(f"the triton backend cannot be had: {missing}")
+        found = missing
     return Selection(SdpaBackend(), f"torch scaled_dot_product_attention: {found}")
 
 
@@ -39,3 +50,24 @@ def _native(device: torch.device, dtype: torch.dtype) -> Library | str:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"
     return native()
+
+
+def _without_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run here; None: they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (it comes with PyTorch's CUDA build)"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < _AMPERE:
+            return "the GPU is older than compute capability 8.0"
+    elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return f"there are no Triton kernels for {device.type} (tests run them there with TRITON_INTERPRET=1)"
+    return None
+
+
+def _triton() -> Selection:
+    # Imported where it is used: a CPU's installation has no Triton.
+    import triton
+
+    from model.attention.triton import TritonBackend
+
+    return Selection(TritonBackend(), f"triton {triton.__version__}: pages read in place")

@@ -9,7 +9,7 @@ from model.config import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
-ATTENTION_BACKENDS = ("auto", "native", "sdpa")
+ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
 
 
 @dataclass(frozen=True, slots=True)

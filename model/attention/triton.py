@@ -1,0 +1,219 @@
+"""Attention on a GPU by Triton kernels of our own, which read pages where they lie; the rest goes to torch.
+
+Of the metadata only `causal`, `block_tables`, `slot_mapping` and the lengths on the device are read, and what is
+launched depends on shapes and upper bounds alone: a step over static buffers can be captured once and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from model.attention.base import AttentionMetadata, DeviceLengths, ScoreBias, distance_table, given
+from model.attention.sdpa import SdpaBackend
+from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
+from model.config import AttentionConfig
+from model.kv_cache import LayerCache
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
+_MAX_GROUP = {4: 32, 2: 64}  # heads of a key head by bytes of an element: they are rows of one tile
+_MIN_PART = 256  # keys that are worth a program of their own
+_MAX_PARTS = 64
+_WRITTEN = 2048  # elements that a program puts into the pages
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a launch of `attend` is cut."""
+
+    rows: int  # BLOCK_M: queries times heads of a group
+    keys: int  # BLOCK_N
+    warps: int
+    stages: int
+
+
+class TritonBackend(SdpaBackend):
+    """float32, bfloat16 and float16 without gradients; biases that depend on nothing but the distance."""
+
+    name = "triton"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        table = distance_table(bias) if bias is not None else None
+        if not _covers(query, cache, config) or (bias is not None and table is None):
+            return super().forward(query, key, value, cache, metadata, config, bias)
+        if len(query) == 0:
+            return query
+        with torch.cuda.device_of(query):  # Triton launches on the current device; nothing happens for a CPU's tensor
+            if cache is not None and metadata.slot_mapping is not None:
+                _write(cache, metadata.slot_mapping, given(key), given(value))
+            if cache is not None and metadata.block_tables is not None:
+                return self._attend(query, cache, metadata.block_tables, metadata, config, table)
+            packed = LayerCache(_rows(given(key)), _rows(given(value)))
+            return self._attend(query, packed, None, metadata, config, table)
+
+    def tiles(self, rows: int, config: AttentionConfig, dtype: torch.dtype, biased: bool) -> Tiles:
+        """For segments of up to `rows` queries times heads of a group."""
+        return choose_tiles(rows, config.head_dim, dtype, biased)
+
+    def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
+        """Into how many parts keys are split, a power of two: two programs for each processor, if keys suffice."""
+        wanted = min(2 * _processors(device) // programs, max_kv_len // _MIN_PART, _MAX_PARTS)
+        return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+    def _attend(
+        self,
+        query: Tensor,
+        memory: LayerCache,  # pages, or packed rows `[S, K, D]` where there are no tables
+        tables: Tensor | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: Tensor | None,
+    ) -> Tensor:
+        lengths, query = metadata.on_device(), _rows(query)
+        group, num_segments = config.num_heads // config.num_kv_heads, len(lengths.kv_lens)
+        single = lengths.max_q_len == 1
+        tiles = self.tiles(group * lengths.max_q_len, config, query.dtype, bias is not None)
+        num_tiles = num_segments if single else len(query) // (tiles.rows // group) + num_segments
+        parts = self.parts(num_tiles * config.num_kv_heads, lengths.max_kv_len, query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        mixed, weight = out, None
+        if parts > 1:
+            mixed = torch.empty((*query.shape[:2], parts, query.shape[2]), dtype=torch.float32, device=query.device)
+            weight = torch.empty(mixed.shape[:3], dtype=torch.float32, device=query.device)
+        scales = memory.scales or (None, None)
+        attend[(num_tiles, config.num_kv_heads, parts)](
+            query,
+            memory.keys,
+            memory.values,
+            *scales,
+            tables,
+            lengths.cu_seqlens_q,
+            _packed_starts(lengths) if tables is None else None,
+            lengths.kv_lens,
+            bias,
+            mixed,
+            weight,
+            config.scale,
+            num_segments,
+            tables.stride(0) if tables is not None else 0,
+            bias.shape[1] // 2 if bias is not None else 0,
+            *query.stride()[:2],
+            *memory.keys.stride()[-3:-1],
+            *memory.values.stride()[-3:-1],
+            HEADS=config.num_heads,
+            KV_HEADS=config.num_kv_heads,
+            DIM=config.head_dim,
+            BLOCK_SIZE=memory.keys.shape[1] if tables is not None else 1,
+            BLOCK_M=tiles.rows,
+            BLOCK_N=tiles.keys,
+            BLOCK_D=_block_dim(config),
+            WINDOW=config.window or 0,
+            CAUSAL=metadata.causal,
+            PAGED=tables is not None,
+            QUANTIZED=memory.scales is not None,
+            BIASED=bias is not None,
+            SINGLE=single,
+            SPLIT=parts > 1,
+            FACTOR=tl.float32 if INTERPRETED else _TYPES[query.dtype],
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        if weight is not None:
+            combine[(weight.shape[0] * weight.shape[1],)](
+                mixed,
+                weight,
+                out,
+                DIM=config.head_dim,
+                BLOCK_D=_block_dim(config),
+                SPLITS=parts,
+                num_warps=8 if parts * config.head_dim > 4096 else 4,
+            )
+        return out
+
+
+def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, biased: bool) -> Tiles:
+    """By hand, not by measuring on somebody's first request: as large as registers and 99 KiB of shared memory allow,
+    which is what the smaller GPUs since Ampere have.
+
+    Tensor cores multiply 16 rows (decoding: the heads of a group), a warp group of Hopper 64. float32 is multiplied
+    without them, where the values of a tile are held in registers several times over.
+    """
+    wide = head_dim > 128
+    if dtype is torch.float32:
+        if rows <= 16:
+            return Tiles(16, 16 if wide else 32, 8, 2)
+        return Tiles(32, 16 if wide or biased else 32, 8, 1)
+    if rows <= 16:
+        return Tiles(16, 32 if wide else 64, 4, 3)
+    keys = 32 if wide or (biased and head_dim > 64) else 64  # a bias takes the registers of as many pointers
+    if rows <= 64 or wide:
+        return Tiles(64, keys, 4, 2)
+    return Tiles(128, keys, 8, 2)
+
+
+def _covers(query: Tensor, cache: LayerCache | None, config: AttentionConfig) -> bool:
+    """Whether the kernels know these tensors."""
+    if query.requires_grad or query.dtype not in _TYPES:
+        return False
+    if cache is not None and cache.scales is None and cache.keys.dtype is not query.dtype:
+        return False
+    return config.head_dim <= _MAX_DIM and config.num_heads // config.num_kv_heads <= _MAX_GROUP[query.itemsize]
+
+
+def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Key and value `[T, K, D]` into the pages in one launch; rows whose slot is -1 go nowhere."""
+    key, value = _rows(key), _rows(value)
+    num_heads, dim = key.shape[1:]
+    block_dim = triton.next_power_of_2(dim)
+    block_heads = min(triton.next_power_of_2(num_heads), max(1, _WRITTEN // block_dim))
+    write_pages[(len(slots), triton.cdiv(num_heads, block_heads))](
+        key,
+        value,
+        slots,
+        cache.keys,
+        cache.values,
+        *(cache.scales or (None, None)),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        KV_HEADS=num_heads,
+        DIM=dim,
+        BLOCK_HEADS=block_heads,
+        BLOCK_D=block_dim,
+        QUANTIZED=cache.scales is not None,
+    )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor, its last dimension dense; other strides as they are."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _packed_starts(lengths: DeviceLengths) -> Tensor:
+    assert lengths.cu_seqlens_k is not None, "packed keys need cu_seqlens_k"
+    return lengths.cu_seqlens_k
+
+
+def _block_dim(config: AttentionConfig) -> int:
+    return max(16, triton.next_power_of_2(config.head_dim))  # a product's inner dimension is at least 16
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # the interpreter plays an H200
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,243 @@
+"""The GPU's kernels, in Triton: write pages, attend over pages or packed rows, combine what was split over the keys.
+
+A tile of `attend` holds BLOCK_M rows: some consecutive queries of one segment, each with all heads that share a key
+head (GROUP = HEADS // KV_HEADS), so a key is read once for all of them. It walks over its keys BLOCK_N at a time and
+keeps a running maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022). Loops run to lengths that lie on the
+device, and no launch depends on them: what was captured may be replayed over other lengths. Imported only where Triton
+is.
+"""
+
+import triton
+from triton import language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as the hardware has them
+_TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and taken off again is a whole number
+
+
+@triton.jit(do_not_specialize_on_alignment=["key", "value", "slots"])
+def write_pages(
+    key,  # [T, KV_HEADS, DIM]
+    value,
+    slots,  # [T]; -1: the row is nobody's
+    keys,  # [slots, KV_HEADS, DIM]
+    values,
+    key_scales,  # [slots, KV_HEADS] float32, where QUANTIZED
+    value_scales,
+    key_row,  # strides
+    key_head,
+    value_row,
+    value_head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """Grid: tokens, blocks of heads."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    there = (heads < KV_HEADS)[:, None] & (dims < DIM)[None, :]
+    at_key = key + row * key_row + heads[:, None] * key_head + dims[None, :]
+    at_value = value + row * value_row + heads[:, None] * value_head + dims[None, :]
+    to = (slot * KV_HEADS + heads[:, None]) * DIM + dims[None, :]
+    k = tl.load(at_key, mask=there, other=0.0).to(tl.float32)
+    v = tl.load(at_value, mask=there, other=0.0).to(tl.float32)
+    if QUANTIZED:
+        k, k_scale = _quantized(k)
+        v, v_scale = _quantized(v)
+        at_scale = slot * KV_HEADS + heads
+        tl.store(key_scales + at_scale, k_scale, mask=heads < KV_HEADS)
+        tl.store(value_scales + at_scale, v_scale, mask=heads < KV_HEADS)
+    tl.store(keys + to, k.to(keys.dtype.element_ty), mask=there)
+    tl.store(values + to, v.to(values.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _quantized(x):
+    """Rows `[heads, D]` as whole numbers up to 127, and what one of them is worth: as `LayerCache.write`."""
+    most = tl.max(tl.abs(x), axis=1)
+    whole = x * tl.div_rn(tl.full(most.shape, 127.0, tl.float32), tl.maximum(most, 1e-30))[:, None]
+    whole = (whole + _TO_NEAREST) - _TO_NEAREST
+    return whole, tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32))
+
+
+@triton.jit
+def _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q: tl.constexpr):
+    """The segment of a tile: those of segment b are numbered from `cu_seqlens_q[b] // TILE_Q + b`."""
+    low = 0
+    high = num_segments
+    while low + 1 < high:
+        middle = (low + high) // 2
+        begun = tl.load(cu_seqlens_q + middle) // TILE_Q + middle <= tile
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_segments", "table_stride", "reach"],
+    do_not_specialize_on_alignment=["tables", "cu_seqlens_q", "cu_seqlens_k", "kv_lens"],
+)
+def attend(
+    query,  # [T, HEADS, DIM]
+    keys,  # rows [*, KV_HEADS, DIM]: slots of the pool where PAGED, else packed
+    values,
+    key_scales,  # [slots, KV_HEADS] float32, where QUANTIZED
+    value_scales,
+    tables,  # [B, M] blocks, where PAGED
+    cu_seqlens_q,  # [B + 1], unless SINGLE
+    cu_seqlens_k,  # [B + 1], unless PAGED
+    kv_lens,  # [B]
+    bias,  # [HEADS, 2 * reach + 1] to add by distance, where BIASED
+    out,  # [T, HEADS, DIM]; where SPLIT [T, HEADS, splits, DIM] float32
+    weight,  # [T, HEADS, splits] float32, where SPLIT: the base-2 logarithm of what each part's sum is of the whole
+    scale,
+    num_segments,
+    table_stride,
+    reach,
+    query_row,  # strides
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # slots of a page
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    CAUSAL: tl.constexpr,
+    PAGED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SINGLE: tl.constexpr,  # every segment has one query
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,  # the type of a product's factors: the query's, float32 in the interpreter
+):
+    """Grid: tiles, key heads, parts of the keys."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILE_Q: tl.constexpr = 1 if SINGLE else BLOCK_M // GROUP
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if SINGLE:
+        segment = tile
+        start = tile
+        q_len = 1
+        first = 0  # of the tile's queries, within the segment
+    else:
+        segment = _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q)
+        start = tl.load(cu_seqlens_q + segment)
+        q_len = tl.load(cu_seqlens_q + segment + 1) - start
+        first = (tile - (start // TILE_Q + segment)) * TILE_Q
+        if first >= q_len:
+            return
+    kv_len = tl.load(kv_lens + segment)
+
+    # Which keys any query of the tile sees.
+    first_position = kv_len - q_len + first
+    last_position = tl.minimum(first_position + TILE_Q, kv_len) - 1
+    low = 0
+    high = kv_len
+    if CAUSAL:
+        high = last_position + 1
+    elif WINDOW > 0:
+        high = tl.minimum(kv_len, last_position + WINDOW)
+    if WINDOW > 0:
+        low = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), tl.num_programs(2)) * BLOCK_N
+        low += part * share
+        high = tl.minimum(high, low + share)
+
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    at = first + rows // GROUP  # which query of the segment
+    head = kv_head * GROUP + rows % GROUP
+    live = (rows < TILE_Q * GROUP) & (at < q_len)
+    position = first_position + rows // GROUP
+    token = (start + at).to(tl.int64)
+    wide = dims < DIM
+    q_at = query + token[:, None] * query_row + head[:, None] * query_head + dims[None, :]
+    q = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0).to(FACTOR)
+    kept = query.dtype.element_ty  # what quantised values become
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for begin in range(low, high, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        within = n < high
+        if PAGED:
+            page = tl.load(tables + segment.to(tl.int64) * table_stride + n // BLOCK_SIZE, mask=within, other=0)
+            slot = page.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+        else:
+            slot = (tl.load(cu_seqlens_k + segment) + n).to(tl.int64)
+        k_at = keys + slot[None, :] * key_row + kv_head * key_head + dims[:, None]
+        k = tl.load(k_at, mask=within[None, :] & wide[:, None], other=0)  # [D, N]
+        if QUANTIZED:
+            k = k.to(tl.float32)  # whole numbers up to 127: exact in every type
+        scores = tl.dot(q, k.to(kept).to(FACTOR), input_precision="ieee") * (scale * LOG2E)  # [M, N]
+        if QUANTIZED:
+            scores *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)[None, :]
+        seen = within[None, :] & live[:, None]
+        if CAUSAL:
+            seen = seen & (n[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (tl.abs(position[:, None] - n[None, :]) < WINDOW)
+        if BIASED:
+            distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -reach), reach)
+            bias_at = bias + head[:, None] * (2 * reach + 1) + reach + distance
+            scores += tl.load(bias_at, mask=seen, other=0.0).to(tl.float32) * LOG2E
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: 2**(-inf - 0), not inf - inf
+        p = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(peak - safe)
+        total = total * shrink + tl.sum(p, axis=1)
+        v_at = values + slot[:, None] * value_row + kv_head * value_head + dims[None, :]
+        v = tl.load(v_at, mask=within[:, None] & wide[None, :], other=0)  # [N, D]
+        if QUANTIZED:
+            worth = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)
+            v = v.to(tl.float32) * worth[:, None]
+        v = v.to(kept).to(FACTOR)
+        mixed = tl.dot(p.to(kept).to(FACTOR), v, mixed * shrink[:, None], input_precision="ieee")
+        peak = higher
+
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]  # a row that sees nothing is zeros
+    to = token * HEADS + head
+    stored = live[:, None] & wide[None, :]
+    if SPLIT:
+        to = to * tl.num_programs(2) + part
+        tl.store(weight + to, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=live)
+        stored = stored & (total > 0.0)[:, None]  # an empty part is never read
+    tl.store(out + to[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def combine(
+    parts,  # [T * HEADS, SPLITS, DIM] float32
+    weight,  # [T * HEADS, SPLITS] float32
+    out,  # [T * HEADS, DIM]
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One row and head a program: the parts of its keys, each with its share (Dao et al. 2023, flash decoding)."""
+    row = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    logs = tl.load(weight + row * SPLITS + splits)
+    peak = tl.max(logs, axis=0)
+    share = tl.exp2(logs - tl.where(peak == float("-inf"), 0.0, peak))
+    known = (logs > float("-inf"))[:, None] & (dims < DIM)[None, :]
+    mixed = tl.load(parts + (row * SPLITS + splits[:, None]) * DIM + dims[None, :], mask=known, other=0.0)
+    total = tl.sum(share, axis=0)
+    result = tl.sum(mixed * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + row * DIM + dims, result.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+INTERPRETED = not isinstance(attend, triton.JITFunction)
