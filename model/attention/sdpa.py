@@ -37,7 +37,8 @@ class SdpaBackend:
         for group in metadata.groups:
             q = _take(query, group.rows, group.size)  # [B, Q, H, D]
             if cache is not None and metadata.block_tables is not None:
-                k, v = cache.read(metadata.block_tables[group.segments], group.kv_len)
+                read = cache.read(metadata.block_tables[group.segments], group.kv_len)
+                k, v = (pages.to(query.dtype) for pages in read)  # int8 pages become float32
             else:
                 key, value = given(key), given(value)
                 k, v = _take(key, group.key_rows, group.size), _take(value, group.key_rows, group.size)

@@ -213,8 +213,9 @@ def attend(
     stored = live[:, None] & wide[None, :]
     if SPLIT:
         to = to * tl.num_programs(2) + part
-        tl.store(weight + to, tl.where(total > 0.0, peak + tl.log2(total), float("-inf")), mask=live)
-        stored = stored & (total > 0.0)[:, None]  # an empty part is never read
+        some = total > 0.0  # nothing of an empty part is read
+        tl.store(weight + to, tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=live)
+        stored = stored & some[:, None]
     tl.store(out + to[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
 
 

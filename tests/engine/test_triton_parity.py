@@ -1,0 +1,76 @@
+"""Engines over Triton's kernels against the reference library; in the interpreter, so with few tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+
+from model.attention.triton import TritonBackend
+from model.attention.triton_kernels import INTERPRETED
+from model.engine.config import EngineConfig
+from model.engine.llm import LLM
+from model.request import SamplingParams
+from tests.engine.support import add_all, request, running
+from tests.model.checkpoints import loaded, prompt, saved
+from tests.model.parity import difference, hidden_states
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
+KINDS = ("llama-mqa-head-dim", "mistral", "t5-relu", "umt5", "bart")
+
+
+class Counting(TritonBackend):
+    """How many calls stayed with the kernels."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    def _attend(self, *arguments: object) -> torch.Tensor:
+        self.launched += 1
+        return super()._attend(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_prompts_beside_decoding(kind: str) -> None:
+    backend = Counting()
+    run = running(kind, backend=backend, budget=24, max_num_seqs=3)
+    requests = [request(kind, f"r{i}", length, i, max_tokens=3) for i, length in enumerate((5, 30, 1))]
+    if kind not in ("llama-mqa-head-dim", "mistral"):  # whole sources
+        requests = [request(kind, f"r{i}", length, i, max_tokens=3) for i, length in enumerate((5, 20, 1))]
+    add_all(run, requests)
+    run.run()
+    assert max(run.runner.worst(kind, one, run.ids(one.request_id)) for one in requests) < 1e-4
+    assert backend.launched >= 2 * 3
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_encoders(kind: str) -> None:
+    backend = Counting()
+    ours, _ = hidden_states(loaded(kind, backend))
+    theirs, _ = hidden_states(loaded(kind))
+    assert difference(torch.cat(ours), torch.cat(theirs)) < 1e-4
+    assert backend.launched == (0 if kind == "xlnet" else 2)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_setting_chooses_it_and_the_tokens_are_torchs(kv_cache_dtype: str) -> None:
+    def generated(backend: str) -> list[tuple[int, float]]:
+        settings = EngineConfig(
+            device="cpu",
+            dtype="float32",
+            attention_backend=backend,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_memory=1 << 20,
+            block_size=8,
+        )
+        llm = LLM(saved("llama-gqa").path, settings)
+        assert llm.info.attention_backend == backend
+        params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0)
+        outputs = [output for _, output in llm.stream([prompt(11), prompt(3)], params)]
+        return sorted((entry.token_id, entry.logprob) for output in outputs for entry in output.logprobs or [])
+
+    ours, theirs = generated("triton"), generated("sdpa")
+    assert len(ours) == 8
+    assert [token for token, _ in ours] == [token for token, _ in theirs]
+    assert [logprob for _, logprob in ours] == pytest.approx([logprob for _, logprob in theirs], abs=1e-4)
