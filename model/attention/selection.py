@@ -35,7 +35,7 @@ def select_backend(device: torch.device, dtype: torch.dtype = torch.float32, wan
     if wanted == "native":
         raise ConfigError(f"the native backend cannot be had: {found}")
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
-        missing = _without_triton(device)
+        missing = _without_triton(device, dtype)
         if missing is None:
             return _triton()
         if wanted == "triton":
@@ -52,15 +52,28 @@ def _native(device: torch.device, dtype: torch.dtype) -> Library | str:
     return native()
 
 
-def _without_triton(device: torch.device) -> str | None:
+def _without_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton's kernels cannot run here; None: they can."""
     if find_spec("triton") is None:
         return "triton is not installed (it comes with PyTorch's CUDA build)"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < _AMPERE:
             return "the GPU is older than compute capability 8.0"
-    elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return _tried(device, dtype)
+    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return f"there are no Triton kernels for {device.type} (tests run them there with TRITON_INTERPRET=1)"
+    return None
+
+
+def _tried(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Triton compiles at first use, which wants a C compiler for its driver's module and a folder for what it made:
+    a machine without them shows it here and not in somebody's request."""
+    from model.attention.triton import try_out
+
+    try:
+        try_out(device, dtype)
+    except Exception as error:
+        return f"triton does not work here: {str(error).strip() or type(error).__name__}".splitlines()[0]
     return None
 
 

@@ -146,6 +146,15 @@ class TritonBackend(SdpaBackend):
         return out
 
 
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """One query and one key through the kernels; raises whatever stands in their way."""
+    config, row = AttentionConfig(1, 1, 16, 1.0), torch.ones(1, 1, 16, dtype=dtype, device=device)
+    metadata = AttentionMetadata((1,), (1,), causal=True, device=device)
+    found = TritonBackend().forward(row, row, row, None, metadata, config)
+    if not torch.equal(found, row):
+        raise RuntimeError("attention to a single key is not its value")
+
+
 def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, biased: bool) -> Tiles:
     """By hand, not by measuring on somebody's first request: as large as registers and 99 KiB of shared memory allow,
     which is what the smaller GPUs since Ampere have.

@@ -21,6 +21,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, there: bool, capability: tuple[in
     """A GPU of that capability, with Triton or without."""
     monkeypatch.setattr(selection, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(selection, "_tried", lambda device, dtype: None)
 
 
 @with_triton
@@ -65,6 +66,43 @@ def test_a_cpu_never_gets_triton_unasked_and_outside_of_tests_not_at_all(monkeyp
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match="no Triton kernels for cpu"):
         select_backend(CPU, wanted="triton")
+
+
+@with_triton
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            RuntimeError("Failed to find C compiler. Please specify.\nmore"),
+            "Failed to find C compiler. Please specify.",
+        ),
+        (OSError(30, "Read-only file system"), "[Errno 30] Read-only file system"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_what_stands_in_its_way_is_found_at_start(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, shown: str
+) -> None:
+    import model.attention.triton as triton_backend
+
+    def fail(device: torch.device, dtype: torch.dtype) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_backend, "try_out", fail)
+    found = select_backend(GPU)
+    assert found.backend.name == "sdpa"
+    assert found.reason == f"torch scaled_dot_product_attention: triton does not work here: {shown}"
+    with pytest.raises(ConfigError, match="triton does not work here"):
+        select_backend(GPU, wanted="triton")
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_trial_passes_where_it_works(dtype: torch.dtype) -> None:
+    import model.attention.triton as triton_backend
+
+    triton_backend.try_out(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
 @with_triton

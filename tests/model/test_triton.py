@@ -135,14 +135,16 @@ def test_tiles_as_they_are_chosen(dim: int, dtype: torch.dtype, device: torch.de
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [16, 80])
-def test_the_grid(heads: int, kv_heads: int, dtype: torch.dtype, dim: int, device: torch.device) -> None:
-    shapes = (DECODE, MIXED, ((17, 50), (1, 70), (33, 33)), ((16, 16),) * 3, ((1, 130),))
-    for segments, causal, window, int8, buckets, block in product(
-        shapes, (True, False), (None, 1, 19), (False, True), (False, True), (8, 32)
-    ):
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 1, 80), (6, 2, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "segments", [DECODE, MIXED, ((17, 50), (1, 70), (33, 33)), ((16, 16),) * 2, ((1, 130),)], ids=str
+)
+def test_the_grid(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, segments: tuple[tuple[int, int], ...], device: torch.device
+) -> None:
+    for causal, window, int8, buckets in product((True, False), (None, 1, 19), (False, True), (False, True)):
+        block = 32 if int8 else 8
         case = Case(segments, heads, kv_heads, dim, causal, window, True, True, block, dtype, int8, buckets)
         check(Cut(SMALL), case, device)
         if not int8 and all(q_len == kv_len for q_len, kv_len in segments):

@@ -1,0 +1,124 @@
+"""Compiles what `TritonBackend` launches for GPUs that are not here; says what each kernel takes, a line of JSON each.
+
+`python -m tests.model.compiled CAPABILITY`, in a process without TRITON_INTERPRET. Triton and the assembler that comes
+with it need no GPU for that. The launches are those of the backend itself over small inputs on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import model.attention.triton as backend
+from tests.model.attention_cases import Case, problem
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+CPU = torch.device("cpu")
+
+
+class Compiler:
+    """Stands where a kernel stands: `kernel[grid](...)` compiles it for the arguments."""
+
+    def __init__(self, kernel: Any, capability: int, into: list[dict[str, Any]]) -> None:
+        self.kernel, self.capability, self.into = kernel, capability, into
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+            signature, constexprs, attributes = self.described(arguments, constants)
+            source = ASTSource(self.kernel, signature, constexprs, attributes)
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+            self.into.append({"kernel": self.kernel.__name__, "grid": grid, **taken(made)})
+
+        return launch
+
+    def described(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """As a launch specialises them: None is a constant, what 16 divides is known to be."""
+        signature, constexprs, attributes = {}, {}, {}
+        for at, parameter in enumerate(self.kernel.params):
+            value = arguments[at] if at < len(arguments) else constants[parameter.name]
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constexprs[parameter.name] = "constexpr", value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = f"*{TYPES[value.dtype]}"
+                divisible = not parameter.do_not_specialize_on_alignment
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                divisible = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+            if divisible:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        return signature, constexprs, attributes
+
+
+def taken(made: Any) -> dict[str, Any]:
+    """Registers and spilt bytes of a thread, shared memory, and which products the assembler sees."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()  # type: ignore[union-attr]
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": made.metadata.shared,
+        "warp_group_products": made.asm["ptx"].count("wgmma.mma_async"),
+        "asynchronous_copies": made.asm["ptx"].count("cp.async.c"),
+    }
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
+    names = ("attend", "combine", "write_pages")
+    kernels = {name: getattr(backend, name) for name in names}
+    for name, kernel in kernels.items():
+        setattr(backend, name, Compiler(kernel, capability, found))
+    yield found
+    for name, kernel in kernels.items():
+        setattr(backend, name, kernel)
+
+
+def cases() -> Iterator[Case]:
+    decode, prompts, few = ((1, 600),), ((33, 40), (1, 9)), ((8, 9),)
+    for (heads, kv_heads, dim), dtype in product(
+        [(32, 8, 128), (14, 2, 64), (8, 1, 256)], [torch.bfloat16, torch.float32]
+    ):
+        for segments, int8 in product((decode, prompts, few), (False, True)):
+            yield Case(
+                segments, heads, kv_heads, dim, dtype=dtype, int8=int8, block_size=16, window=48 if int8 else None
+            )
+        yield Case(((33, 33),), heads, kv_heads, dim, dtype=dtype, paged=False, causal=False)
+    for dim, dtype in product((64, 128), (torch.bfloat16, torch.float32)):  # T5
+        yield Case(decode, 12, 12, dim, dtype=dtype, block_size=16, buckets=True)
+        yield Case(((130, 130),), 12, 12, dim, dtype=dtype, paged=False, causal=False, buckets=True)
+
+
+def main(capability: int) -> None:
+    for case in cases():
+        with compiling(capability) as found:
+            given = problem(case, CPU, solved=False)
+            backend.TritonBackend().forward(
+                given.query, given.key, given.value, given.cache, given.metadata, case.config, given.bias
+            )
+        for kernel in found:
+            print(json.dumps({"case": str(case), **kernel}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,38 @@
+"""What Triton makes of the kernels for GPUs that are not here: they compile, fit, and use what the GPU is fast at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+
+ROOT = Path(__file__).parents[2]
+SHARED = 99 * 1024  # bytes that a block may take on the smaller GPUs since Ampere
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.model.compiled", str(capability)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} == {"attend", "combine", "write_pages"}
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED, kernel
+        narrow = "bfloat16" in kernel["case"]
+        if capability == 90 and narrow:
+            assert kernel["stack"] == 0, kernel  # nothing is spilt
+        assert kernel["stack"] < 1024, kernel
+        if kernel["kernel"] == "attend" and narrow:
+            assert kernel["asynchronous_copies"] > 0, kernel
+            decoding = kernel["case"].startswith("1of")
+            assert (kernel["warp_group_products"] > 0) == (capability == 90 and not decoding), kernel
