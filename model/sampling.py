@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.drawing import draw
 from model.request import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -56,42 +57,10 @@ def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        tokens[at] = _draw(logits[at], [rows[i] for i in drawn])
+        chosen = [rows[i] for i in drawn]
+        points = [uniform(row.params.seed, row.index, row.num_output_tokens) for row in chosen]
+        tokens[at] = draw(logits[at], [row.params for row in chosen], points)
     return tokens
-
-
-def _draw(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
-    params = [row.params for row in rows]
-    scaled = logits / column([p.temperature for p in params])
-    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(dim=-1, dtype=torch.float64)
-    rank = torch.arange(probs.shape[1], device=logits.device)
-    probs = probs.masked_fill(rank >= column([p.top_k or probs.shape[1] for p in params]), 0.0)
-    before = probs.cumsum(dim=-1) - probs  # mass of what is likelier
-    limit = column([p.top_p for p in params], torch.float64) * probs.sum(dim=-1, keepdim=True)
-    probs = probs.masked_fill((before >= limit) & (rank > 0), 0.0)
-    probs = probs.masked_fill(probs < column([p.min_p for p in params], torch.float64) * probs[:, :1], 0.0)
-    if any(p.typical_p < 1.0 for p in params):
-        probs = _typical(probs, column([p.typical_p for p in params], torch.float64))
-    mass = probs.cumsum(dim=-1)
-    points = [uniform(row.params.seed, row.index, row.num_output_tokens) for row in rows]
-    target = column(points, torch.float64) * mass[:, -1:]
-    chosen = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[1] - 1)
-    return tokens.gather(1, chosen)[:, 0]
-
-
-def _typical(probs: Tensor, share: Tensor) -> Tensor:
-    """The tokens whose surprise is nearest to the entropy, as many as hold `share` (Meister et al. 2023)."""
-    probs = probs / probs.sum(dim=-1, keepdim=True)
-    surprise = -probs.log()  # infinite for what is out already
-    entropy = (probs * surprise).nansum(dim=-1, keepdim=True)
-    order = (surprise - entropy).abs().argsort(dim=-1, stable=True)
-    ordered = probs.gather(1, order)
-    outside = (ordered.cumsum(dim=-1) - ordered >= share) & (share < 1.0)  # the share was reached before
-    return probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
 
 
 def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
