@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.request import SamplingParams
+from model.transfer import on_device
 
 HEADS = (64, 1024)  # tokens looked at before the whole vocabulary is put in order
 _BLOCK = 256  # weights added up together
@@ -42,17 +43,17 @@ def _draw(logits: Tensor, params: Rows[SamplingParams], points: Rows[float]) -> 
     if len(cut) == len(params):
         weights = _cut(scaled, weights, params)
     elif cut:
-        at = torch.tensor(cut, device=device)
+        at = on_device(cut, device, torch.int64)
         weights[at] = _cut(scaled[at], weights[at], [params[i] for i in cut])
     typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
     if typical:
-        at = torch.tensor(typical, device=device)
+        at = on_device(typical, device, torch.int64)
         weights[at] = _typical(weights[at], _column([params[i].typical_p for i in typical], device))
     return _invert(weights, _column(points, device))
 
 
 def _column(values: Rows[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    return on_device(values, device, dtype)[:, None]
 
 
 def _invert(weights: Tensor, points: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def _cut(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams]) -> Tenso
     least = _column([p.min_p for p in params], device, torch.float32).log()  # -inf: off
     ordered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0]
     if ordered:
-        at = torch.tensor(ordered, device=device)
+        at = on_device(ordered, device, torch.int64)
         found = _least_likely(scaled[at], weights[at], [params[i] for i in ordered])
         least[at] = torch.maximum(least[at], found)
     return weights.masked_fill_(scaled < least, 0.0)
@@ -94,7 +95,7 @@ def _least_likely(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams])
         tried = [i for i in left if params[i].top_k <= size or size == scaled.shape[1]]
         if not tried:
             continue
-        at = torch.tensor(tried, device=scaled.device)
+        at = on_device(tried, scaled.device, torch.int64)
         values = highest(scaled[at], size)
         least[at], reached = _last_kept(values, total[at], [params[i] for i in tried])
         done = {i for i, yes in zip(tried, reached.tolist(), strict=True) if yes}
@@ -108,10 +109,10 @@ def _last_kept(values: Tensor, total: Tensor, params: Rows[SamplingParams]) -> t
     """The lowest of the head `values` `[B, H]` that is kept `[B, 1]`, and whether the head reaches that far `[B]`."""
     size = values.shape[1]
     count = [min(p.top_k or size, size) for p in params]
-    kept = torch.tensor(count, device=values.device)[:, None]
+    kept = on_device(count, values.device, torch.int64)[:, None]
     weights = values.exp().double().masked_fill(torch.arange(size, device=values.device) >= kept, 0.0)
     mass = weights.cumsum(dim=-1)
-    by_count = torch.tensor([p.top_k > 0 for p in params], device=values.device)[:, None]
+    by_count = on_device([p.top_k > 0 for p in params], values.device, torch.bool)[:, None]
     limit = _column([p.top_p for p in params], values.device) * torch.where(by_count, mass[:, -1:], total)
     reaching = torch.searchsorted(mass, limit) + 1  # tokens until the share is reached
     last = torch.minimum(reaching, kept) - 1

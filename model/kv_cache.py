@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.config import StackConfig
+from model.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,6 @@ class KVCache:
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
         """Fill whole blocks (to -> from), all read before any is written."""
-        target, source = torch.tensor(list(copies.items()), device=self.device).T
+        target, source = (on_device(list(of), self.device, torch.int64) for of in (copies, copies.values()))
         for tensor in self._tensors:
             tensor[:, target] = tensor[:, source]

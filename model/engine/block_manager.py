@@ -110,7 +110,8 @@ class BlockManager:
         """Make the full blocks that the sequence has computed known to those who come after it."""
         if not self.prefix_caching:
             return
-        full = sequence.num_computed_tokens // self.block_size
+        known = sequence.num_tokens - sequence.awaits  # what the device alone knows has no hash
+        full = min(sequence.num_computed_tokens, known) // self.block_size
         for index in range(sequence.num_remembered_blocks, full):
             digest = self._extend_hashes(sequence, index)
             block = sequence.block_table[index]

@@ -1,23 +1,27 @@
 """Generation for one model: requests in, tokens out, one step at a time. Speaks token ids; text is not its business.
 
-A step is three verbs: schedule, execute, update. Every sequence that was added ends with exactly one output that has a
-`finish_reason`; whatever way it ends, its blocks are free in the same step.
+A step is three verbs: schedule, execute, update. Where the model runs on a device of its own, they overlap: a step is
+launched before the tokens of the one before are known here, for sequences that turn out to have ended in vain. Every
+sequence that was added ends with exactly one output that has a `finish_reason`; whatever way it ends, its blocks are
+free in the same step.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from itertools import chain, count
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from itertools import chain, compress, count
+from typing import TYPE_CHECKING, Any, Protocol
 
 from model.config import ConfigError
 from model.engine.block_manager import BlockManager
 from model.engine.faults import in_parts
 from model.engine.pacing import Pacing
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.sequence import Beams, Sequence
+from model.engine.sequence import AWAITED, Beams, Sequence
 from model.engine.stats import EngineStats, StepStats
 from model.grammar import GrammarError
 from model.request import FinishReason, Request, TokenOutput
@@ -25,16 +29,43 @@ from model.request import FinishReason, Request, TokenOutput
 if TYPE_CHECKING:
     from model.engine.matching import Grammars, Matcher
 
+logger = logging.getLogger(__name__)
+
 Unit = list[ScheduledSequence]  # what cannot be computed apart: a sequence, or all beams of a search
+
+
+class Launch(Protocol):
+    """A step under way."""
+
+    def collect(self) -> list[SampledToken | None]:
+        """Wait for its tokens, one for each scheduled sequence that samples."""
 
 
 class Runner(Protocol):
     """What turns a step into tokens: `ModelRunner`, or a scripted one in tests."""
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]: ...
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        """Launch and collect."""
+
+    def launch(self, output: SchedulerOutput, before: Any = None) -> Launch:
+        """Start a step; the tokens of the launch `before` it may not be known here yet."""
 
     def probe(self) -> None:
         """The smallest pass there is; raises if not even that works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched and is not collected."""
+
+    launch: Launch
+    scheduled: SchedulerOutput
+    began: float
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether all that it samples can be built upon unseen."""
+        return all(step.sequence.samples_blindly for step in self.scheduled.scheduled)
 
 
 class Engine:
@@ -50,7 +81,9 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         pacing: Pacing | None = None,
         grammars: Grammars | None = None,
+        overlap: bool = False,
     ) -> None:
+        """`overlap`: launch a step before the tokens of the one before are here."""
         self.name = name
         self.runner = runner
         self.scheduler = scheduler
@@ -58,6 +91,9 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.pacing = pacing  # None: a prompt may take the whole of a step
         self.grammars = grammars  # None: a model that knows no text takes none
+        self.overlap = overlap
+        self._flight: Flight | None = None
+        self._landed = 0.0  # when the latest flight was collected
         self._arrivals = count()
         self._preparing: list[tuple[Future[Matcher], list[Sequence]]] = []
 
@@ -67,12 +103,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._flight)
 
     @property
     def only_prepares(self) -> bool:
         """Whether all that is left to do waits for its grammar to be compiled."""
-        if self.scheduler.running or any(prepared.done() for prepared, _ in self._preparing):
+        if self._flight or self.scheduler.running or any(prepared.done() for prepared, _ in self._preparing):
             return False
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
 
@@ -96,26 +132,79 @@ class Engine:
     def step(self) -> tuple[list[TokenOutput], StepStats | None]:
         """Compute one step; the outputs of all sequences it moved or ended."""
         outputs = self._expire(time.monotonic()) + self._prepared()
+        stats = None
+        if self._flight is not None and not self._flight.may_be_followed:
+            stats = self._land(outputs)
         began = time.monotonic()
         limit = self.pacing.prompt_limit(len(self.scheduler.waiting)) if self.pacing is not None else None
         scheduled = self.scheduler.schedule(limit)
-        if not scheduled.scheduled:
-            return outputs, None
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
+        if not scheduled.scheduled:
+            stats = self._land(outputs) if self._flight is not None else stats
+        elif self.overlap:
+            stats = self._launch(scheduled, began, outputs) or stats
+        else:
+            stats = self._compute(scheduled, began, outputs)
+        return outputs, stats
+
+    def _compute(self, scheduled: SchedulerOutput, began: float, outputs: list[TokenOutput]) -> StepStats:
+        """A step from its beginning to its end."""
         parts = in_parts(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
         for part, sampled in parts:
             steps = list(chain.from_iterable(part))
             if sampled is None:
                 outputs += self._end_all([step.sequence for step in steps], FinishReason.ERROR)
             else:
+                for step in steps:
+                    step.sequence.num_computed_tokens += step.num_tokens
                 outputs += self._update(steps, sampled)
-        seconds = time.monotonic() - began
+        return self._account(scheduled, time.monotonic() - began)
+
+    def _launch(self, scheduled: SchedulerOutput, began: float, outputs: list[TokenOutput]) -> StepStats | None:
+        """Start a step, then take what the one before has brought."""
+        before = self._flight
+        try:
+            launch = self.runner.launch(scheduled, before.launch if before is not None else None)
+        except Exception:
+            logger.exception("a step of %d sequences could not be launched", len(scheduled.scheduled))
+            if before is not None:
+                self._land(outputs)
+            left = [step for step in scheduled.scheduled if not step.sequence.finished]
+            if not left:
+                return None
+            tables = set(chain.from_iterable(step.sequence.block_table for step in left))
+            copies = {filled: source for filled, source in scheduled.copies.items() if filled in tables}
+            return self._compute(SchedulerOutput(left, copies), began, outputs)
+        self._flight = Flight(launch, scheduled, began)
+        for step in scheduled.scheduled:
+            step.sequence.num_computed_tokens += step.num_tokens
+            if step.samples and step.sequence.samples_blindly:
+                step.sequence.await_token(self.max_model_len)
+        return self._collect(before, outputs) if before is not None else None
+
+    def _land(self, outputs: list[TokenOutput]) -> StepStats:
+        """Wait for the step that is under way."""
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        return self._collect(flight, outputs)
+
+    def _collect(self, flight: Flight, outputs: list[TokenOutput]) -> StepStats:
+        """What a launched step has brought, for those who have not ended since."""
+        sampled = flight.launch.collect()
+        steps = flight.scheduled.scheduled
+        alive = [not step.sequence.finished for step in steps]
+        outputs += self._update(compress(steps, alive), compress(sampled, alive))
+        now = time.monotonic()
+        began, self._landed = max(flight.began, self._landed), now
+        return self._account(flight.scheduled, now - began)
+
+    def _account(self, scheduled: SchedulerOutput, seconds: float) -> StepStats:
         if self.pacing is not None:
             decodes = sum(step.num_tokens == 1 and not step.encode_source for step in scheduled.scheduled)
             self.pacing.observe(seconds, decodes, scheduled.num_tokens - decodes)
-        return outputs, StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(scheduled.scheduled))
+        return StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(scheduled.scheduled))
 
     def wait_prepared(self, seconds: float) -> None:
         """Return once a grammar is compiled, or after so long."""
@@ -152,7 +241,8 @@ class Engine:
         searches: dict[int, Beams] = {}
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
-            sequence.num_computed_tokens += step.num_tokens
+            # What was built upon the token unseen stands behind it.
+            ahead = sequence.drop_awaited(step.start + step.num_tokens) if token is not None else 0
             self.block_manager.remember(sequence)
             if token is not None and beams is not None:
                 beams.candidates[beams.members.index(sequence)] = token.candidates
@@ -160,6 +250,8 @@ class Engine:
                 searches[id(beams)] = beams
             elif token is not None:
                 outputs.append(self._take(step, token))
+                if ahead > 1 and not sequence.finished:
+                    sequence.token_ids.append(AWAITED)
         for beams in searches.values():
             if len(beams.candidates) == len(beams.members):
                 outputs += self._advance(beams)

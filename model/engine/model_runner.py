@@ -1,42 +1,82 @@
 """A scheduled step as tensors: packs it, runs the Transformer, samples. Keeps no state of requests.
 
 SchedulerOutput -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> next tokens
+
+A step is launched, then collected. On a GPU the next one may be launched between the two: the tokens that it needs of
+the one before are taken where they are, on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata
+from model.attention.base import AttentionMetadata, DeviceLengths
 from model.engine.beam import Candidates
 from model.engine.block_manager import BlockManager
 from model.engine.constraints import allowed_tokens, banned_tokens, forced_token
+from model.engine.decode_graph import DecodeGraphs, fill_awaited
+from model.engine.packing import Layout, PackedStep, pack
 from model.engine.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.kv_cache import KVCache
 from model.request import TokenLogprob
 from model.sampling import SamplingRow, likeliest, logprobs_of, sample
+from model.transfer import Fetched, on_device, sent
 from model.transformer import CrossInput, StackInput, Transformer
 
 LOGPROB_ROWS = 256  # rows of prompt logits held at once
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device may still be busy with."""
+
+    steps: list[ScheduledSequence]
+    rows: dict[int, int]  # place among `tokens` by the `id` of a sequence that samples
+    tokens: Tensor  # [S] on the device
+    arriving: Fetched  # the same
+    forced: list[bool]  # of each row: the checkpoint's rules left no other token
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+
+    def collect(self) -> list[SampledToken | None]:
+        """The next token of each scheduled sequence, None where its prompt is not computed to the end yet."""
+        tokens = self.arriving.get().tolist() if self.rows else []
+        found: list[SampledToken | None] = []
+        for step in self.steps:
+            row = self.rows.get(id(step.sequence))
+            if row is None:
+                found.append(None)
+                continue
+            logprob, candidates = self.logprobs.get(row), self.candidates.get(row, ())
+            found.append(SampledToken(tokens[row], logprob, self.forced[row], candidates))
+        return found
+
+
 class ModelRunner:
     """One model with its pool."""
 
-    def __init__(self, model: Transformer, cache: KVCache, block_manager: BlockManager) -> None:
+    def __init__(
+        self, model: Transformer, cache: KVCache, block_manager: BlockManager, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
-        self.device = cache.keys.device
+        self.graphs = graphs
+        self.device = cache.device
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        """Launch a step and wait for its tokens."""
+        return self.launch(output).collect()
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
-        """Next token of each scheduled sequence, None where its prompt is not computed to the end yet.
+    def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
+        """Start a step; `before` is the one whose tokens are not collected yet, if there is one.
 
         Appends prompt log-probabilities to the sequences that ask for them.
         """
@@ -46,11 +86,10 @@ class ModelRunner:
         new_sources = [step for step in steps if step.encode_source]
         if new_sources:
             self._encode_sources(new_sources)
-        hidden = self.model.decode(self._decoder_input(steps), self.cache, self._cross_input(steps))  # [T, d]
+        hidden = self._decode(steps, before)  # [T, d]
         self._prompt_logprobs(steps, hidden)
         sampling = [step for step in steps if step.samples]
-        tokens = iter(self._sample(sampling, self._last_rows(steps, hidden)) if sampling else ())
-        return [next(tokens) if step.samples else None for step in steps]
+        return self._sample(steps, sampling, self._last_rows(steps, hidden))
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -67,39 +106,51 @@ class ModelRunner:
         )
         self.model.write_memory(memory, self.cache, self._tensor(slots))
 
-    def _decoder_input(self, steps: Rows[ScheduledSequence]) -> StackInput:
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for step in steps:
-            stop = step.start + step.num_tokens
-            ids += step.sequence.token_ids[step.start : stop]
-            positions += range(step.start, stop)
-            slots += self.block_manager.slots(step.sequence.block_table, step.start, stop)
-        metadata = AttentionMetadata(
-            q_lens=tuple(step.num_tokens for step in steps),
-            kv_lens=tuple(step.start + step.num_tokens for step in steps),
-            causal=True,
-            device=self.device,
-            block_tables=self._tables([step.sequence.block_table for step in steps]),
-            slot_mapping=self._tensor(slots),
-        )
-        return StackInput(self._tensor(ids), self._tensor(positions), metadata)
+    def _decode(self, steps: Rows[ScheduledSequence], before: Launched | None) -> Tensor:
+        """Hidden states `[T, d]` of all scheduled tokens, recorded where that fits."""
+        awaited: dict[int, int] = {}
+        tokens = None
+        if before is not None:
+            tokens = before.tokens
+            awaited = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.awaits}
+        if self.graphs is not None and self.graphs.fits(steps):
+            return self.graphs.run(steps, awaited, tokens)
+        layout = Layout.of(steps)
+        host = pack(layout, steps, self.block_manager, awaited, pinned=self.device.type == "cuda")
+        packed = layout.split(sent(host, self.device))
+        if awaited and tokens is not None:
+            fill_awaited(packed, tokens)
+        return self.model.decode(self._decoder_input(packed, steps), self.cache, self._cross_input(packed, steps))
 
-    def _cross_input(self, steps: Rows[ScheduledSequence]) -> CrossInput | None:
+    def _decoder_input(self, packed: PackedStep, steps: Rows[ScheduledSequence]) -> StackInput:
+        kv_lens = tuple(step.start + step.num_tokens for step in steps)
+        metadata = self._metadata(steps, kv_lens, packed, causal=True)
+        return StackInput(packed.ids, packed.positions, metadata)
+
+    def _cross_input(self, packed: PackedStep, steps: Rows[ScheduledSequence]) -> CrossInput | None:
         if self.model.encoder is None:
             return None
-        metadata = AttentionMetadata(
-            q_lens=tuple(step.num_tokens for step in steps),
-            kv_lens=tuple(len(step.sequence.source_ids) for step in steps),
-            causal=False,
+        kv_lens = tuple(len(step.sequence.source_ids) for step in steps)
+        return CrossInput(self._metadata(steps, kv_lens, packed, causal=False))
+
+    def _metadata(
+        self, steps: Rows[ScheduledSequence], kv_lens: tuple[int, ...], packed: PackedStep, *, causal: bool
+    ) -> AttentionMetadata:
+        """Of self attention, or of cross attention (not causal), over the pool."""
+        q_lens = tuple(step.num_tokens for step in steps)
+        lens = packed.kv_lens if causal else packed.cross_lens
+        return AttentionMetadata(
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            causal=causal,
             device=self.device,
-            block_tables=self._tables([step.sequence.cross_block_table for step in steps]),
+            block_tables=packed.tables if causal else packed.cross_tables,
+            slot_mapping=packed.slots if causal else None,
+            device_lengths=DeviceLengths(packed.cu_seqlens, lens, max(q_lens), max(kv_lens)),
         )
-        return CrossInput(metadata)
 
     def _last_rows(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> Tensor:
-        """Hidden states `[B, d]` of the last tokens of the sequences that sample."""
+        """Hidden states `[S, d]` of the last tokens of the sequences that sample."""
         rows: list[int] = []
         end = 0
         for step in steps:
@@ -108,23 +159,25 @@ class ModelRunner:
                 rows.append(end - 1)
         return hidden if len(rows) == len(hidden) else hidden[self._tensor(rows)]
 
-    def _sample(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> list[SampledToken]:
-        logits = self.model.logits(hidden)  # [B, V]
+    def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], hidden: Tensor) -> Launched:
+        places = {id(step.sequence): row for row, step in enumerate(steps)}
+        if not steps:
+            nothing = hidden.new_empty(0, dtype=torch.int64)
+            return Launched(all_steps, places, nothing, Fetched(nothing), [])
+        logits = self.model.logits(hidden)  # [S, V]
         rows = [self._sampling_row(step) for step in steps]
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam's own next token is nobody's: its search decides among the candidates.
         tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else sample(logits, rows)
+        arriving = Fetched(tokens)
         logprobs: dict[int, TokenLogprob] = {}
         if wanted:
             at = self._tensor(wanted)
             tops = [steps[i].sequence.params.logprobs or 0 for i in wanted]
             logprobs = dict(zip(wanted, logprobs_of(logits[at], tokens[at], tops), strict=True))
-        candidates = self._candidates(steps, rows, logits)
-        return [
-            SampledToken(token, logprobs.get(i), row.forced_token_id is not None, candidates.get(i, ()))
-            for i, (token, row) in enumerate(zip(tokens.tolist(), rows, strict=True))
-        ]
+        forced = [row.forced_token_id is not None for row in rows]
+        return Launched(all_steps, places, tokens, arriving, forced, logprobs, self._candidates(steps, rows, logits))
 
     def _candidates(
         self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: Tensor
@@ -166,13 +219,8 @@ class ModelRunner:
                     sequence.prompt_logprobs += logprobs_of(self.model.logits(rows), tokens, [top] * len(rows))
             first += step.num_tokens
 
-    def _tables(self, tables: Rows[Rows[int]]) -> Tensor:
-        """`[B, M]`, short tables filled up with block 0, which no length reaches."""
-        width = max(map(len, tables))
-        return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], device=self.device)
-
     def _tensor(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        return on_device(list(values), self.device, torch.int64)
 
 
 def packed_input(
@@ -186,10 +234,10 @@ def packed_input(
     lens = tuple(map(len, segments))
     types = None
     if token_types is not None:
-        types = torch.tensor(list(chain.from_iterable(token_types)), device=device)
+        types = on_device(list(chain.from_iterable(token_types)), device, torch.int64)
     return StackInput(
-        input_ids=torch.tensor(list(chain.from_iterable(segments)), device=device),
-        positions=torch.tensor([p for length in lens for p in range(length)], device=device),
+        input_ids=on_device(list(chain.from_iterable(segments)), device, torch.int64),
+        positions=on_device([p for length in lens for p in range(length)], device, torch.int64),
         metadata=AttentionMetadata(lens, lens, causal=causal, device=device),
         token_types=types,
     )

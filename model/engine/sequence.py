@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from model.engine.matching import Matcher
 
 
+AWAITED = -1  # stands for a token that is sampled already but that only the device knows
+
+
 @dataclass(slots=True, eq=False)
 class Beams:
     """The sequences of a beam search; they are admitted, preempted and ended together."""
@@ -59,9 +62,14 @@ class Sequence:
     matcher: Matcher | None = None  # of an output that has a grammar
     is_prepared: bool = True  # False while that is compiled
     error: str | None = None  # why it could not go on
+    samples_blindly: bool = False  # the token after the next can be sampled before the next one is known here
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        p = self.params
+        history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
+        looked_at = p.logprobs is not None or p.prompt_logprobs is not None
+        self.samples_blindly = not (history or looked_at or p.num_beams > 1 or p.grammar)
 
     @classmethod
     def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> Sequence:
@@ -135,6 +143,22 @@ class Sequence:
     def needs_source(self) -> bool:
         """Whether the encoder still has to run for it."""
         return bool(self.source_ids) and not self.cross_block_table
+
+    @property
+    def awaits(self) -> bool:
+        """Whether its last token is one that only the device knows."""
+        return self.token_ids[-1] == AWAITED
+
+    def await_token(self, max_model_len: int) -> None:
+        """Go on before the token that is being sampled is known, unless that is sure to be the last."""
+        if self.num_output_tokens + 1 < self.params.max_tokens and self.num_tokens + 1 < max_model_len:
+            self.token_ids.append(AWAITED)
+
+    def drop_awaited(self, at: int) -> int:
+        """Forget the tokens from `at` on, all of them unknown here, and say how many there were."""
+        count = len(self.token_ids) - at
+        del self.token_ids[at:]
+        return count
 
     @property
     def reuses_prefix(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 from model.engine.block_manager import BlockManager
 from model.engine.engine import Engine
-from model.engine.scheduler import SampledToken, Scheduler, SchedulerOutput
-from model.engine.sequence import SequenceStatus
+from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
+from model.engine.sequence import AWAITED, SequenceStatus
 from model.request import FinishReason, Request, SamplingParams, TokenOutput
 
 VOCAB = 1000
@@ -17,6 +18,17 @@ VOCAB = 1000
 def next_token(source: Sequence[int], tokens: Sequence[int]) -> int:
     """A function of everything before it, so that a token computed from other tokens shows."""
     return crc32(repr((list(source), list(tokens))).encode()) % VOCAB
+
+
+@dataclass
+class Late:
+    """A step of which the host hears when it asks, and the device before."""
+
+    found: list[SampledToken | None]
+    tokens: dict[int, int]
+
+    def collect(self) -> list[SampledToken | None]:
+        return self.found
 
 
 class ScriptedRunner:
@@ -32,10 +44,22 @@ class ScriptedRunner:
         """A script always works."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
-        self.steps.append(output)
-        return [self._compute(step) for step in output.scheduled]
+        return self.launch(output).collect()
 
-    def _compute(self, step) -> SampledToken | None:  # type: ignore[no-untyped-def]
+    def launch(self, output: SchedulerOutput, before: Late | None = None) -> Late:
+        self.steps.append(output)
+        known = before.tokens if before is not None else {}
+        found = [self._compute(step, self._tokens(step, known)) for step in output.scheduled]
+        pairs = zip(output.scheduled, found, strict=True)
+        return Late(found, {id(step.sequence): token.token_id for step, token in pairs if token is not None})
+
+    def _tokens(self, step: ScheduledSequence, known: dict[int, int]) -> list[int]:
+        """What the device knows of a sequence: the token of the step before too."""
+        *earlier, last = step.sequence.token_ids
+        assert AWAITED not in earlier
+        return [*earlier, known[id(step.sequence)] if last == AWAITED else last]
+
+    def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         sequence, stop = step.sequence, step.start + step.num_tokens
         assert step.num_tokens > 0
         source, salt = sequence.source_ids, sequence.request.cache_salt
@@ -43,12 +67,12 @@ class ScriptedRunner:
         cross_slots = self.block_manager.slots(sequence.cross_block_table, 0, len(source))
         if step.encode_source:
             self.written |= zip(cross_slots, memory, strict=True)
-        keys = [(salt, source, tuple(sequence.token_ids[: at + 1])) for at in range(stop)]
+        keys = [(salt, source, tuple(tokens[: at + 1])) for at in range(stop)]
         slots = self.block_manager.slots(sequence.block_table, 0, stop)
         self.written |= {slots[at]: keys[at] for at in range(step.start, stop)}
         assert [self.written[slot] for slot in slots] == keys, "keys of other tokens"
         assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
-        return SampledToken(self.script(sequence.source_ids, sequence.token_ids)) if step.samples else None
+        return SampledToken(self.script(sequence.source_ids, tokens)) if step.samples else None
 
 
 class Harness:
@@ -65,6 +89,7 @@ class Harness:
         eos_token_ids: tuple[int, ...] = (),
         script: Callable[..., int] = next_token,
         prefix_caching: bool = True,
+        overlap: bool = False,
     ) -> None:
         blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
         self.runner = ScriptedRunner(blocks, script)
@@ -74,6 +99,7 @@ class Harness:
             Scheduler(blocks, max_num_seqs, budget),
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
+            overlap=overlap,
         )
         self.outputs: list[TokenOutput] = []
 
@@ -87,7 +113,7 @@ class Harness:
         scheduler = self.engine.scheduler
         decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
         outputs, stats = self.engine.step()
-        if stats is not None:
+        if stats is not None and not self.engine.overlap:  # else they are of the step before
             step = self.runner.steps[-1]
             assert sum(s.num_tokens for s in step.scheduled) <= scheduler.max_num_batched_tokens
             assert len(step.scheduled) <= scheduler.max_num_seqs

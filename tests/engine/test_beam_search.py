@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from model.engine.beam import BeamSearch
-from model.engine.scheduler import SampledToken, SchedulerOutput
+from model.engine.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.request import FinishReason, Request, SamplingParams, TokenOutput
-from tests.engine.scripted import Harness, ScriptedRunner, next_token
+from tests.engine.scripted import Harness, Late, ScriptedRunner, next_token
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved
 
@@ -123,16 +123,16 @@ def test_beams_share_the_prompts_blocks_and_the_source() -> None:
 class BeamRunner(ScriptedRunner):
     """Candidates instead of tokens, for policy without a model."""
 
-    def _compute(self, step) -> SampledToken | None:  # type: ignore[no-untyped-def]
+    def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         beams = step.sequence.beams
-        made = super()._compute(step)
+        made = super()._compute(step, tokens)
         if made is None or beams is None:
             return made
-        first = next_token(step.sequence.source_ids, step.sequence.token_ids)
+        first = next_token(step.sequence.source_ids, tokens)
         found = [((first + offset) % 1000, -0.1 - offset) for offset in range(beams.search.num_candidates)]
         return SampledToken(found[0][0], candidates=found)
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+    def launch(self, output: SchedulerOutput, before: Late | None = None) -> Late:
         size = self.block_manager.block_size
         contents = {
             target: [self.written.get(source * size + i) for i in range(size)]
@@ -140,7 +140,7 @@ class BeamRunner(ScriptedRunner):
         }
         for target, content in contents.items():
             self.written |= {target * size + i: one for i, one in enumerate(content)}
-        return super().execute(output)
+        return super().launch(output, before)
 
 
 def beam_harness(**settings: Any) -> Harness:
@@ -149,9 +149,10 @@ def beam_harness(**settings: Any) -> Harness:
     return harness
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("num_blocks", [200, 22])
-def test_every_beam_reads_its_own_keys_whatever_the_pool(num_blocks: int) -> None:
-    harness = beam_harness(num_blocks=num_blocks, max_num_seqs=9)
+def test_every_beam_reads_its_own_keys_whatever_the_pool(num_blocks: int, overlap: bool) -> None:
+    harness = beam_harness(num_blocks=num_blocks, max_num_seqs=9, overlap=overlap)
     for number in range(5):
         harness.add(f"s{number}", 6, source=5, num_beams=4, n=2, max_tokens=9, seed=number)
         harness.add(f"g{number}", 7, max_tokens=9)

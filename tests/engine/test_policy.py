@@ -210,8 +210,9 @@ def seventh(source: object, tokens: list[int]) -> int:
         ({"ignore_eos": True, "max_tokens": 500}, 123, FinishReason.LENGTH),  # the context is full: 128 - 5
     ],
 )
-def test_when_a_sequence_ends(settings: dict[str, object], length: int, reason: FinishReason) -> None:
-    harness = Harness(eos_token_ids=(7,), script=seventh)
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_when_a_sequence_ends(settings: dict[str, object], length: int, reason: FinishReason, overlap: bool) -> None:
+    harness = Harness(eos_token_ids=(7,), script=seventh, overlap=overlap)
     harness.add("r", 5, **{"max_tokens": 30, **settings})
     harness.run()
     assert (len(harness.tokens("r")), harness.ends()["r", 0]) == (length, reason)
@@ -219,10 +220,11 @@ def test_when_a_sequence_ends(settings: dict[str, object], length: int, reason: 
     assert stop == (harness.tokens("r")[-1] if reason is FinishReason.STOP else None)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("source", [0, 40])
-def test_what_fits_in_an_empty_engine_finishes(source: int) -> None:
+def test_what_fits_in_an_empty_engine_finishes(source: int, overlap: bool) -> None:
     """Requests of the full context, each of which needs the whole pool, together with small ones."""
-    harness = Harness(num_blocks=20 if source else 10, block_size=4, budget=40, max_model_len=40)
+    harness = Harness(num_blocks=20 if source else 10, block_size=4, budget=40, max_model_len=40, overlap=overlap)
     made = [harness.add(f"full-{i}", 1 if source else 30, source=source, max_tokens=10) for i in range(4)]
     made += [harness.add(f"small-{i}", 2, source=source and 2, max_tokens=38) for i in range(6)]
     harness.run()
@@ -230,9 +232,10 @@ def test_what_fits_in_an_empty_engine_finishes(source: int) -> None:
         assert harness.tokens(request.request_id) == expected_tokens(request)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("encoder", [False, True], ids=["decoder", "encoder-decoder"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool) -> None:
+def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool, overlap: bool) -> None:
     chance = random.Random(seed)
     size = chance.choice([1, 3, 4, 16])
     context = 48
@@ -242,7 +245,8 @@ def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool
         max_num_seqs=chance.choice([1, 3, 8]),
         budget=chance.choice([context, 60, 200]) if encoder else chance.choice([8, 17, 64]),
         max_model_len=context,
-        eos_token_ids=(1, 2, 3),
+        eos_token_ids=tuple(range(1, 12)),
+        overlap=overlap,
     )
     made = {}
     for at in range(1000):
@@ -258,6 +262,7 @@ def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool
                 priority=chance.choice([0, 0, 1, -1]),
                 ignore_eos=chance.random() < 0.3,
                 min_tokens=chance.choice([0, 0, 5]),
+                no_repeat_ngram_size=chance.choice([0, 0, 0, 9]),  # has to look at each token before the next
                 deadline=time.monotonic() - 1 if chance.random() < 0.05 else None,
             )
         elif event < 0.16 and made:

@@ -1,0 +1,37 @@
+"""From the host to where a model lives, without waiting for what runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Sequence[float] | Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The values as a tensor on `device`."""
+    return sent(torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda"), device)
+
+
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`; from pinned memory the copy is in order with what follows, but not awaited."""
+    return host if device.type == "cpu" else host.to(device, non_blocking=True)
+
+
+class Fetched:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def get(self) -> Tensor:
+        """It, once it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host

@@ -1,0 +1,184 @@
+"""Steps launched before the last one's tokens are known, and recorded steps: the same tokens as without.
+
+Recorded steps run here without a GPU: what is recorded is called again at each replay, over the same buffers, and the
+backend looks at nothing but those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata
+from model.attention.sdpa import SdpaBackend
+from model.engine.block_manager import BlockManager
+from model.engine.decode_graph import DecodeGraphs, sizes_up_to
+from model.engine.engine import Engine
+from model.engine.model_runner import Launched, ModelRunner
+from model.engine.scheduler import Scheduler, SchedulerOutput
+from model.kv_cache import KVCache
+from model.request import FinishReason, Request, TokenOutput
+from tests.engine.scripted import Harness, Late, expected_tokens
+from tests.engine.support import request
+from tests.model.checkpoints import CPU, loaded
+
+KINDS = ["gpt2", "llama-gqa", "t5-relu", "bart"]
+
+
+class LengthsBackend(SdpaBackend):
+    """Believes the device's lengths only, as kernels do, and writes nothing to slots below 0."""
+
+    def forward(self, query, key, value, cache, metadata, config, bias=None) -> Tensor:  # type: ignore[no-untyped-def]
+        lengths = metadata.device_lengths
+        if lengths is None or metadata.block_tables is None:
+            return super().forward(query, key, value, cache, metadata, config, bias)
+        kv_lens = lengths.kv_lens.tolist()
+        alive = [b for b, length in enumerate(kv_lens) if length]
+        starts = lengths.cu_seqlens_q.tolist()
+        rows = [row for b in alive for row in range(starts[b], starts[b + 1])]
+        slots = metadata.slot_mapping
+        assert slots is None or (slots[[r for r in range(len(query)) if r not in rows]] < 0).all()
+        out = torch.full_like(query, float("nan"))
+        if alive:
+            known = AttentionMetadata(
+                q_lens=tuple(starts[b + 1] - starts[b] for b in alive),
+                kv_lens=tuple(kv_lens[b] for b in alive),
+                causal=metadata.causal,
+                block_tables=metadata.block_tables[alive],
+                slot_mapping=None if slots is None else slots[rows],
+            )
+            keys = [None if tensor is None else tensor[rows] for tensor in (key, value)]
+            out[rows] = super().forward(query[rows], *keys, cache, known, config, bias)
+        return out
+
+
+def recorded(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    result = run()
+    return result, lambda: result.copy_(run())
+
+
+class CountingRunner(ModelRunner):
+    """How many steps were launched while another was under way, and how many were replayed."""
+
+    followed = 0
+
+    def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
+        self.followed += before is not None
+        return super().launch(output, before)
+
+
+def outputs_of(
+    kind: str, requests: list[Request], *, overlap: bool = False, graphs: bool = False, num_blocks: int = 300
+) -> tuple[dict[tuple[str, int], list[TokenOutput]], CountingRunner]:
+    model = loaded(kind, LengthsBackend())
+    blocks = BlockManager(num_blocks, 4)
+    assert model.config.decoder is not None
+    cache = KVCache(model.config.decoder, num_blocks, 4, torch.float32, CPU)
+    decode = None
+    if graphs:
+        decode = DecodeGraphs(model, cache, blocks, max_num_seqs=12, max_model_len=64, record=recorded)
+        decode.record_all()
+    runner = CountingRunner(model, cache, blocks, decode)
+    eos = model.config.eos_token_ids
+    engine = Engine(kind, runner, Scheduler(blocks, 12, 64), max_model_len=64, eos_token_ids=eos, overlap=overlap)
+    found: dict[tuple[str, int], list[TokenOutput]] = {}
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop(0))
+        for output in engine.step()[0]:
+            found.setdefault((output.request_id, output.index), []).append(output)
+        engine.check_invariants()
+    assert blocks.num_free == num_blocks
+    return found, runner
+
+
+def tokens_of(found: dict[tuple[str, int], list[TokenOutput]]) -> dict[Any, Any]:
+    return {
+        key: ([t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, outputs[-1].stop_reason)
+        for key, outputs in found.items()
+    }
+
+
+def assorted(kind: str, *, blind: bool) -> list[Request]:
+    """Greedy and drawn, short and long, some with a stop id; not `blind`: some that must see each token first."""
+    made = [
+        request(kind, "greedy", 9, 0, max_tokens=20),
+        request(kind, "drawn", 17, 1, max_tokens=15, temperature=0.9, seed=4),
+        request(kind, "one", 5, 2, max_tokens=1),
+        request(kind, "two", 5, 3, max_tokens=2, temperature=1.0, top_k=5, n=3, seed=1),
+        request(kind, "long", 30, 4, max_tokens=25, temperature=1.0, top_p=0.9, seed=2),
+        request(kind, "stops", 12, 5, max_tokens=30, temperature=1.3, seed=5, ignore_eos=False, min_tokens=2,
+                stop_token_ids=tuple(range(0, 90, 7))),
+    ]  # fmt: skip
+    if not blind:
+        made += [
+            request(kind, "penalised", 8, 6, max_tokens=12, repetition_penalty=1.4),
+            request(kind, "scored", 8, 7, max_tokens=6, logprobs=2),
+            request(kind, "beams", 8, 8, max_tokens=6, num_beams=3, n=2),
+        ]
+    return made
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize("blind", [True, False], ids=["blind", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_one_step_after_the_other(kind: str, blind: bool, graphs: bool) -> None:
+    plain, _ = outputs_of(kind, assorted(kind, blind=blind))
+    found, runner = outputs_of(kind, assorted(kind, blind=blind), overlap=True, graphs=graphs)
+    assert tokens_of(found) == tokens_of(plain)
+    assert runner.followed > 5
+    assert plain["stops", 0][-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bart"])
+def test_preempted_under_way(kind: str) -> None:
+    requests = [request(kind, f"r{i}", 12, i, max_tokens=30, temperature=1.0, seed=i) for i in range(6)]
+    plain, _ = outputs_of(kind, requests)
+    found, runner = outputs_of(kind, requests, overlap=True, graphs=True, num_blocks=34 if kind == "gpt2" else 44)
+    assert tokens_of(found) == tokens_of(plain)
+    assert runner.followed > 5
+
+
+def test_recorded_sizes_hold_every_batch() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(40) == [1, 2, 4, 8, 16, 32, 40]
+    assert sizes_up_to(64)[-2:] == [48, 64]
+
+
+def test_a_launch_that_raises_costs_no_one_else_a_token() -> None:
+    harness = Harness(overlap=True)
+    made = [harness.add(f"r{i}", 5 + i, max_tokens=12) for i in range(4)]
+    real, broken = harness.runner.launch, []
+
+    def launch(output: SchedulerOutput, before: Late | None = None) -> Late:
+        if len(harness.runner.steps) > 3 and any(s.sequence.request.request_id == "r2" for s in output.scheduled):
+            broken.append(len(output.scheduled))
+            raise RuntimeError("this request breaks the model")
+        return real(output, before)
+
+    harness.runner.launch = launch  # type: ignore[method-assign]
+    harness.run()
+    ends = harness.ends()
+    assert ends.pop(("r2", 0)) is FinishReason.ERROR
+    assert broken[0] == 4 and broken[-1] == 1
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    for one in made:
+        if one.request_id != "r2":
+            assert harness.tokens(one.request_id) == expected_tokens(one)
+
+
+def test_aborted_under_way_ends_once_and_frees_its_blocks() -> None:
+    harness = Harness(overlap=True)
+    kept = harness.add("kept", 5, max_tokens=20)
+    harness.add("gone", 5, max_tokens=20)
+    for _ in range(4):
+        harness.step()
+    harness.abort("gone")
+    harness.run()
+    assert harness.ends() == {("gone", 0): FinishReason.CANCELLED, ("kept", 0): FinishReason.LENGTH}
+    assert harness.tokens("kept") == expected_tokens(kept)
