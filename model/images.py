@@ -11,12 +11,16 @@ import io
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from model.config import ConfigError, ImageConfig
+
+if TYPE_CHECKING:
+    from PIL import Image  # loaded where an image is read: text models run without
+
+_BILINEAR = 2  # as image files' library and preprocessor_config.json number it
 
 FORMATS = ("JPEG", "PNG")
 MAX_PIXELS = 32_000_000  # of the file as it comes; decoded it takes three to four bytes each
@@ -49,6 +53,8 @@ class ImageProcessing:
 
     def prepare(self, data: bytes) -> bytes:
         """RGB pixels, channel by channel, of an image file; raises `ImageError`."""
+        from PIL import Image
+
         image = decode(data)
         if self.resize is not None:
             image = image.resize(self.resize[::-1], Image.Resampling(self.resample))
@@ -68,6 +74,8 @@ class ImageProcessing:
 
 def decode(data: bytes) -> Image.Image:
     """An RGB image of a JPEG or PNG file of one frame and at most `MAX_PIXELS`."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound is ours
@@ -107,7 +115,7 @@ def processing(raw: Mapping[str, Any], image: ImageConfig) -> ImageProcessing:
         size=image.size,
         resize=sides,
         shortest_edge=shortest,
-        resample=raw.get("resample", int(Image.Resampling.BILINEAR)),
+        resample=raw.get("resample", _BILINEAR),
         crop=crop,
         rescale=raw.get("rescale_factor", 1 / 255) if raw.get("do_rescale", True) else 1.0,
         mean=tuple(mean),

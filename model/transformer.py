@@ -109,7 +109,7 @@ class Stack(nn.Module):
         size = embedding.embedding_size
         self.positions = _added_positions(config, size)
         added = config.token_types and config.position.kind is not PositionKind.XLNET_RELATIVE
-        self.types = nn.Embedding(config.token_types, size) if added else None
+        self.types = _table(config.token_types, size) if added else None
         self.embed_norm = build_norm(config.norm, size) if config.embed_norm else nn.Identity()
         self.project = nn.Linear(size, config.hidden_size) if size != config.hidden_size else nn.Identity()
         self.rotary: RotaryPositions | None = None
@@ -159,6 +159,11 @@ class Stack(nn.Module):
             layer_cache = cache.layers[index] if cache is not None else None
             x = self.block(index)(x, inputs, backend, layer_cache, rotary, bias, cross)
         return self.final_norm(x)
+
+
+def _table(rows: int, size: int) -> nn.Embedding:
+    """Not drawn at random: for that, on the meta device, torch would load its compiler, a second or two."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
 
 
 def _bucket_bias(config: StackConfig) -> BucketBias:
@@ -236,7 +241,7 @@ class Transformer(nn.Module):
         self.config = config
         self.backend = backend
         size = config.embedding.embedding_size
-        self.tokens = nn.Embedding(config.embedding.vocab_size, size) if config.embedding.vocab_size else None
+        self.tokens = _table(config.embedding.vocab_size, size) if config.embedding.vocab_size else None
         self.patches = PatchEmbedding(config.image, size) if config.image is not None else None
         self.encoder = Stack(config.encoder, config.embedding) if config.encoder is not None else None
         self.decoder = Stack(config.decoder, config.embedding) if config.decoder is not None else None

@@ -168,6 +168,15 @@ OPTIONS: tuple[Option, ...] = (
         per_model=True,
     ),
     Option(
+        "cuda_graphs",
+        truth,
+        _ENGINE.cuda_graphs,
+        "on a GPU: launch each decode step's kernels one by one, which starts sooner and runs slower",
+        "BOOL",
+        "decode steps are recorded",
+        per_model=True,
+    ),
+    Option(
         "prefix_caching",
         truth,
         _ENGINE.prefix_caching,

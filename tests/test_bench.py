@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.bench import gpu
 from loadtest.bench.floors import Ceilings, Costs, Floor
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
@@ -73,3 +74,14 @@ def test_a_run_prints_one_json_line(tmp_path: Path) -> None:
     assert row["model"] == "N1" and row["engine"] == "triptych" and row["rate"] > 0
     assert row["of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
     assert found["machine"]["threads"] > 0
+
+
+def test_the_gpu_bench_runs_every_case_on_a_toy(tmp_path: Path) -> None:
+    gpu.main(["--tiny", "--json", str(tmp_path / "found.jsonl")])
+    ceilings, check, *cases = map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
+    assert ceilings["tflops"] > 0
+    assert [case["case"] for case in (check, *cases)] == list(gpu.CASES)
+    assert check["llama-1b"] is check["bart-large"] is check["t5-xl"] is True
+    for case in cases:
+        rates = [value for key, value in case.items() if "_per_s" in key or "of_" in key or "ms" in key]
+        assert rates and all(rate >= 0 for rate in rates), case

@@ -118,6 +118,23 @@ def test_the_engine_needs_neither_web_nor_ray() -> None:
     assert imported_by("model.engine.llm, model.engine.thread", {*WEB, "torch"}) == {"torch"}
 
 
+def test_loading_a_model_does_not_load_torchs_compiler() -> None:
+    """It takes seconds, and importing torch alone does not do it."""
+    build = "build_model(config_from_raw({**CONFIGS['N1']}, None), SdpaBackend())"
+    code = (
+        "import sys; from loadtest.bench.models import CONFIGS; from model.attention.sdpa import SdpaBackend;"
+        f"from model.families import config_from_raw; from model.loader import build_model; {build};"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_bare_gpu_machine_runs_the_gpu_bench() -> None:
+    absent = {*WEB, "PIL", "msgspec", "llguidance", "rich", "httpx"}
+    assert imported_by("loadtest.bench.gpu", {*absent, "torch"} - {"loadtest"}) == {"torch"}
+
+
 def test_control_the_reader_sees_imports_inside_functions(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text("def f():\n    import torch.nn\n    from ray import serve\n")

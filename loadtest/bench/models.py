@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from model.attention.base import AttentionBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import tensor_names
 from model.families import FAMILIES
 from model.loader import build_model, stored_tensors
 from model.settings import Settings
+from model.transformer import Transformer
 
 _VERSION = 1  # of what is written; another one is built anew
 _STD = 0.02
@@ -120,19 +122,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def random_model(
+    raw: dict[str, Any], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+) -> Transformer:
+    """The network of a raw config.json with weights from a fixed seed, which never were in a file."""
+    config = FAMILIES[raw["model_type"]].config(Settings(raw), None)
+    model = build_model(config, backend).to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = "norm" in name or name.rsplit(".", 2)[-2].endswith(("_in", "_out"))
+            mean = 1.0 if gain and name.endswith("weight") else 0.0
+            parameter.normal_(mean, _STD, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
 def built(name: str, cache: Path) -> Path:
     """The folder of benchmark model `name` under `cache`, written unless it is there."""
     folder = cache / f"{name}-{_VERSION}"
     if folder.exists():
         return folder
-    config = FAMILIES[CONFIGS[name]["model_type"]].config(Settings(CONFIGS[name]), None)
-    model = build_model(config, SdpaBackend()).to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            gain = "norm" in parameter_name or parameter_name.rsplit(".", 2)[-2].endswith(("_in", "_out"))
-            mean = 1.0 if gain and parameter_name.endswith("weight") else 0.0
-            parameter.normal_(mean, _STD, generator=generator)
+    model = random_model(CONFIGS[name], SdpaBackend(), torch.float32, torch.device("cpu"))
     making = cache / f".{name}-{os.getpid()}"
     making.mkdir(parents=True)
     tensors = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in stored_tensors(model)}

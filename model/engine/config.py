@@ -29,6 +29,7 @@ class EngineConfig:
     block_size: int = 16  # tokens of one KV block
     kv_cache_memory: int | None = None  # bytes, of each rank
     gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True  # on a GPU: record decode steps at start, which takes seconds and some memory
     prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens

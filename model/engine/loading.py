@@ -13,9 +13,10 @@ import torch
 from model.anatomy import dissect
 from model.attention.selection import Selection, select_backend
 from model.checkpoint import Checkpoint, read_checkpoint
-from model.config import ConfigError, ModelConfig
+from model.config import ConfigError, ModelConfig, PositionKind
 from model.engine.block_manager import BlockManager
 from model.engine.config import EngineConfig
+from model.engine.decode_graph import CudaRecorder, DecodeGraphs
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
 from model.engine.matching import Grammars
@@ -71,6 +72,16 @@ def load(spec: ModelSpec) -> LoadedModel:
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
     model = _load_model(spec, checkpoint, selection, dtype, device, max_model_len)
+    loaded = assemble(spec, checkpoint, model, selection)
+    loaded.info.load_seconds = time.monotonic() - began
+    return loaded
+
+
+def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection) -> LoadedModel:
+    """The engines of a network that has its weights."""
+    weight = next(model.parameters())
+    dtype, device = weight.dtype, weight.device
+    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     if selection.library is not None:
         kind = Kind.INT8 if spec.engine.quantization == "int8" else None
         pack_model(model, selection.library, kind, only_c=spec.engine.batch_invariant)
@@ -88,7 +99,6 @@ def load(spec: ModelSpec) -> LoadedModel:
     if checkpoint.config.can_generate:
         generate = _generate_engine(spec, checkpoint, model, max_model_len, dtype, device)
     info = _info(spec, checkpoint, model, selection, max_model_len, generate)
-    info.load_seconds = time.monotonic() - began
     return LoadedModel(info, encode, generate, _followers(model))
 
 
@@ -212,14 +222,22 @@ def _generate_engine(
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
     cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
     scheduler = Scheduler(block_manager, spec.engine.max_num_seqs, spec.engine.max_num_batched_tokens)
+    graphs = None
+    if can_record(spec.engine, model, device):
+        seqs = spec.engine.max_num_seqs
+        graphs = DecodeGraphs(
+            model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=CudaRecorder()
+        )
+        graphs.record_all()
     return Engine(
         spec.name,
-        ModelRunner(model, cache, block_manager),
+        ModelRunner(model, cache, block_manager, graphs),
         scheduler,
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         pacing=Pacing(),
         grammars=_grammars(checkpoint),
+        overlap=_overlaps(spec.engine, config, device),
     )
 
 
@@ -230,6 +248,20 @@ def _cache(model: Transformer, num_blocks: int, block_size: int, dtype: torch.dt
     if followers is None:
         return KVCache(model.decoder.config, num_blocks, block_size, dtype, device)
     return LeadingCache(model.decoder.config, num_blocks, block_size, dtype, device, followers)
+
+
+def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
+    """Whether a step is launched before the last one's tokens are known; a CPU computes where it would be prepared."""
+    alone = engine.tensor_parallel_size == 1  # the other ranks are told each call when it is made
+    return device.type == "cuda" and alone and not config.generation.banned_sequences
+
+
+def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
+    """Whether decode steps run from graphs: the Triton kernels read every length where a replay finds it."""
+    assert model.decoder is not None
+    relative = model.decoder.config.position.kind is PositionKind.XLNET_RELATIVE
+    alone = engine.tensor_parallel_size == 1  # sums over ranks are not recorded
+    return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.name == "triton" and not relative
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:
