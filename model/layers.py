@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias
 from model.config import Activation, AttentionConfig, MLPConfig, NormConfig, NormKind
+from model.fused import gated, rotate_both
 from model.kv_cache import LayerCache
-from model.positions import rotate
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: functional.relu,
@@ -54,10 +54,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [T, d] -> [T, d]
         hidden = self.up(x)
-        if self.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * up)
-        return self.down(self.activation(hidden))
+        return self.down(gated(hidden, self.activation) if self.gated else self.activation(hidden))
 
 
 class SelfAttention(nn.Module):
@@ -91,7 +88,7 @@ class SelfAttention(nn.Module):
         if self.offset is not None:
             q = q + self.offset
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = rotate_both(q, k, *rotary)
         return self.out(backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
 
 

@@ -21,6 +21,7 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
+from model.fused import add_norm
 from model.kv_cache import KVCache, LayerCache
 from model.layers import ACTIVATIONS, MLP, CrossAttention, SelfAttention, build_norm
 from model.native.library import Kind, Library
@@ -85,12 +86,13 @@ class Block(nn.Module):
         mixed = self.attn(self.attn_in(x), backend, inputs.metadata, cache, rotary, self._own_bias(inputs) or bias)
         if self.parallel:
             return x + mixed + self.mlp(self.ffn_in(x))
-        x = self.attn_out(x + mixed)
+        following = self.ffn_in if self.cross is None else self.cross_in
+        x, read = _join(x, mixed, self.attn_out, following)
         if self.cross is not None:
             assert cross is not None
-            mixed = self.cross(self.cross_in(x), backend, cross.metadata, cache, cross.memory)
-            x = self.cross_out(x + mixed)
-        return self.ffn_out(x + self.mlp(self.ffn_in(x)))
+            mixed = self.cross(read, backend, cross.metadata, cache, cross.memory)
+            x, read = _join(x, mixed, self.cross_out, self.ffn_in)
+        return self.ffn_out(x + self.mlp(read))
 
     def _own_bias(self, inputs: StackInput) -> ScoreBias | None:
         """The bias of a layer that does not share its stack's."""
@@ -98,6 +100,14 @@ class Block(nn.Module):
         if relative is None or offset is None:
             return self.bias
         return lambda query, group: relative.scores(query, group, offset, inputs.token_types)
+
+
+def _join(x: Tensor, mixed: Tensor, norm: nn.Module, following: nn.Module) -> tuple[Tensor, Tensor]:
+    """`norm(x + mixed)`, and that as the next sublayer reads it; whichever norm is there comes with the sum."""
+    if isinstance(norm, nn.Identity):
+        return add_norm(x, mixed, following)
+    x = add_norm(x, mixed, norm)[1]
+    return x, following(x)
 
 
 class Stack(nn.Module):

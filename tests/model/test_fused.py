@@ -1,0 +1,73 @@
+"""What is one kernel on a GPU gives the numbers of its parts, and does without where it cannot be compiled."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from model import fused
+from model.layers import OffsetRMSNorm
+
+
+def filled(norm: nn.Module) -> nn.Module:
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.3)
+    return norm
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.RMSNorm(8, eps=1e-5), nn.LayerNorm(8), nn.LayerNorm(8, bias=False), OffsetRMSNorm(8, 1e-6), nn.Identity()],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_and_its_norm(norm: nn.Module, dtype: torch.dtype) -> None:
+    norm = filled(norm).to(dtype)
+    x, y = torch.randn(5, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype)
+    total, normed = fused.add_norm(x, y, norm)
+    assert torch.equal(total, x + y)
+    assert torch.equal(normed, norm(x + y))
+
+
+@pytest.mark.slow  # the compiler alone takes ten seconds to import
+@pytest.mark.parametrize("function", [fused._add_rms, fused._add_layer, fused.gated, fused.rotate_both])
+def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-untyped-def]
+    """No part of them is left to the interpreter, with any number of rows."""
+    plain = function.__wrapped__
+    compiled = torch.compile(plain, dynamic=True, fullgraph=True, backend="eager")
+    for rows in (1, 3, 64):
+        x = torch.randn(rows, 16)
+        inputs = {
+            "_add_rms": (x, x + 1, torch.randn(16), 1e-5),
+            "_add_layer": (x, x + 1, torch.randn(16), torch.randn(16), 1e-5),
+            "gated": (x, nn.functional.silu),
+            "rotate_both": (*(torch.randn(rows, heads, 16) for heads in (4, 2)), *torch.randn(2, rows, 1, 8)),
+        }[plain.__name__]
+        torch.testing.assert_close(compiled(*inputs), plain(*inputs))
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def broken(function, **_):  # type: ignore[no-untyped-def]
+        def run(*_: object) -> None:
+            calls.append(function.__name__)
+            raise RuntimeError("no compiler here")
+
+        return run
+
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch, "compile", broken)
+    double = fused.fused(lambda x: x + x)
+    x = torch.ones(3).as_subclass(Elsewhere)
+    with caplog.at_level(logging.WARNING):
+        assert [double(x).sum().item() for _ in range(3)] == [6.0] * 3
+    assert len(calls) == 1  # tried once
+    assert "could not be compiled" in caplog.text
