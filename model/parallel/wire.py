@@ -13,11 +13,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata
+from model.attention.base import AttentionMetadata, DeviceLengths
 from model.parallel.group import Group
 from model.transformer import CrossInput, StackInput
 
-_TYPES: dict[str, type[Any]] = {one.__name__: one for one in (StackInput, CrossInput, AttentionMetadata)}
+_TYPES: dict[str, type[Any]] = {one.__name__: one for one in (StackInput, CrossInput, AttentionMetadata, DeviceLengths)}
 
 
 class Load(msgspec.Struct, tag=True):
