@@ -36,11 +36,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of a workload is run: its share of the requests and of their lengths."""
+    """How much of a workload is run: its share of the requests, at most the first `at_most`, and of their lengths."""
 
     requests: float = 1.0
     lengths: float = 1.0
     seed: int = 0
+    at_most: int | None = None
 
 
 QUICK = Scale(requests=0.25, lengths=0.5)
@@ -57,7 +58,8 @@ def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
         return tuple(rng.randrange(_LEAST_ID, vocab_size) for _ in range(count))
 
     def many(count: int, one: Callable[[], Ask]) -> tuple[Ask, ...]:
-        return tuple(one() for _ in range(max(1, round(count * scale.requests))))
+        share = max(1, round(count * scale.requests))
+        return tuple(one() for _ in range(min(share, scale.at_most or share)))
 
     if form == "D":
         single = Ask(ids(128), max(2, round(64 * scale.lengths)))

@@ -1,0 +1,75 @@
+"""The reference library's own continuous batching, in bfloat16 unless we compute in float32.
+
+One pool for every workload, as large as the largest needs, of its default page; prompts are computed in chunks, so that
+a step's mask stays small; no search for common prefixes, as there are none.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from loadtest.bench.ours import Run
+from loadtest.bench.peers import Unable
+from loadtest.bench.peers.static import load_model
+from loadtest.bench.workloads import Workload
+
+_PAGE = 256  # tokens; its default
+_STEP_TOKENS = 512
+_NEVER = -1  # no token ends a text
+
+
+class Engine:
+    """Its manager, kept from run to run while the work stays the same."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.model = load_model(path, settings)
+        self.info = {"version": transformers.__version__}
+        self._pages = 0
+        self._manager: Any = None
+
+    def run(self, workload: Workload) -> Run:
+        if workload.beams > 1:
+            raise Unable("no beam search in its continuous batching")
+        manager = self._manager_for(workload)
+        lengths: dict[str, int] = {}
+        first: list[float] = []
+        began = time.perf_counter()
+        for ask in workload.asks:
+            name = manager.add_request(
+                list(ask.ids), max_new_tokens=ask.output_tokens, record_timestamps=True, eos_token_id=_NEVER
+            )
+            lengths[name] = ask.output_tokens
+        while lengths:
+            output = manager.get_result(timeout=1)
+            if output is None and not manager.is_running():
+                raise RuntimeError("its generation thread ended")
+            if output is None or not output.is_finished():
+                continue
+            if output.error or len(output.generated_tokens) != lengths.pop(output.request_id):
+                raise RuntimeError(output.error or "an output of another length than was asked")
+            first.append(output.timestamps[0] - began)
+        return Run(time.perf_counter() - began, sorted(first))
+
+    def _manager_for(self, workload: Workload) -> Any:
+        """A running manager whose pool holds all of `workload`; the run that makes it is not a counted one."""
+        pages = sum(-(-(len(ask.ids) + ask.output_tokens) // _PAGE) for ask in workload.asks)
+        if self._manager is None or pages > self._pages:
+            if self._manager is not None:
+                self._manager.stop(block=True)
+                self._manager.destroy()
+            self._pages = pages
+            self._manager = self.model.init_continuous_batching(
+                generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=_NEVER, pad_token_id=0),
+                continuous_batching_config=ContinuousBatchingConfig(
+                    page_size=_PAGE, num_blocks=pages + 1, max_batch_tokens=_STEP_TOKENS, allow_block_sharing=False
+                ),
+            )
+            with torch.inference_mode():
+                self._manager.start()
+        return self._manager

@@ -1,0 +1,89 @@
+"""OpenVINO: decoders by GenAI's continuous batching, encoders by its asynchronous queue; bfloat16 where the CPU has it.
+
+Its cache of keys and values stays at the 8 bits that are its default on CPUs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+import torch
+
+from loadtest.bench.ours import Run
+from loadtest.bench.peers import Unable
+from loadtest.bench.peers.batches import batches, padded
+from loadtest.bench.workloads import Workload
+
+_CACHE_GB = 3  # as much as ours
+
+
+class Engine:
+    """The model of `path`, exported beside it once."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        exported = path.parent / f"{path.name}-openvino"
+        if not exported.exists():  # in a process of its own: its memory is no engine's
+            subprocess.run(
+                [sys.executable, "-m", "loadtest.bench.peers.ov_export", str(path), str(exported)],
+                check=True,
+                stdout=sys.stderr,
+            )
+        precision = "f32" if settings["dtype"] == "float32" else "bf16"
+        options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        self._pipeline: Any = None
+        self._requests: Any = None
+        if settings["form"] == "D":
+            scheduler = openvino_genai.SchedulerConfig()
+            scheduler.cache_size = _CACHE_GB
+            self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduler, "CPU", options)
+        else:
+            options["PERFORMANCE_HINT"] = "THROUGHPUT"
+            compiled = openvino.Core().compile_model(exported / "openvino_model.xml", "CPU", options)
+            self._requests = openvino.AsyncInferQueue(compiled)
+        self.info = {"version": openvino_genai.__version__, "precision": precision, "kv_cache": "u8"}
+
+    def run(self, workload: Workload) -> Run:
+        if workload.beams > 1:
+            raise Unable("no exact lengths with beams")
+        return self._generate(workload) if workload.output_tokens else self._encode(workload)
+
+    def _generate(self, workload: Workload) -> Run:
+        """Everything is submitted, its scheduler batches."""
+        pipeline, handles, first = self._pipeline, [], []
+        began = time.perf_counter()
+        for number, ask in enumerate(workload.asks):
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = ask.output_tokens, True, False
+            ids = openvino.Tensor(np.array([ask.ids], dtype=np.int64))
+            handles.append(pipeline.add_request(number, ids, config))
+        waiting = list(handles)
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            now, before = time.perf_counter() - began, len(waiting)
+            waiting = [handle for handle in waiting if not handle.can_read()]
+            first += [now] * (before - len(waiting))
+        seconds = time.perf_counter() - began
+        lengths = [sum(len(output.generated_ids) for output in handle.read_all()) for handle in handles]
+        if lengths != [ask.output_tokens for ask in workload.asks]:
+            raise RuntimeError("outputs of other lengths than were asked")
+        return Run(seconds, first)
+
+    def _encode(self, workload: Workload) -> Run:
+        found: list[Any] = []
+        self._requests.set_callback(lambda request, _: found.append(request.get_output_tensor(0).data.copy()))
+        began = time.perf_counter()
+        for batch in batches(workload):
+            ids, mask = padded(batch, left=False)
+            self._requests.start_async({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        self._requests.wait_all()
+        seconds = time.perf_counter() - began
+        if sum(map(len, found)) != len(workload.asks):
+            raise RuntimeError("not every text has an embedding")
+        return Run(seconds)

@@ -1,0 +1,53 @@
+"""The reference library, in bfloat16 unless we compute in float32: padded batches sorted by length."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from loadtest.bench.ours import Run
+from loadtest.bench.peers.batches import batches, padded
+from loadtest.bench.workloads import Workload
+from model.checkpoint import read_json
+
+_AUTO = {"llama": "CausalLM", "gpt2": "CausalLM", "t5": "Seq2SeqLM", "bart": "Seq2SeqLM"}
+
+
+def load_model(path: Path, settings: dict[str, Any]) -> Any:
+    """The model of `path` as the reference library computes it."""
+    dtype = torch.float32 if settings["dtype"] == "float32" else torch.bfloat16
+    kind = _AUTO.get(read_json(path / "config.json")["model_type"], "")
+    loader = getattr(transformers, f"AutoModelFor{kind}") if kind else transformers.AutoModel
+    return loader.from_pretrained(path, dtype=dtype).eval()
+
+
+class Engine:
+    """`generate` on one batch after the other."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.model = load_model(path, settings)
+        self.info = {"version": transformers.__version__}
+
+    @torch.inference_mode()
+    def run(self, workload: Workload) -> Run:
+        began = time.perf_counter()
+        for batch in batches(workload):
+            ids, mask = padded(batch, left=bool(batch[0].output_tokens) and not self.model.config.is_encoder_decoder)
+            if not batch[0].output_tokens:
+                self.model(input_ids=ids, attention_mask=mask).last_hidden_state.mean(dim=1)
+                continue
+            # Rows that need fewer tokens than their batch's longest still ride along: that is static batching.
+            longest = max(ask.output_tokens for ask in batch)
+            self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                min_new_tokens=longest,
+                max_new_tokens=longest,
+                num_beams=workload.beams,
+                do_sample=False,
+            )
+        return Run(time.perf_counter() - began)
