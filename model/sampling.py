@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -64,19 +65,74 @@ def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
 
 
 def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
-    """Bias, bans and penalties of the rows that have any, on a copy."""
+    """Bias, penalties and bans of the rows that have any, on a copy: a few scatters, however many rows there are.
+
+    What is written where is put together on the host, so nothing waits for the device.
+    """
     touched = [i for i, row in enumerate(rows) if _needs_processing(row)]
-    if touched:
-        logits = logits.clone()
-    for i in touched:
-        _process_row(logits[i], rows[i])
-    masks = {i: rows[i].allowed for i in touched if rows[i].forced_token_id is None}
-    limited = {i: mask for i, mask in masks.items() if mask is not None}
-    if limited:
-        allowed = torch.from_numpy(np.stack(list(limited.values()))).to(logits.device)
-        at = torch.tensor(list(limited), device=logits.device)
-        logits[at] = logits[at].masked_fill(~allowed, float("-inf"))
+    if not touched:
+        return logits
+    logits, at, chosen = logits.clone(), np.array(touched), [rows[i] for i in touched]
+    if any(row.params.logit_bias for row in chosen):
+        biases = [bias for row in chosen for bias in row.params.logit_bias.values()]
+        _, where = _flat([tuple(row.params.logit_bias) for row in chosen], at, logits.device)
+        logits[where] += torch.tensor(biases, dtype=torch.float32, device=logits.device)
+    if any(row.params.repetition_penalty != 1.0 for row in chosen):
+        _repetition(logits, chosen, at)
+    if any(row.params.presence_penalty or row.params.frequency_penalty for row in chosen):
+        _presence_and_frequency(logits, chosen, at)
+    if any(row.banned_token_ids for row in chosen):
+        _, where = _flat([row.banned_token_ids for row in chosen], at, logits.device)
+        logits[where] = float("-inf")
+    _impose(logits, chosen, at)
     return logits
+
+
+def _flat(
+    lists: list[Rows[int]], at: NDArray[np.int64], device: torch.device
+) -> tuple[NDArray[np.int64], tuple[Tensor, Tensor]]:
+    """For each token of the lists, its list, and its place in the logits; list `i` is of the logits' row `at[i]`."""
+    lengths = [len(tokens) for tokens in lists]
+    tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
+    of = np.repeat(np.arange(len(lists)), lengths)
+    return of, (torch.from_numpy(at[of]).to(device), torch.from_numpy(tokens).to(device))
+
+
+def _repetition(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
+    """What was seen becomes less likely by a factor (Keskar et al. 2019); what came twice is written twice."""
+    seen: list[Rows[int]] = [row.token_ids if row.params.repetition_penalty != 1.0 else () for row in rows]
+    of, where = _flat(seen, at, logits.device)
+    factors = np.array([row.params.repetition_penalty for row in rows], dtype=np.float32)
+    factor, scores = torch.from_numpy(factors[of]).to(logits.device), logits[where]
+    logits[where] = torch.where(scores > 0, scores / factor, scores * factor)
+
+
+def _presence_and_frequency(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
+    """What the output has already costs a constant and a price for each time."""
+    presence = np.array([row.params.presence_penalty for row in rows], dtype=np.float32)
+    frequency = np.array([row.params.frequency_penalty for row in rows], dtype=np.float32)
+    costs = (presence != 0) | (frequency != 0)
+    outputs = [row.token_ids[row.num_prompt_tokens :] if cost else () for row, cost in zip(rows, costs, strict=True)]
+    tokens = [np.unique(np.array(output, dtype=np.int64), return_counts=True) for output in outputs]
+    of = np.repeat(np.arange(len(rows)), [len(used) for used, _ in tokens])
+    counts = np.concatenate([count for _, count in tokens]).astype(np.float32)
+    used = torch.from_numpy(np.concatenate([used for used, _ in tokens])).to(logits.device)
+    price = torch.from_numpy(presence[of] + frequency[of] * counts).to(logits.device)
+    logits[torch.from_numpy(at[of]).to(logits.device), used] -= price
+
+
+def _impose(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
+    """What grammars leave, and the only token where one is forced, whatever a grammar says."""
+    forced = [i for i, row in enumerate(rows) if row.forced_token_id is not None]
+    limited = [i for i, row in enumerate(rows) if row.allowed is not None and row.forced_token_id is None]
+    if limited:
+        allowed = torch.from_numpy(np.stack([rows[i].allowed for i in limited])).to(logits.device)  # type: ignore[misc]
+        where = torch.from_numpy(at[limited]).to(logits.device)
+        logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
+    if forced:
+        where = torch.from_numpy(at[forced]).to(logits.device)
+        logits[where] = float("-inf")
+        logits[where, torch.tensor([rows[i].forced_token_id for i in forced], device=logits.device)] = 0.0
 
 
 def _needs_processing(row: SamplingRow) -> bool:
@@ -86,36 +142,26 @@ def _needs_processing(row: SamplingRow) -> bool:
     return bool(penalties or p.logit_bias or imposed)
 
 
-def _process_row(logits: Tensor, row: SamplingRow) -> None:
-    params, device = row.params, logits.device
-    if params.logit_bias:
-        logits[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(
-            list(params.logit_bias.values()), device=device
-        )
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(row.token_ids, dtype=torch.int64, device=device).unique()
-        scores = logits[seen]
-        factor = params.repetition_penalty
-        logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
-    if row.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
-        used, counts = torch.tensor(row.token_ids[row.num_prompt_tokens :], device=device).unique(return_counts=True)
-        logits[used] -= params.presence_penalty + params.frequency_penalty * counts
-    if row.banned_token_ids:
-        logits[torch.tensor(list(row.banned_token_ids), device=device)] = float("-inf")
-    if row.forced_token_id is not None:
-        logits.fill_(float("-inf"))[row.forced_token_id] = 0.0
-
-
 def logprobs_of(logits: Tensor, tokens: Tensor, top: Rows[int]) -> list[TokenLogprob]:
     """Tokens `[N]` under the model's own distribution (logits `[N, V]`), each with the `top[i]` likeliest."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    values, ids = logprobs.topk(min(max(max(top), 1), logprobs.shape[1]), dim=-1)
+    logits = logits.float()
+    mass = _log_mass(logits)  # [N, 1]; the order is that of the logits, so no second table of them is made
+    chosen = (logits.gather(1, tokens[:, None]) - mass)[:, 0]
+    values, ids = logits.topk(min(max(top), logits.shape[1]), dim=-1)
+    values = values - mass
     ranked = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
         TokenLogprob(token, value, tuple(best[:count]))
-        for token, value, best, count in zip(tokens.tolist(), chosen, ranked, top, strict=True)
+        for token, value, best, count in zip(tokens.tolist(), chosen.tolist(), ranked, top, strict=True)
     ]
+
+
+def _log_mass(logits: Tensor) -> Tensor:
+    """log sum exp of each row, `[N, 1]`, the same alone as among others: torch shares a sum among threads, in another
+    order, only if it is the only one."""
+    if len(logits) > 1:
+        return logits.logsumexp(dim=-1, keepdim=True)
+    return logits.expand(2, -1).logsumexp(dim=-1, keepdim=True)[:1]
 
 
 def likeliest(logits: Tensor, rows: Rows[SamplingRow], counts: Rows[int]) -> list[list[tuple[int, float]]]:
@@ -129,7 +175,7 @@ def likeliest(logits: Tensor, rows: Rows[SamplingRow], counts: Rows[int]) -> lis
     else:  # the same order, without a second table of the vocabulary's size
         logits = logits.float()
         values, tokens = logits.topk(count, dim=-1)
-        values = values - logits.logsumexp(dim=-1, keepdim=True)
+        values = values - _log_mass(logits)
     return [
         list(zip(ids[:count], found[:count], strict=True))
         for ids, found, count in zip(tokens.tolist(), values.tolist(), counts, strict=True)

@@ -167,6 +167,70 @@ class TestPenaltiesAgainstTheReferenceLibrary:
         assert support(logits(2)[0], params).keys() == set(kept[0].isfinite().nonzero()[:, 0].tolist())
 
 
+def processed_row_by_row(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """Bias, penalties, bans and grammars, one row and one token after the other, by the definitions."""
+    scores = scores.clone()
+    for i, one in enumerate(rows):
+        p = one.params
+        for token, bias in p.logit_bias.items():
+            scores[i, token] += bias
+        for token in set(one.token_ids) if p.repetition_penalty != 1.0 else ():
+            score, factor = scores[i, token], torch.tensor(p.repetition_penalty)
+            scores[i, token] = score / factor if score > 0 else score * factor
+        for token, count in Counter(one.token_ids[one.num_prompt_tokens :]).items():
+            frequency = torch.tensor(p.frequency_penalty) * torch.tensor(float(count))
+            scores[i, token] -= torch.tensor(p.presence_penalty) + frequency
+        for token in one.banned_token_ids:
+            scores[i, token] = -INFINITY
+        if one.forced_token_id is not None:
+            scores[i] = -INFINITY
+            scores[i, one.forced_token_id] = 0.0
+        elif one.allowed is not None:
+            scores[i, torch.from_numpy(~one.allowed)] = -INFINITY
+    return scores
+
+
+token_ids = st.lists(st.integers(0, V - 1), max_size=12)
+imposed_rows = st.builds(
+    lambda params, prompt, output, banned, forced, allowed: SamplingRow(
+        params, 0, prompt + output, len(prompt), tuple(banned), forced, allowed
+    ),
+    st.builds(
+        SamplingParams,
+        repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+        presence_penalty=st.sampled_from([0.0, 0.4, -0.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.1, -0.7]),
+        logit_bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=4),
+    ),
+    token_ids,
+    token_ids,
+    st.lists(st.integers(0, V - 1), max_size=4),
+    st.none() | st.integers(0, V - 1),
+    st.none() | st.lists(st.booleans(), min_size=V, max_size=V).map(np.array),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.just(SamplingRow(SamplingParams(), 0, [1], 1)) | imposed_rows, min_size=1, max_size=6))
+def test_processing_the_batch_is_processing_each_row_bit_for_bit(rows: list[SamplingRow]) -> None:
+    from model.sampling import _process
+
+    scores = logits(11, rows=len(rows))
+    before = scores.clone()
+    assert torch.equal(_process(scores, rows), processed_row_by_row(scores, rows))
+    assert torch.equal(scores, before)
+
+
+def test_logprobs_are_the_same_alone_and_among_others() -> None:
+    """With several threads torch's own sum over a lone row of this length is another one."""
+    scores = torch.randn(64, 50_257, generator=torch.Generator().manual_seed(0))
+    tokens, top = torch.arange(64), [i % 5 for i in range(64)]
+    crowd = logprobs_of(scores, tokens, top)
+    alone = [logprobs_of(scores[i : i + 1], tokens[i : i + 1], [top[i]])[0] for i in range(64)]
+    assert crowd == alone
+    assert [len(found.top) for found in crowd] == top
+
+
 def test_banned_tokens_are_never_drawn() -> None:
     scores = logits(3)
     banned = scores[0].argsort(descending=True)[: V - 2].tolist()
