@@ -175,7 +175,7 @@ class Bench:
         self.rows += rows
         self.steps += steps
         for found in rows:
-            self.console.print("  " + brief(found))
+            self.console.print("  " + brief(found), soft_wrap=True, highlight=False)
         if self.arguments.json:
             with self.arguments.json.open("a") as file:
                 print(json.dumps({**self._context(), **_results(rows, steps)}), file=file)

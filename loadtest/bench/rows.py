@@ -91,7 +91,12 @@ def row(model: str, engine: str, workload: Workload, answers: Answers, floor: fl
 
 def brief(found: Row) -> str:
     """The row in a line, for who waits."""
-    return "  ".join(filter(None, (found.model, found.engine, found.workload, *_cells(found))))
+    head = " ".join(filter(None, (found.model, found.engine, found.workload)))
+    if found.unable is not None:
+        return f"{head}: {found.unable}"
+    ratio = "" if found.ratio is None else f"ours is {found.ratio:.2f}x, "
+    others = _others([run["foreign_cores"] for run in found.runs], found.busy)
+    return f"{head}: {found.rate:,.1f} {found.unit}, {found.seconds:.2f} s, {ratio}others {others}"
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -41,7 +41,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=engine_environment() if engine == "triptych" else None,
+            env=engine_environment(),  # threads that spin for long would cost peers more than us
         )
         self.info = self._read()
 
