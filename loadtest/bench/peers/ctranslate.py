@@ -43,13 +43,17 @@ class Engine:
             longest = max(ask.output_tokens for ask in batch)
             tokens = [[f"t{token}" for token in ask.ids] for ask in batch]
             if self.decoder:
-                self.engine.generate_batch(
+                results = self.engine.generate_batch(
                     tokens, min_length=longest, max_length=longest, include_prompt_in_result=False
                 )
+                lengths = {len(result.sequences[0]) for result in results}
             else:
-                self.engine.translate_batch(
+                results = self.engine.translate_batch(
                     tokens, beam_size=workload.beams, min_decoding_length=longest, max_decoding_length=longest
                 )
+                lengths = {len(result.hypotheses[0]) for result in results}
+            if lengths != {longest}:
+                raise RuntimeError("outputs of other lengths than were asked")
         return Run(time.perf_counter() - began)
 
 
