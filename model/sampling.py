@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model.drawing import draw
 from model.request import SamplingParams, TokenLogprob
+from model.transfer import on_device, sent
 
 _MASK = (1 << 64) - 1
 
@@ -57,7 +58,7 @@ def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
-        at = torch.tensor(drawn, device=logits.device)
+        at = on_device(drawn, logits.device, torch.int64)
         chosen = [rows[i] for i in drawn]
         points = [uniform(row.params.seed, row.index, row.num_output_tokens) for row in chosen]
         tokens[at] = draw(logits[at], [row.params for row in chosen], points)
@@ -76,7 +77,7 @@ def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
     if any(row.params.logit_bias for row in chosen):
         biases = [bias for row in chosen for bias in row.params.logit_bias.values()]
         _, where = _flat([tuple(row.params.logit_bias) for row in chosen], at, logits.device)
-        logits[where] += torch.tensor(biases, dtype=torch.float32, device=logits.device)
+        logits[where] += on_device(biases, logits.device, torch.float32)
     if any(row.params.repetition_penalty != 1.0 for row in chosen):
         _repetition(logits, chosen, at)
     if any(row.params.presence_penalty or row.params.frequency_penalty for row in chosen):
@@ -95,7 +96,7 @@ def _flat(
     lengths = [len(tokens) for tokens in lists]
     tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
     of = np.repeat(np.arange(len(lists)), lengths)
-    return of, (torch.from_numpy(at[of]).to(device), torch.from_numpy(tokens).to(device))
+    return of, (sent(torch.from_numpy(at[of]), device), sent(torch.from_numpy(tokens), device))
 
 
 def _repetition(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
@@ -103,7 +104,7 @@ def _repetition(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) 
     seen: list[Rows[int]] = [row.token_ids if row.params.repetition_penalty != 1.0 else () for row in rows]
     of, where = _flat(seen, at, logits.device)
     factors = np.array([row.params.repetition_penalty for row in rows], dtype=np.float32)
-    factor, scores = torch.from_numpy(factors[of]).to(logits.device), logits[where]
+    factor, scores = sent(torch.from_numpy(factors[of]), logits.device), logits[where]
     logits[where] = torch.where(scores > 0, scores / factor, scores * factor)
 
 
@@ -116,9 +117,9 @@ def _presence_and_frequency(logits: Tensor, rows: Rows[SamplingRow], at: NDArray
     tokens = [np.unique(np.array(output, dtype=np.int64), return_counts=True) for output in outputs]
     of = np.repeat(np.arange(len(rows)), [len(used) for used, _ in tokens])
     counts = np.concatenate([count for _, count in tokens]).astype(np.float32)
-    used = torch.from_numpy(np.concatenate([used for used, _ in tokens])).to(logits.device)
-    price = torch.from_numpy(presence[of] + frequency[of] * counts).to(logits.device)
-    logits[torch.from_numpy(at[of]).to(logits.device), used] -= price
+    used = sent(torch.from_numpy(np.concatenate([used for used, _ in tokens])), logits.device)
+    price = sent(torch.from_numpy(presence[of] + frequency[of] * counts), logits.device)
+    logits[sent(torch.from_numpy(at[of]), logits.device), used] -= price
 
 
 def _impose(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
@@ -126,13 +127,13 @@ def _impose(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> N
     forced = [i for i, row in enumerate(rows) if row.forced_token_id is not None]
     limited = [i for i, row in enumerate(rows) if row.allowed is not None and row.forced_token_id is None]
     if limited:
-        allowed = torch.from_numpy(np.stack([rows[i].allowed for i in limited])).to(logits.device)  # type: ignore[misc]
-        where = torch.from_numpy(at[limited]).to(logits.device)
+        allowed = sent(torch.from_numpy(np.stack([rows[i].allowed for i in limited])), logits.device)  # type: ignore[misc]
+        where = sent(torch.from_numpy(at[limited]), logits.device)
         logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
     if forced:
-        where = torch.from_numpy(at[forced]).to(logits.device)
+        where = sent(torch.from_numpy(at[forced]), logits.device)
         logits[where] = float("-inf")
-        logits[where, torch.tensor([rows[i].forced_token_id for i in forced], device=logits.device)] = 0.0
+        logits[where, on_device([rows[i].forced_token_id or 0 for i in forced], logits.device, torch.int64)] = 0.0
 
 
 def _needs_processing(row: SamplingRow) -> bool:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 def on_device(values: Sequence[float] | Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     """The values as a tensor on `device`."""
-    return sent(torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda"), device)
+    return sent(torch.tensor(values, dtype=dtype), device)
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`; from pinned memory the copy is in order with what follows, but not awaited."""
-    return host if device.type == "cpu" else host.to(device, non_blocking=True)
+    """A tensor of the host on `device`: the copy, from pinned memory, is in order with what follows but not awaited."""
+    if device.type != "cuda":
+        return host.to(device)
+    return (host if host.is_pinned() else host.pin_memory()).to(device, non_blocking=True)
 
 
 class Fetched:
