@@ -7,7 +7,6 @@ import platform
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,13 +30,11 @@ from model.loader import load_model
 from model.native.library import Kind
 from model.native.linear import PackedLinear
 from model.native.stack import pack_model
+from model.parallel.leader import Followers, LeadingCache, LeadingTransformer, load_leader
 from model.parallel.sharding import Shard
 from model.token_bytes import TokenBytes, token_bytes
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
-
-if TYPE_CHECKING:
-    from model.parallel.leader import Followers
 
 _DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -193,13 +190,11 @@ def _load_model(
     size = spec.engine.tensor_parallel_size
     if size == 1:
         return load_model(checkpoint, selection.backend, dtype, device)
-    from model.parallel.leader import load_leader  # brings message encoding, which one rank does without
-
     return load_leader(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
 
 
 def _followers(model: Transformer) -> Followers | None:
-    return getattr(model, "followers", None)
+    return model.followers if isinstance(model, LeadingTransformer) else None
 
 
 def _check_native(engine: EngineConfig, selection: Selection) -> None:
@@ -252,8 +247,6 @@ def _cache(model: Transformer, num_blocks: int, block_size: int, dtype: torch.dt
     followers = _followers(model)
     if followers is None:
         return KVCache(model.decoder.config, num_blocks, block_size, dtype, device)
-    from model.parallel.leader import LeadingCache
-
     return LeadingCache(model.decoder.config, num_blocks, block_size, dtype, device, followers)
 
 
@@ -305,7 +298,7 @@ def _num_blocks(
 def _pool_memory(engine: EngineConfig, model: Transformer, device: torch.device) -> int:
     """Of each rank: what the fullest GPU has left, or its part of the memory that all ranks share."""
     if device.type == "cuda":
-        gpus = [torch.cuda.mem_get_info(device), *getattr(model, "memory", ())]
+        gpus = [torch.cuda.mem_get_info(device), *(model.memory if isinstance(model, LeadingTransformer) else ())]
         return max(0, min(int(free - total * (1 - engine.gpu_memory_utilization)) for free, total in gpus))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_DEFAULT_CPU_POOL, available // 4) // engine.tensor_parallel_size
