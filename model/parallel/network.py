@@ -34,7 +34,8 @@ class VocabularyEmbedding(nn.Embedding):
     """A token table of which a rank has the rows `[first, last)`."""
 
     def __init__(self, table: nn.Embedding, rows: Range, group: Group) -> None:
-        super().__init__(table.num_embeddings, table.embedding_dim, device=table.weight.device)
+        # The weight is given because drawing one on the meta device would load torch's compiler.
+        super().__init__(table.num_embeddings, table.embedding_dim, _weight=table.weight.detach())
         self.first = rows[0]
         self.group = group
 
