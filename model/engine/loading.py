@@ -7,6 +7,7 @@ import platform
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,11 +31,14 @@ from model.loader import load_model
 from model.native.library import Kind
 from model.native.linear import PackedLinear
 from model.native.stack import pack_model
-from model.parallel.leader import Followers, LeadingCache, LeadingTransformer, load_leader
+from model.parallel.leader import LeadingCache, LeadingTransformer, load_leader
 from model.parallel.sharding import Shard
 from model.token_bytes import TokenBytes, token_bytes
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from model.parallel.followers import Followers
 
 _DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
