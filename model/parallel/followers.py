@@ -6,6 +6,7 @@ engine's probe too, raises `EngineDeadError`.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -24,6 +25,8 @@ from model.engine.errors import EngineDeadError
 from model.engine.sockets import FrameSocket, describe_exit, start_child
 from model.parallel.group import Group
 from model.parallel.wire import Answer, Load, Message, Pool, dtype_name, packed, send_tensors
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0  # between a call that breaks and the news of the rank that broke it
@@ -70,6 +73,7 @@ class Followers:
     def connect(self) -> list[tuple[int, int]]:
         """Wait until every rank has its share, then meet; (free, total) bytes of each one's GPU."""
         self._answers()
+        logger.info("%s has ranks in processes %s", self._name, ", ".join(map(str, [os.getpid(), *self.pids])))
         self._group.connect(self._rendezvous)
         return [(answer.free, answer.total) for answer in self._answers()]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service import options, serving
 from tests import checkpoints
 from tests.engine.test_process import is_alive
 from tests.service.processes import ServiceProcess, eventually, running
@@ -43,6 +44,14 @@ def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
             service.signal(signal.SIGTERM)
             assert service.wait() == 0, service.output
             eventually(lambda pids=list(started): not any(map(is_alive, pids)), 10.0)  # type: ignore[misc]
+
+
+def test_the_setting_comes_from_wherever_settings_come() -> None:
+    assert options.from_environment({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}) == {"tensor_parallel_size": 2}
+    file = options.from_mapping({"models": {"m": {"path": "x", "tensor-parallel-size": 4}}}, "file")
+    assert file.models["m"]["tensor_parallel_size"] == 4
+    config = serving.configuration(file.models, {"tensor_parallel_size": 2})
+    assert [spec.engine.tensor_parallel_size for spec in config.models] == [4]
 
 
 def test_a_size_that_does_not_fit_ends_in_one_line(tmp_path: Path) -> None:
