@@ -87,6 +87,7 @@ class ServiceSettings:
 
     @property
     def asks_for_key(self) -> bool:
+        """Whether a request needs a key: not what is in the file at the moment, but that there is one, decides."""
         return bool(self.api_keys or self.api_key_file)
 
 

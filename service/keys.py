@@ -34,13 +34,9 @@ class KeyRing:
             self._from_file = _read(self._file)
 
     @classmethod
-    def of(cls, settings: ServiceSettings) -> KeyRing:
-        return cls(settings.api_keys, settings.api_key_file)
-
-    @property
-    def required(self) -> bool:
-        """Whether a request needs a key."""
-        return bool(self._fixed) or self._file is not None
+    def of(cls, settings: ServiceSettings) -> KeyRing | None:
+        """None where no request needs a key. Raises `ConfigError`."""
+        return cls(settings.api_keys, settings.api_key_file) if settings.asks_for_key else None
 
     def find(self, key: bytes) -> bytes | None:
         """The digest of a good key, else None. Compares with every key, in constant time for each."""

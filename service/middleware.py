@@ -84,7 +84,7 @@ class ContextMiddleware:
 class GuardMiddleware:
     """Headers within bounds (431), a key where keys are configured (401), a body within bounds (413, 408)."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing | None) -> None:
         self._app = app
         self._limits = limits
         self._keys = keys
@@ -112,7 +112,7 @@ class GuardMiddleware:
             raise headers_too_large(message)
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._keys.required or scope["path"] in OPEN_PATHS:
+        if self._keys is None or scope["path"] in OPEN_PATHS:
             return
         headers = Headers(scope=scope)
         digest = self._keys.find(_key_in(headers.get("authorization", "")))

@@ -36,7 +36,6 @@ def good(ring: KeyRing, *names: str) -> list[bool]:
 
 def test_a_file_holds_a_key_a_line_beside_those_of_the_settings(file: Path) -> None:
     ring = KeyRing(("gamma",), str(file))
-    assert ring.required
     assert good(ring, "alpha", "beta", "gamma", "# who", "", "delta") == [True, True, True, False, False, False]
 
 
@@ -61,7 +60,6 @@ def test_a_broken_file_opens_nothing_and_locks_nobody_out(
         file.write_text(broken)
     for _ in range(3):
         assert good(ring, "alpha", "", "two words", "two") == [True, False, False, False]
-    assert ring.required
     assert len(caplog.records) == 1  # not one with every request
     file.write_text("zeta\n")
     assert good(ring, "alpha", "zeta") == [False, True]
@@ -78,7 +76,16 @@ def test_at_the_start_a_broken_file_is_an_error_that_names_the_line(file: Path, 
 
 
 def test_without_keys_none_is_needed() -> None:
-    assert not KeyRing().required
+    assert KeyRing.of(ServiceSettings()) is None
+    assert ask(make_app(), "GET", "/info").status_code == 200
+
+
+def test_keys_of_either_kind_are_asked_for(file: Path) -> None:
+    for settings in (ServiceSettings(api_keys=("alpha",)), ServiceSettings(api_key_file=str(file))):
+        ring = KeyRing.of(settings)
+        assert settings.asks_for_key and ring is not None
+        assert good(ring, "alpha", "delta") == [True, False]
+        assert ask(make_app(settings=settings), "GET", "/info").status_code == 401
 
 
 def test_the_service_follows_its_file(file: Path) -> None:
