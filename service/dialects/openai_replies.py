@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from model.tokenizer import Detokenizer, Tokenizer
 from service.dialects.openai import prompt_only
 from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
 from service.replies import Generation, Json
@@ -58,7 +59,9 @@ class _Rendering:
 
 
 class Completions(_Rendering):
-    """Text completions. `text_offset` counts the characters of the tokens before, each shown alone."""
+    """Text completions. `text_offset` says where in the choice's text a token begins: what the text leaves out, as it
+    does special tokens, takes no room in it, and tokens that share a character begin where it does.
+    """
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
@@ -67,7 +70,7 @@ class Completions(_Rendering):
         self._logprobs = asked.logprobs
         self._echo = bool(asked.echo)
         self._prompt_only = prompt_only(asked)
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offsets] = {}  # of each choice's output
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
         return (self._choice(delta),)
@@ -90,11 +93,22 @@ class Completions(_Rendering):
     def _shown_logprobs(self, choice: Json) -> Json | None:
         if self._logprobs is None:
             return None
-        entries = [] if self._prompt_only else list(choice.get("logprobs") or ())
+        entries: list[Json] = []
+        offsets: list[int] = []
         if self._echo and choice.get("prompt_logprobs"):
             first, *others = choice["prompt_logprobs"]
-            entries = [first or self._first_token(choice["prompt_index"]), *others, *entries]
-        return self._columns(choice["index"], entries)
+            entries = [first or self._first_token(choice["prompt_index"]), *others]
+            offsets = self._offsets_from(0).of(entries)
+        if not self._prompt_only:
+            output = choice.get("logprobs") or ()
+            entries += output
+            offsets += self._offsets_of(choice["index"]).of(output)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "tokens": [entry["text"] for entry in entries],
+            "top_logprobs": [_alternatives(entry) for entry in entries] if self._logprobs else None,
+        }
 
     def _first_token(self, prompt_index: int) -> Json:
         """The prompt's first token, which nothing predicts."""
@@ -103,18 +117,33 @@ class Completions(_Rendering):
         text = plan.served.tokenizer.token_text(token_id) if plan.served.tokenizer is not None else ""
         return {"id": token_id, "text": text, "logprob": None, "top": []}
 
-    def _columns(self, index: int, entries: Sequence[Json]) -> Json:
-        offsets, at = [], self._offsets.get(index, 0)
-        for entry in entries:
-            offsets.append(at)
-            at += len(entry["text"])
-        self._offsets[index] = at
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "tokens": [entry["text"] for entry in entries],
-            "top_logprobs": [_alternatives(entry) for entry in entries] if self._logprobs else None,
-        }
+    def _offsets_of(self, index: int) -> _Offsets:
+        """Of the output of choice `index`, which stands behind what was echoed."""
+        if index not in self._offsets:
+            self._offsets[index] = self._offsets_from(len(self._generation.echoed(index)))
+        return self._offsets[index]
+
+    def _offsets_from(self, at: int) -> _Offsets:
+        plan = self._generation.plan
+        return _Offsets(plan.served.tokenizer, plan.skip_special_tokens, at)
+
+
+class _Offsets:
+    """Where the tokens of a growing text begin, in characters; all at its beginning where there is no tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, at: int) -> None:
+        self._text = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens) if tokenizer is not None else None
+        self._at = at
+
+    def of(self, entries: Iterable[Json]) -> list[int]:
+        """Of the next tokens."""
+        return [self._next(entry["id"]) for entry in entries]
+
+    def _next(self, token_id: int) -> int:
+        at = self._at
+        if self._text is not None:
+            self._at += len(self._text.push([token_id]))
+        return at
 
 
 class ChatCompletions(_Rendering):

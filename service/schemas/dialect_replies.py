@@ -34,7 +34,7 @@ class OpenAIUsage(Reply):
 
 
 class OpenAICompletionLogprobs(Reply):
-    text_offset: list[int] = Field(description="Characters of the tokens before.", examples=[[0]])
+    text_offset: list[int] = Field(description="Where in the text each token begins, in characters.", examples=[[0]])
     token_logprobs: list[float | None] = Field(description="Of each token.", examples=[[-0.5]])
     tokens: list[str] = Field(description="Each token alone as text.", examples=[[" the"]])
     top_logprobs: list[dict[str, float] | None] | None = Field(description="The likeliest.", examples=[[{" a": -1.0}]])

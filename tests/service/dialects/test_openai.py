@@ -94,8 +94,27 @@ def test_the_prompt_scored(client: openai.OpenAI, max_tokens: int, text: str, ge
     assert choice.text == text and choice.logprobs is not None
     assert choice.logprobs.tokens == ["<s>", *text]
     assert choice.logprobs.token_logprobs == [None, *[-0.5] * len(text)]
+    assert choice.logprobs.text_offset == [0, *range(len(text))]  # <s> is not in the text
     assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
     assert reply.usage is not None and reply.usage.completion_tokens == generated
+
+
+def test_an_offset_is_a_place_in_the_text() -> None:
+    """Of tokens that share a character, and of a special one in the middle of an output, which is shown or is not."""
+    app = chat_app()
+    tokenizer = app.served["gen"].tokenizer
+    assert tokenizer is not None
+    app.client.script.token_ids = tokenizer.encode("éfr_XXa", add_special_tokens=False).ids
+    asked: dict[str, Any] = {"model": "gen", "prompt": "b", "max_tokens": 4, "logprobs": 0}
+    with client_of(app) as client:
+        for fields, text, offsets in (
+            ({}, "éa", [0, 0, 1, 1]),
+            ({"echo": True}, "béa", [0, 0, 1, 1, 2, 2]),
+            ({"extra_body": {"skip_special_tokens": False}}, "éfr_XXa", [0, 0, 1, 6]),
+        ):
+            [choice] = client.completions.create(**asked | fields).choices
+            assert choice.logprobs is not None
+            assert (choice.text, choice.logprobs.text_offset) == (text, offsets)
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"echo": True, "logprobs": 1}, {"max_tokens": 0, "echo": True}])
