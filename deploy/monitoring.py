@@ -149,13 +149,23 @@ PANELS = (
         "What runs and waits over what can run, on the fullest; the share of the time in which an instance computes.",
         bound=1,
     ),
+    Panel("Tokens waiting", "short", (("{{model}}", now("tokens_waiting")),), "Of prompts without an output."),
+    Panel("Replicas", "short", (("{{model}}", now("replicas")),), "That serve the model, of all instances."),
+    # What should not happen
     Panel(
         "Preemptions",
         "short",
         (("{{model}}", rate("preemptions_total")),),
         "Sequences put back for want of KV blocks, a second.",
+        width=12,
     ),
-    Panel("Replicas", "short", (("{{model}}", now("replicas")),), "That serve the model, of all instances."),
+    Panel(
+        "Engines started again",
+        "short",
+        (("{{instance}}", f"max by (instance) (increase(triptych_engine_restarts_total{{{_MODEL}}}[1h]))"),),
+        "After they were lost, in an hour. All models of an instance are loaded again.",
+        width=12,
+    ),
 )
 
 

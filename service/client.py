@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from model.engine.stats import EngineStats, Health, ModelInfo, StepStats
+from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.request import EncodeOutput, EncodeRequest, Request, TokenOutput
 
 
@@ -35,6 +35,10 @@ class EngineClient(Protocol):
     def models(self) -> dict[str, ModelInfo]:
         """The loaded models by name; empty until `start` has returned."""
 
+    @property
+    def restarts(self) -> int:
+        """How often lost engines were started again, all models together."""
+
     async def start(self) -> None:
         """Load every model; raises `ConfigError` or `EngineDeadError`."""
 
@@ -55,8 +59,8 @@ class EngineClient(Protocol):
     def stats(self) -> dict[str, EngineStats]:
         """The latest state of each model's engine."""
 
-    def saturation(self) -> dict[str, float]:
-        """Of each model: what runs and waits over what can run at once."""
+    def demand(self) -> dict[str, Demand]:
+        """What is asked of each model at the moment."""
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         """Call `observe` for every step of every engine, from whatever thread (metrics)."""

@@ -93,7 +93,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `service.scaling` reads, from the fullest model."""
-        return {SATURATION: max(self._service.client.saturation().values())}
+        return {SATURATION: max(one.saturation for one in self._service.client.demand().values())}
 
     async def models(self) -> dict[str, ModelInfo]:
         return dict(self._service.client.models)

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from model.engine.errors import EngineDeadError, QueueFullError
-from model.engine.stats import EngineStats, Health, ModelInfo, StepStats
+from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.request import (
     EncodeOutput,
     EncodeRequest,
@@ -66,6 +66,7 @@ class FakeEngineClient:
         self._tokenizers = dict(tokenizers or {})
         self.script = script or Script()
         self.models: dict[str, ModelInfo] = {}
+        self.restarts = 0
         self.submitted: list[Request] = []
         self.encoded: list[EncodeRequest] = []
         self.aborted: list[str] = []
@@ -122,8 +123,8 @@ class FakeEngineClient:
             for name, info in self.models.items()
         }
 
-    def saturation(self) -> dict[str, float]:
-        return {name: len(self.running) / info.max_num_seqs for name, info in self.models.items()}
+    def demand(self) -> dict[str, Demand]:
+        return {name: Demand(len(self.running) / info.max_num_seqs, 0) for name, info in self.models.items()}
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         self._observers.append(observe)

@@ -132,8 +132,10 @@ class Metrics:
 
     def engines(self, client: EngineClient) -> None:
         """The state of all engines."""
-        for name, saturation in client.saturation().items():
-            self._saturation.labels(name).set(saturation)
+        for name, demand in client.demand().items():
+            self._saturation.labels(name).set(demand.saturation)
+            self._waiting_tokens.labels(name).set(demand.waiting_tokens)
+            self._add(self._restarts, name, "restarts", client.restarts)
         for stats in client.stats().values():
             self._engine(stats)
 
@@ -176,6 +178,7 @@ class Metrics:
         self._prefix_queries = self._counter("prefix_cache_queries_total", "Prompt tokens looked for.", "model")
         self._prefix_hits = self._counter("prefix_cache_hits_total", "Prompt tokens found.", "model")
         self._preemptions = self._counter("preemptions_total", "Sequences put back for want of KV blocks.", "model")
+        self._restarts = self._counter("engine_restarts_total", "Times a lost engine was started again.", "model")
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
@@ -193,6 +196,7 @@ class Metrics:
     def _make_gauges(self) -> None:
         self._running = self._gauge("requests_running", "Sequences being computed.")
         self._waiting = self._gauge("requests_waiting", "Requests queued in an engine.")
+        self._waiting_tokens = self._gauge("tokens_waiting", "Tokens of prompts and inputs without an output yet.")
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", over_replicas="max")
         self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
         self._saturation = self._gauge(

@@ -1,7 +1,7 @@
 """How many replicas the work asks for: the policy of Serve's autoscaler. Runs in Serve's controller; imports no Ray.
 
 A replica reports its saturation: what runs and waits there over what it can run at once, in sequences or in tokens of
-KV cache, whichever is fuller (`AsyncEngine.saturation`). The sum over replicas is the work in units of full replicas.
+KV cache, whichever is fuller (`AsyncEngine.demand`). The sum over replicas is the work in units of full replicas.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from model.engine.config import EngineConfig
 from model.engine.errors import QueueFullError
-from model.engine.stats import EngineStats
+from model.engine.stats import Demand, EngineStats
 
 _RECENT = 64  # ends from which the drain rate is taken
 _LONGEST_RETRY = 60.0
@@ -37,18 +37,26 @@ class Admission:
         counts = sequences or dict.fromkeys(tokens, 1)
         if sum(self._sequences.values()) + sum(counts.values()) > self._max_sequences and self._sequences:
             raise QueueFullError("queue_requests", self._retry_after(sum(counts.values())))
-        waiting = sum(self._waiting_tokens.values())
+        waiting = self.waiting_tokens
         if waiting and waiting + sum(tokens.values()) > self._max_waiting_tokens:
             raise QueueFullError("queue_tokens", self._retry_after(len(tokens)))
         self._sequences.update(counts)
         self._waiting_tokens.update(tokens)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts and inputs without an output yet."""
+        return sum(self._waiting_tokens.values())
+
+    def demand(self, stats: EngineStats) -> Demand:
+        return Demand(self.saturation(stats), self.waiting_tokens)
 
     def saturation(self, stats: EngineStats) -> float:
         """What is in over what can run at once, in sequences or in tokens, whichever is more; above 1 some wait.
 
         Tokens are those in KV blocks and those that wait; without a KV cache, those that wait over their bound.
         """
-        tokens = sum(self._waiting_tokens.values())
+        tokens = self.waiting_tokens
         if not stats.total_blocks:
             return tokens / self._max_waiting_tokens
         share = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._config.block_size)

@@ -20,7 +20,7 @@ from model.config import ConfigError
 from model.engine.admission import Admission
 from model.engine.errors import EngineDeadError
 from model.engine.protocol import Abort, Commands, Events, ModelSpec
-from model.engine.stats import EngineStats, Health, ModelInfo, StepStats
+from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.request import EncodeOutput, EncodeRequest, FinishReason, Request, TokenOutput
 from model.tokenizer import Detokenizer, Tokenizer
 
@@ -158,12 +158,18 @@ class AsyncEngine:
         self._reason = "not started"  # why it is not ready; empty when it is
         self._started: asyncio.Future[None] | None = None
         self._last_sign = time.monotonic()
+        self._restarts = 0
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def models(self) -> dict[str, ModelInfo]:
         return self._models
+
+    @property
+    def restarts(self) -> int:
+        """How often a lost loop was replaced, or tried to be: with it all models are loaded again."""
+        return self._restarts
 
     @property
     def transport(self) -> Transport | None:
@@ -238,9 +244,9 @@ class AsyncEngine:
     def stats(self) -> dict[str, EngineStats]:
         return self._stats
 
-    def saturation(self) -> dict[str, float]:
-        """Of each model: `Admission.saturation`."""
-        return {name: one.saturation(self._stats[name]) for name, one in self._admission.items()}
+    def demand(self) -> dict[str, Demand]:
+        """Of each model."""
+        return {name: one.demand(self._stats[name]) for name, one in self._admission.items()}
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         self._observers.append(observe)
@@ -356,6 +362,7 @@ class AsyncEngine:
             if self._transport is not None:
                 await self._transport.close()
             await asyncio.sleep(pause)
+            self._restarts += 1
             try:
                 await self._start_transport()
             except (ConfigError, EngineDeadError) as error:

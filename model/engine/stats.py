@@ -35,6 +35,14 @@ class EngineStats:
         return self.total_blocks - self.free_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What clients ask of one model, as the front counts it."""
+
+    saturation: float  # what runs and waits over what can run at once; above 1 some wait
+    waiting_tokens: int  # of prompts and inputs without an output yet
+
+
 @dataclass(slots=True)
 class ModelInfo:
     """What a loaded model turned out to be; the banner and `/info` show it."""

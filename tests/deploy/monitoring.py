@@ -1,4 +1,4 @@
-"""Reading the dashboard and the rules: their queries, and the metrics those name."""
+"""Reading the dashboard, the rules and the autoscaler: their queries, and the metrics those name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from deploy.monitoring import DASHBOARD, RULES
+from deploy.monitoring import DASHBOARD, DEPLOY, RULES
+
+SCALED_OBJECT = DEPLOY / "kubernetes" / "overlays" / "autoscaling" / "scaledobject.yaml"
 
 
 def dashboard() -> dict[str, Any]:
@@ -27,6 +29,12 @@ def dashboard_queries() -> dict[str, str]:
         for panel in dashboard()["panels"]
         for target in panel["targets"]
     }
+
+
+def scaling_queries() -> dict[str, str]:
+    """ "autoscaling, number" -> PromQL of the ScaledObject's triggers."""
+    triggers = yaml.safe_load(SCALED_OBJECT.read_text())["spec"]["triggers"]
+    return {f"autoscaling {number}": trigger["metadata"]["query"] for number, trigger in enumerate(triggers)}
 
 
 def metrics_in(query: str) -> set[str]:

@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from model.engine.config import EngineConfig
 from model.engine.protocol import ModelSpec
 from service import ray_environment
 from service.config import ServiceSettings
@@ -265,7 +266,9 @@ def test_everything_selects_the_pods_there_are() -> None:
     assert labels[monitor["jobLabel"]] == "triptych"  # the job that the rules name
     (scaled,) = OVERLAYS["autoscaling"]
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment("cpu")["metadata"]["name"]
-    assert float(scaled["spec"]["triggers"][0]["metadata"]["threshold"]) == Scaling().target
+    saturation, tokens = (trigger["metadata"] for trigger in scaled["spec"]["triggers"])
+    assert float(saturation["threshold"]) == Scaling().target
+    assert float(tokens["threshold"]) == EngineConfig().max_num_batched_tokens
 
 
 def test_networks_are_closed_in_both_directions() -> None:

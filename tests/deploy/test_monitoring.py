@@ -12,10 +12,11 @@ import yaml
 
 from deploy.monitoring import PROMETHEUS_RULE, RULES, rendered
 from tests.deploy.docker import ROOT
-from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules
+from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
 from tests.service.processes import running
 
-QUERIES = {**dashboard_queries(), **{rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}}
+RULE_QUERIES = {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
+QUERIES = {**dashboard_queries(), **RULE_QUERIES, **scaling_queries()}
 ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 

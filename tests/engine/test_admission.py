@@ -39,8 +39,10 @@ def test_the_n_sequences_of_a_request_all_count() -> None:
 def test_waiting_tokens_are_bounded_until_the_first_output() -> None:
     bound = admission(requests=50)
     bound.admit({"a": 60, "b": 40})
+    assert bound.waiting_tokens == 100
     assert refused(bound, {"c": 1}).reason == "queue_tokens"
     bound.started("a")
+    assert bound.waiting_tokens == 40
     bound.admit({"c": 60})
     assert refused(bound, {"d": 1}).reason == "queue_tokens"
 

@@ -15,6 +15,7 @@ import pytest
 from model.engine import async_engine
 from model.engine.errors import EngineDeadError
 from model.engine.process import ProcessTransport
+from model.engine.stats import Demand
 from model.request import EncodeRequest
 from tests.engine.front import async_test, collect, idle, ids_of, served, until
 from tests.engine.support import mixed, request, running
@@ -63,10 +64,13 @@ async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and
         assert time.monotonic() - began < 2.0
         assert [str(failure) for failure in failures] == ["the engine process ended by signal SIGKILL"] * 3
         assert not engine.health().ready
+        assert engine.restarts == 0
         with pytest.raises(EngineDeadError):
             engine.submit([request("llama-gqa", "refused", 5)])
 
         await until(lambda: engine.health().ready, 60.0)
+        assert engine.restarts == 1
+        assert engine.demand()["llama-gqa"] == Demand(0.0, 0)
         outputs = await collect(engine.submit([request("llama-gqa", "again", 5)]))
         assert len(ids_of(outputs, "again")) == 12
         transport = engine.transport

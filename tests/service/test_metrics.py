@@ -14,7 +14,7 @@ from service.metrics import MULTIPROCESS_FOLDER
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
 import sys
-from model.engine.stats import EngineStats, StepStats
+from model.engine.stats import Demand, EngineStats, StepStats
 from model.request import FinishReason, Timings
 from service.context import RequestContext
 from service.metrics import Metrics
@@ -31,11 +31,13 @@ used = int(sys.argv[1])
 
 
 class Client:
+    restarts = used
+
     def stats(self):
         return {"gen": EngineStats("gen", running=used, total_blocks=10, free_blocks=10 - used, preemptions=used)}
 
-    def saturation(self):
-        return {"gen": used / 4}
+    def demand(self):
+        return {"gen": Demand(used / 4, 100 * used)}
 
 
 metrics.engines(Client())
@@ -77,6 +79,8 @@ def test_each_figure_is_there_once_for_all_replicas(tmp_path: Path, asked: int) 
     assert shown["triptych_kv_blocks", "gen", "used"] == 5
     assert shown["triptych_kv_cache_usage_ratio", "gen"] == pytest.approx(0.3)  # the fullest
     assert shown["triptych_saturation_ratio", "gen"] == 0.75
+    assert shown["triptych_tokens_waiting", "gen"] == 500
+    assert shown["triptych_engine_restarts_total", "gen"] == 5
     assert shown["triptych_preemptions_total", "gen"] == 5
     assert shown["triptych_replicas", "gen"] == 2
     replicas[1 - asked].shown()

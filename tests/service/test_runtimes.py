@@ -192,6 +192,7 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(service: ServiceProce
     assert httpx.get(f"{service.url}/livez").status_code == 200
     eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 200, 60)
     generate(service.url)
+    eventually(lambda: metric(service.url, "engine_restarts_total", model="gen") == 1, 5)
 
 
 def test_sigterm_lets_what_runs_end_and_refuses_the_rest(service: ServiceProcess) -> None:
