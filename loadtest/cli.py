@@ -104,9 +104,9 @@ def _add_sweep(commands: Any) -> None:
 
 def _add_compare(commands: Any) -> None:
     text = "Ratios of B to A with bootstrap intervals; exit 1 where B is worse beyond the tolerance."
-    parser = commands.add_parser("compare", help="one run.json against another", description=text)
-    parser.add_argument("a", metavar="A.json", help="run.json of the baseline")
-    parser.add_argument("b", metavar="B.json", help="run.json to judge")
+    parser = commands.add_parser("compare", help="one result against another", description=text)
+    parser.add_argument("a", metavar="A.json", help="run.json or sweep.json of the baseline")
+    parser.add_argument("b", metavar="B.json", help="the same to judge; of sweeps, the loads that both measured")
     parser.add_argument(
         "--tolerance", type=options.amount, default=0.05, metavar="SHARE", help="worse by so much is none"
     )
@@ -171,7 +171,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         document = found.run()
     console = show.console()
     show.sweep(document, console)
-    output.write_sweep(document, folder)
+    output.write_sweep(document, found.requests, folder)
     output.print_end(sweep.without_columns(document), folder, console)
     return 130 if document["interrupted"] else 0 if not limits or sweep.keeps_slo(document) else 1
 
@@ -179,7 +179,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from loadtest import compare, output, show
 
-    a, b = (output.read(path, "run") for path in (arguments.a, arguments.b))
+    a, b = (output.read(path, "run", "sweep") for path in (arguments.a, arguments.b))
     document = compare.compare(a, b, arguments.tolerance)
     console = show.console()
     show.compare(document["rows"], console)

@@ -1,4 +1,4 @@
-"""Two runs against each other: ratios of B to A, with bootstrap intervals of the ratio.
+"""Two runs, or two sweeps load by load, against each other: ratios of B to A, with bootstrap intervals of the ratio.
 
 Each run is resampled by itself (requests for latencies, seconds for throughput) and the ratios of the resampled
 figures give the interval. B is worse or better where the whole interval lies beyond 1 and the ratio beyond the
@@ -24,20 +24,44 @@ Json = dict[str, Any]
 
 
 def compare(a: Json, b: Json, tolerance: float) -> Json:
-    """The document: rows, what got worse, and what makes the comparison doubtful. Raises `UsageError`."""
-    for name, run in (("A", a), ("B", b)):
+    """The document: rows, what got worse, and what makes the comparison doubtful. Raises `UsageError`.
+
+    Rows of sweeps are named by their load.
+    """
+    if a["kind"] != b["kind"]:
+        raise UsageError(f"A is a {a['kind']} and B a {b['kind']}: expected two of the same kind")
+    pairs = _same_loads(a, b) if a["kind"] == "sweep" else [("", a, b)]
+    for name, run in ((name, run) for _, *both in pairs for name, run in zip("AB", both, strict=True)):
         if "columns" not in run:
-            raise UsageError(f"{name}: found no requests in it, expected the run.json of --out, not the printed line")
-    rows = [*_latency_rows(a, b, tolerance), *_rate_rows(a, b, tolerance), *_share_rows(a, b, tolerance)]
+            file = f"the {a['kind']}.json of --out"
+            raise UsageError(f"{name}: found no requests in it, expected {file}, not the printed line")
+    rows = [row | {"name": at + row["name"]} for at, one, other in pairs for row in _rows(one, other, tolerance)]
+    doubts = [at + doubt for at, one, other in pairs for doubt in _doubts(one, other)]
     return {
         "schema": 1,
         "kind": "compare",
         "tolerance": tolerance,
-        "commits": [a["commit"], b["commit"]],
+        "commits": [pairs[0][1]["commit"], pairs[0][2]["commit"]],
         "rows": rows,
         "regressions": [row["name"] for row in rows if row["verdict"] == "worse"],
-        "warnings": _warnings(a, b),
+        "warnings": [*_differences(pairs[0][1], pairs[0][2]), *doubts],
     }
+
+
+def _same_loads(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
+    """The runs of two sweeps at the loads that both measured, with a name of the load."""
+    if a["over"] != b["over"]:
+        raise UsageError(f"A is a sweep over {a['over']} and B over {b['over']}: expected the same")
+    loads = [{point["load"]: point["run"] for point in sweep["points"]} for sweep in (a, b)]
+    common = sorted(loads[0].keys() & loads[1].keys())
+    if not common:
+        found = " and ".join(", ".join(f"{load:g}" for load in sorted(one)) or "none" for one in loads)
+        raise UsageError(f"the sweeps have no load in common: found {found}; give both the same --points")
+    return [(f"{a['over']} {load:g}: ", loads[0][load], loads[1][load]) for load in common]
+
+
+def _rows(a: Json, b: Json, tolerance: float) -> list[Json]:
+    return [*_latency_rows(a, b, tolerance), *_rate_rows(a, b, tolerance), *_share_rows(a, b, tolerance)]
 
 
 def _latency_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
@@ -99,7 +123,7 @@ def _row(name: str, pair: tuple[float, float], a: Floats, b: Floats, tolerance: 
     return {"name": name, "a": pair[0], "b": pair[1], "ratio": ratio, "ci95": [low, high], "verdict": verdict}
 
 
-def _warnings(a: Json, b: Json) -> list[str]:
+def _differences(a: Json, b: Json) -> list[str]:
     found = [
         f"the runs differ in {name}: {a['settings'][name]} and {b['settings'][name]}"
         for name in ("target", "model", "workload", "arrivals", "clients", "seed")
@@ -107,5 +131,8 @@ def _warnings(a: Json, b: Json) -> list[str]:
     ]
     if a["machine"]["processor"] != b["machine"]["processor"]:
         found.append("the runs were made on different processors")
-    found += [f"{name} is invalid: {doubt}" for name, run in (("A", a), ("B", b)) for doubt in run["doubts"]]
     return found
+
+
+def _doubts(a: Json, b: Json) -> list[str]:
+    return [f"{name} is invalid: {doubt}" for name, run in (("A", a), ("B", b)) for doubt in run["doubts"]]

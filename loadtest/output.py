@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from loadtest import columns, records, report
 from loadtest.errors import UsageError
+from loadtest.records import Record
 from loadtest.run import SCHEMA, Measured
 
 Json = dict[str, Any]
@@ -41,9 +43,10 @@ def write_run(measured: Measured, to: Path) -> None:
     (to / "report.html").write_text(report.page(full), encoding="utf-8")
 
 
-def write_sweep(document: Json, to: Path) -> None:
-    """`sweep.json` and `report.html`; every point holds its run's columns."""
+def write_sweep(document: Json, requests: Iterable[tuple[float, Iterable[Record]]], to: Path) -> None:
+    """`sweep.json` (every point holds its run's columns), `requests.csv` (of all points), `report.html`."""
     (to / "sweep.json").write_text(line(document), encoding="utf-8")
+    records.write_sweep_csv(document["over"], requests, to / "requests.csv")
     (to / "report.html").write_text(report.page(plain(document)), encoding="utf-8")
 
 

@@ -103,11 +103,26 @@ _COLUMNS = (
 
 def write_csv(records: Iterable[Record], path: Path) -> None:
     """A line a request; times in seconds since the start, empty where there is no value."""
+    _write(path, _COLUMNS, map(_cells, records))
+
+
+def write_sweep_csv(over: str, points: Iterable[tuple[float, Iterable[Record]]], path: Path) -> None:
+    """The same of the requests at each load, which stands before them in a column `over`; times since their point's
+    start.
+    """
+    lines = ([f"{load:g}", *_cells(record)] for load, records in points for record in records)
+    _write(path, (over, *_COLUMNS), lines)
+
+
+def _write(path: Path, head: Iterable[str], lines: Iterable[Iterable[object]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        for record in records:
-            writer.writerow([_shown(getattr(record, name)) for name in _COLUMNS])
+        writer.writerow(head)
+        writer.writerows(lines)
+
+
+def _cells(record: Record) -> list[object]:
+    return [_shown(getattr(record, name)) for name in _COLUMNS]
 
 
 def _shown(value: object) -> object:

@@ -19,6 +19,7 @@ import numpy as np
 from loadtest import output
 from loadtest.errors import UsageError
 from loadtest.progress import Progress
+from loadtest.records import Record
 from loadtest.run import SCHEMA, Subject, measure
 from loadtest.settings import Settings
 from loadtest.slo import Limit
@@ -75,6 +76,7 @@ class Sweep:
         self._plan = plan
         self._points: list[Point] = []
         self._interrupted = False
+        self.requests: list[tuple[float, list[Record]]] = []  # of each point, in the order of the loads' measuring
 
     def run(self) -> Json:
         """Rise, then bisect; ends early when interrupted."""
@@ -125,6 +127,7 @@ class Sweep:
         settings = with_load(self._subject.settings, self._plan.over, load)
         measured = measure(self._subject, settings, self._limits, self._api_key, self._progress)
         self._interrupted = measured.interrupted
+        self.requests.append((load, measured.records))
         run = output.with_columns(measured)
         saturated = self._is_saturated(load, run)
         met = all(one["met"] for one in run["slo"]) if self._limits else not saturated

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
         (["run", "--workload", "embedding"], "--workload: found embedding"),
         (["run", "--warmup", "60"], "--warmup: found 60, expected less"),
         (["sweep", "--points", "1,x"], "--points: found '1,x', expected numbers"),
-        (["compare", "a.json", "b.json"], "a.json: expected a run.json"),
+        (["compare", "a.json", "b.json"], "a.json: expected a run or sweep.json"),
         (["report", "README.md"], "README.md: expected a run or sweep.json"),
         (["runs"], "invalid choice: 'runs'"),
     ],
@@ -145,7 +147,7 @@ def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
     assert first["verdict"] == "worse"
     assert "e2e_p50 ms" in last(worse[1])["regressions"]
     code, _, err = command("compare", quick, str(tmp_path / "quick" / "report.html"))
-    assert code == 2 and "expected a run.json" in err
+    assert code == 2 and "expected a run or sweep.json" in err
 
 
 def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
@@ -174,10 +176,47 @@ def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
     assert document["capacity_per_s"] == pytest.approx(80, rel=0.15)
     assert len(document["points"]) == 3
     assert "columns" not in document["points"][0]["run"]
-    assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "requests.csv", "report.html"}
+    with (tmp_path / "requests.csv").open(newline="") as file:
+        requests = list(csv.DictReader(file))
+    kept = json.loads((tmp_path / "sweep.json").read_text())["points"]
+    counted = Counter((float(one["rate"]), one["outcome"]) for one in requests)
+    assert counted == Counter((point["load"], one) for point in kept for one in point["run"]["columns"]["outcome"])
     again = command("report", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "again.html"))
     assert again[0] == 0
     assert (tmp_path / "again.html").read_text() == (tmp_path / "report.html").read_text()
+
+
+def sweep_of(run: Path, to: Path, over: str, *loads: float) -> str:
+    """A sweep in which each of `loads` measured the same."""
+    document = json.loads(run.read_text())
+    points = [{"load": load, "run": document, "saturated": False, "met": True} for load in loads]
+    to.write_text(json.dumps({"schema": 1, "kind": "sweep", "over": over, "points": points}))
+    return str(to)
+
+
+def test_sweeps_are_compared_load_by_load(tmp_path: Path) -> None:
+    for name, script in (("quick", Script(0.05, 0.005)), ("slow", Script(0.4, 0.005))):
+        with serving(script) as server:
+            assert run(server.url, tmp_path / name, "--requests", "12")[0] == 0
+    quick, slow = (tmp_path / name / "run.json" for name in ("quick", "slow"))
+    a = sweep_of(quick, tmp_path / "a.json", "rate", 2.0, 4.0, 8.0)
+    code, out, err = command("compare", a, sweep_of(slow, tmp_path / "b.json", "rate", 4.0, 8.0, 9.5))
+    assert code == 1, err
+    found = last(out)
+    assert {row["name"].partition(":")[0] for row in found["rows"]} == {"rate 4", "rate 8"}
+    assert {"rate 4: ttft_p50 ms", "rate 8: ttft_p50 ms"} <= set(found["regressions"])
+    assert found["warnings"] == []
+    for other, said in (
+        (
+            sweep_of(slow, tmp_path / "c.json", "rate", 3.0),
+            "no load in common: found 2, 4, 8 and 3; give both",
+        ),
+        (sweep_of(slow, tmp_path / "d.json", "concurrency", 2.0), "A is a sweep over rate and B over concurrency"),
+        (str(slow), "A is a sweep and B a run: expected two of the same kind"),
+    ):
+        code, _, err = command("compare", a, other)
+        assert code == 2 and said in err
 
 
 def test_help_shows_defaults() -> None:
