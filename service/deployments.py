@@ -35,7 +35,7 @@ from model.engine.stats import ModelInfo
 from model.pretrained import embedded_models
 from service import log_pipe, logs, options, serving
 from service.placement import check_gpus, gpus_of_replica
-from service.ray_environment import request_timeout_s, write_error_pages
+from service.ray_environment import request_timeout_s
 from service.runtime import (
     KEEP_ALIVE_SECONDS,
     OnReady,
@@ -233,7 +233,6 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
         keep_alive_timeout_s=KEEP_ALIVE_SECONDS,
     )
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
-    write_error_pages(folder)
     targets = [
         serve.RunTarget(_deployment(one).bind(one, str(folder / _LOG)), one.name, one.route, logging_config=quiet)
         for one in (config, *config.groups)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from service.config import Limits
 from service.errors import unavailable
 from service.metrics import MULTIPROCESS_FOLDER
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _LONGEST_TEMP = 16  # characters: Ray and HAProxy put Unix sockets of up to 85 more below, of 107 allowed
 _HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # it finds replicas on 127.0.0.1, and they listen where it does
+_HEAD_MARGIN = 4  # times `max_header_bytes`: what is shorter is the application's to refuse, as under `BoundedProtocol`
+_UNREACHABLE = "503.http"
 _TIMEOUT_MARGIN = 60.0  # seconds by which the layers in front wait longer than the service itself
 
 
@@ -37,6 +40,8 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
     for name, value in variables(config, folder).items():
         os.environ.setdefault(name, value)
     Path(os.environ[MULTIPROCESS_FOLDER]).mkdir(exist_ok=True)
+    if uses_haproxy(config, os.environ):
+        _write_error_page(_haproxy_folder(folder))
     os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
     try:
         yield folder
@@ -84,16 +89,6 @@ def haproxy_found(environment: Mapping[str, str]) -> bool:
         return shutil.which("haproxy") is not None
 
 
-def write_error_pages(folder: Path) -> None:
-    """Give HAProxy's own answer while no replica can be reached the contract's shape, from its next reload on."""
-    error = unavailable("no replica takes requests at the moment", "not_ready")
-    body = msgspec.json.encode(error.body())
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
-    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-    for page in _haproxy_folder(folder).glob("*/500.http"):
-        page.write_bytes("\r\n".join(lines).encode() + body)
-
-
 def request_timeout_s(config: ServeConfig) -> float:
     """When the layers in front give up on a request: after the service has ended it."""
     return config.settings.limits.request_timeout_s + _TIMEOUT_MARGIN
@@ -112,7 +107,8 @@ def _haproxy(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         # Large headers are ours to refuse: what exceeds this gets HAProxy's own page.
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(4 * config.settings.limits.max_header_bytes),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_HEAD_MARGIN * config.settings.limits.max_header_bytes),
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _defaults(config.settings.limits, folder),
         # A datagram for every request, parsed in Python, for metrics that nobody scrapes.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         # How long a leaving replica stays reachable: on one machine HAProxy learns of it in well under a second.
@@ -120,6 +116,28 @@ def _haproxy(config: ServeConfig, folder: Path) -> dict[str, str]:
         # A worker that a reload replaced may finish the streams it has.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(request_timeout_s(config))),
     }
+
+
+def _defaults(limits: Limits, folder: Path) -> str:
+    """The end of the section `defaults` in HAProxy's configuration: Serve writes there what this variable says, as it
+    is, and has none for how long a head may take nor for the page of HAProxy's own answer where no replica is reached.
+    """
+    lines = [
+        "leastconn",  # Serve's own choice
+        f"timeout http-request {max(1, round(1000 * limits.receive_s))}ms",
+        "option http-ignore-probes",  # who asked nothing is told nothing
+        *(f"errorfile {status} {folder / _UNREACHABLE}" for status in (502, 503, 504)),
+    ]
+    return "\n    ".join(lines)
+
+
+def _write_error_page(folder: Path) -> None:
+    error = unavailable("no replica takes requests at the moment", "not_ready")
+    body = msgspec.json.encode(error.body())
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    folder.mkdir()
+    (folder / _UNREACHABLE).write_bytes("\r\n".join(lines).encode() + body)
 
 
 def _haproxy_folder(folder: Path) -> Path:

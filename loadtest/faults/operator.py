@@ -43,7 +43,6 @@ def main() -> None:
             _temp_dir=str(folder),
         )
         serve.start(http_options={"host": "127.0.0.1", "port": asked.port})
-        ray_environment.write_error_pages(folder)
         try:
             for value in itertools.count(FIRST):
                 serve.run(application({**arguments, CHANGED: value}), name="triptych", route_prefix="/")

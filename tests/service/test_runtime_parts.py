@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from model.config import ConfigError
@@ -64,6 +68,81 @@ def test_haproxy_gets_files_of_its_own_and_outlasts_every_request(clean: pytest.
     assert float(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 100
     files = [value for name, value in variables.items() if name.endswith(("_LOC", "_PATH", "_FILE", "_BASE"))]
     assert [value for value in files if not value.startswith("/tmp/t/h")] == ["service.edge:middlewares"]
+
+
+# HAProxy as Serve starts it, without a cluster, before a replica that is gone. It ends when its standard input does.
+HAPROXY = """
+import asyncio, sys
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+
+async def main():
+    options = HTTPOptions(host="127.0.0.1", port=int(sys.argv[1]))
+    gone = BackendConfig("gone", "/", servers=[ServerConfig("gone", "127.0.0.1", 1)])
+    api = HAProxyApi(HAProxyConfig(http_options=options), {"gone": gone})
+    await api.start()
+    print("started", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await api.stop()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def haproxy() -> Iterator[tuple[str, int]]:
+    """Its address, with heads of 1 s and 64 KiB."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    before = dict(os.environ)
+    with ray_environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))):
+        command = [sys.executable, "-W", "ignore", "-c", HAPROXY, str(port)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"started\n"
+            yield "127.0.0.1", port
+        finally:
+            process.stdin.close()
+            process.wait(20)
+            os.environ.clear()
+            os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "said"),
+    [
+        (b"GET /info HTTP/1.1\r\nHost: x\r\n", b"X: a\r\n", b"HTTP/1.1 408 Request Time-out\r\n"),
+        (b"GET /info HTTP/1.1\r\nHost: x\r\n", b"", b"HTTP/1.1 408 Request Time-out\r\n"),
+        (b"", b"", b""),  # nothing was asked, so nothing is answered
+        (b"GET /info HTTP/1.1\r\nX: " + b"a" * (1 << 17), b"", b"HTTP/1.1 400 Bad request\r\n"),
+    ],
+    ids=["dribbles", "stops", "nothing", "large"],
+)
+def test_haproxy_bounds_a_head(haproxy: tuple[str, int], begin: bytes, more: bytes, said: bytes) -> None:
+    began, reply = time.monotonic(), b""
+    with socket.create_connection(haproxy) as connection:
+        connection.settimeout(0.2)
+        connection.sendall(begin)
+        while time.monotonic() - began < 5:
+            try:
+                part = connection.recv(1 << 16)
+                reply += part
+                if not part:
+                    break
+            except TimeoutError:
+                connection.sendall(more)
+        else:
+            pytest.fail(f"not closed, after {reply!r}")
+    assert time.monotonic() - began < 3
+    assert reply.startswith(said) and bool(reply) == bool(said)
+
+
+def test_haproxy_says_in_the_contracts_shape_that_no_replica_is_there(haproxy: tuple[str, int]) -> None:
+    reply = httpx.get("http://{}:{}/info".format(*haproxy))
+    assert (reply.status_code, reply.headers["content-type"]) == (503, "application/json")
+    assert reply.json()["error"]["code"] == "not_ready"
+    assert int(reply.headers["retry-after"]) > 0
 
 
 @pytest.mark.parametrize("why", ["asked for", "told Ray", "no binary", "address"])

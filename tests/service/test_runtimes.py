@@ -225,6 +225,34 @@ def test_a_second_signal_ends_it_at_once(models: list[str], first: signal.Signal
         connection.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_head_has_its_seconds_and_a_generation_is_not_measured_by_them(models: list[str], runtime: str) -> None:
+    with running([*models, *RUNTIMES[runtime], "--receive-s", "1"]) as service, httpx.Client(timeout=60) as client:
+        for stream in (False, True):  # on one connection
+            began = time.monotonic()
+            body = {**LONG, "ignore_eos": True, "stream": stream}
+            reply = client.post(f"{service.url}/generate", json=body)
+            assert reply.status_code == 200 and b'"length"' in reply.content
+            assert time.monotonic() - began > 1.2, "ask for more"
+        address = urlsplit(service.url)
+        with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
+            connection.settimeout(0.2)
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            first = b""
+            while b"ok" not in first:
+                first += connection.recv(1 << 16)
+            began, second = time.monotonic(), b""
+            connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
+            while not second and time.monotonic() - began < 10:
+                try:
+                    second = connection.recv(1 << 16)
+                except TimeoutError:
+                    connection.sendall(b"X: a\r\n")
+            assert second.startswith(b"HTTP/1.1 408 ")
+            assert 0.9 < time.monotonic() - began < 3
+
+
 def test_an_interrupt_that_drained_is_still_an_interrupt(models: list[str]) -> None:
     with running([*models, *RUNTIMES["local"]]) as service:
         service.signal(signal.SIGINT)
