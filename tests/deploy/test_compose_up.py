@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from tests.deploy.docker import BASE_IMAGE, ROOT, build, docker, inspect, need_engine
 from tests.deploy.monitoring import dashboard_queries, rules
@@ -136,6 +138,21 @@ def test_the_inside_has_no_way_out(project: Project) -> None:
     assert inspect(network)["Internal"] is True
 
 
+def loaded(one: Project, *options: str) -> dict[str, Any]:
+    """What the profile `loadtest` says of a run as compose.yaml has it, shorter."""
+    command = yaml.safe_load(FILE.read_text())["services"]["loadtest"]["command"]
+    shorter = ("--duration", "5", "--concurrency", "2", "--max-lag", "2000")
+    out = one.compose("--profile", "loadtest", "run", "--rm", "-T", *options, "loadtest", *command, *shorter)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_the_load_test_reaches_the_service_from_inside(project: Project) -> None:
+    found = loaded(project)
+    assert found["counts"]["ok"] > 0 and found["shares"]["error_rate"] == 0
+    assert project.compose("--profile", "loadtest", "ps", "--all", "--quiet", "loadtest") == ""  # it is gone
+
+
 def test_stop_drains(project: Project) -> None:
     """Last of all: the service ends by itself within the grace, with exit code 0."""
     project.compose("stop", "triptych")
@@ -156,5 +173,7 @@ def test_keys_are_asked_for_and_prometheus_has_one(images: list[str], tmp_path: 
         assert httpx.get(f"{url}/info").status_code == 401
         assert httpx.get(f"{url}/info", headers={"Authorization": "Bearer key-of-a-client"}).status_code == 200
         eventually(lambda: bool(one.query('up{job="triptych"} == 1')), 30)
+        one.variables["TRIPTYCH_API_KEY"] = "key-of-a-client"
+        assert loaded(one, "-e", "TRIPTYCH_API_KEY")["shares"]["error_rate"] == 0
     finally:
         one.down()
