@@ -4,9 +4,9 @@
  * decoding a token and prefilling it give the same bits. Work is shared by segment, head and rows, never within a sum. */
 #include "attention.h"
 
+#include "heads.h"
+
 #define GROUP 16 /* keys that are scored together */
-#define QROWS 4  /* queries that share the keys at hand */
-#define COLUMNS (LANES == 8 ? 2 : 4) /* registers a row: with four rows they leave some for the values */
 #define TASK_ROWS 64
 
 typedef struct {
@@ -14,6 +14,7 @@ typedef struct {
     const Segments *segments;
     const Memory *memory;
     int64_t segment;
+    int together; /* whether GROUP keys from a multiple of GROUP lie one after the other */
 } Source;
 
 INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
@@ -26,127 +27,6 @@ INLINE int64_t row_of(const Source *s, int64_t at) {
     const Segments *g = s->segments;
     if (!g->tables) return g->k_starts[s->segment] + at;
     return g->tables[s->segment * g->table_width + at / g->block_size] * g->block_size + at % g->block_size;
-}
-
-INLINE vec load_any(int kind, const void *p, int64_t at) {
-    if (kind == F32) return load((const float *)p + at);
-    if (kind == BF16) return load_bf16((const bf16 *)p + at);
-    return load_int8((const int8_t *)p + at);
-}
-
-INLINE float scalar_any(int kind, const void *p, int64_t at) {
-    if (kind == F32) return ((const float *)p)[at];
-    if (kind == BF16) return from_bf16(((const bf16 *)p)[at]);
-    return (float)((const int8_t *)p)[at];
-}
-
-static __attribute__((noinline)) vec load_tail(int kind, const void *p, int64_t at, int64_t dim) {
-    float rest[LANES] = {0};
-    for (int64_t i = at; i < dim; i++) rest[i - at] = scalar_any(kind, p, i);
-    return load(rest);
-}
-
-/* As many elements of a head as a register holds from `at`, zeros beyond dim. */
-INLINE vec load_head(int kind, const void *p, int64_t at, int64_t dim) {
-    return at + LANES <= dim ? load_any(kind, p, at) : load_tail(kind, p, at, dim);
-}
-
-#define LOW(...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#if LANES == 16
-INLINE vec halves(vec a, vec b) {
-    return LOW(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           LOW(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-INLINE vec quarters(vec a, vec b) {
-    return LOW(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           LOW(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-INLINE vec pairs(vec a, vec b) {
-    return LOW(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-           LOW(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-}
-INLINE vec singles(vec a, vec b) {
-    return LOW(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           LOW(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-static const int order[LANES] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-#elif LANES == 8
-INLINE vec quarters(vec a, vec b) { return LOW(0, 1, 2, 3, 8, 9, 10, 11) + LOW(4, 5, 6, 7, 12, 13, 14, 15); }
-INLINE vec pairs(vec a, vec b) { return LOW(0, 1, 4, 5, 8, 9, 12, 13) + LOW(2, 3, 6, 7, 10, 11, 14, 15); }
-INLINE vec singles(vec a, vec b) { return LOW(0, 2, 4, 6, 8, 10, 12, 14) + LOW(1, 3, 5, 7, 9, 11, 13, 15); }
-static const int order[LANES] = {0, 4, 2, 6, 1, 5, 3, 7};
-#else
-INLINE vec pairs(vec a, vec b) { return LOW(0, 1, 4, 5) + LOW(2, 3, 6, 7); }
-INLINE vec singles(vec a, vec b) { return LOW(0, 2, 4, 6) + LOW(1, 3, 5, 7); }
-static const int order[LANES] = {0, 2, 1, 3};
-#endif
-
-/* The sums of LANES vectors, one a lane: vector i comes out at lane bitreverse(i). */
-INLINE vec lanes_of(vec *s) {
-#if LANES > 8
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) s[i] = halves(s[i], s[i + 8]);
-#endif
-#if LANES > 4
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) s[i] = quarters(s[i], s[i + 4]);
-#endif
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) s[i] = pairs(s[i], s[i + 2]);
-    return singles(s[0], s[1]);
-}
-
-/* The products of one query with LANES keys, one a lane. */
-INLINE vec score(int kind, const float *query, const void *const *keys, int64_t dim) {
-    vec s[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        s[i] = splat(0.0f);
-#pragma GCC unroll 4
-        for (int64_t at = 0; at < dim; at += LANES)
-            s[i] = fma_vec(load(query + at), load_head(kind, keys[order[i]], at, dim), s[i]);
-    }
-    return lanes_of(s);
-}
-
-/* out[r] += sum over the keys of weights[r][i] * values[i], for so many registers' worth of a head from `first`. */
-INLINE void mix_some(int kind, int rows, int columns, const float *const *weights, const void *const *values, int count,
-                     float *out, int64_t out_stride, int64_t first, int64_t dim) {
-    vec sum[QROWS][COLUMNS];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) sum[r][c] = load(out + r * out_stride + first + c * LANES);
-    for (int i = 0; i < count; i++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) {
-            vec value = load_head(kind, values[i], first + c * LANES, dim);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sum[r][c] = fma_vec(splat(weights[r][i]), value, sum[r][c]);
-        }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) store(out + r * out_stride + first + c * LANES, sum[r][c]);
-}
-
-INLINE void mix(int kind, int rows, const float *const *weights, const void *const *values, int count, float *out,
-                int64_t out_stride, int64_t dim) {
-    int64_t first = 0;
-    for (; first + COLUMNS * LANES <= dim; first += COLUMNS * LANES)
-        mix_some(kind, rows, COLUMNS, weights, values, count, out, out_stride, first, dim);
-    for (; first < dim; first += LANES)
-        mix_some(kind, rows, 1, weights, values, count, out, out_stride, first, dim);
-}
-
-INLINE void mix_rows(int kind, int rows, const float *const *weights, const void *const *values, int count, float *out,
-                     int64_t out_stride, int64_t dim) {
-    switch (rows) {
-    case 1: mix(kind, 1, weights, values, count, out, out_stride, dim); break;
-    case 2: mix(kind, 2, weights, values, count, out, out_stride, dim); break;
-    case 3: mix(kind, 3, weights, values, count, out, out_stride, dim); break;
-    default: mix(kind, QROWS, weights, values, count, out, out_stride, dim);
-    }
 }
 
 /* Keys [from, to) that the query at `position` sees. */
@@ -184,89 +64,108 @@ static float soften(float *scores, int64_t first, int64_t last) {
     return 1.0f / sum_of(sum);
 }
 
-/* Where 16 keys or values of one head lie; those beyond the last repeat it and are masked or weigh nothing. */
-INLINE void locate(const Source *s, const void *base, int64_t stride, int64_t at, int64_t last, const char **rows,
-                   int64_t *numbers) {
-    for (int i = 0; i < GROUP; i++) {
-        int64_t row = row_of(s, smaller(at + i, last - 1));
-        numbers[i] = row;
-        rows[i] = (const char *)base + row * stride * size_of(s->memory->kind);
-    }
+/* The memory's rows of GROUP keys from `at`, a multiple of GROUP; those beyond the last repeat it and are masked or weigh
+ * nothing. */
+INLINE void locate(const Source *s, int64_t at, int64_t last, int64_t *rows) {
+    int64_t first = row_of(s, at);
+    for (int i = 0; i < GROUP; i++)
+        rows[i] = s->together ? first + smaller(i, last - 1 - at) : row_of(s, smaller(at + i, last - 1));
 }
 
 INLINE void scales_of(const float *scales, const int64_t *rows, int64_t kv_heads, int64_t head, float *out) {
     for (int i = 0; i < GROUP; i++) out[i] = scales[rows[i] * kv_heads + head];
 }
 
-INLINE void ahead(const char *const *rows, int64_t bytes) {
+/* One query of a segment and the heads that share keys [first, last). */
+typedef struct {
+    int64_t first, last, per; /* of the keys' heads, and query heads for each of them */
+    int64_t position, from, to, begin, width, padded;
+    float *q, *sums, *scores; /* [heads][padded], the same, [heads][width] */
+} Single;
+
+/* Bytes `base` of GROUP rows from key `at`, which are wanted now, and those of the next, which are fetched ahead. */
+INLINE void visit(const Source *s, const Single *one, const char *base, int64_t stride, int64_t bytes, int64_t at,
+                  const char **rows, int64_t *numbers) {
+    int64_t next[GROUP];
+    locate(s, at, one->to, numbers);
+    for (int i = 0; i < GROUP; i++) rows[i] = base + numbers[i] * stride;
+    if (at + GROUP >= one->to) return;
+    locate(s, at + GROUP, one->to, next);
     for (int i = 0; i < GROUP; i++)
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[i] + at);
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(base + next[i] * stride + byte);
+}
+
+INLINE void decode_scores(int kind, int64_t dim, const Source *s, const Single *one) {
+    const Memory *m = s->memory;
+    int64_t head_bytes = dim * size_of(kind), numbers[GROUP];
+    const char *base = (const char *)m->keys + one->first * head_bytes, *rows[GROUP];
+    const void *keys[GROUP];
+    float scales[GROUP];
+    for (int64_t at = one->begin; at < one->to; at += GROUP) {
+        visit(s, one, base, m->key_stride * size_of(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
+        for (int64_t g = one->first; g < one->last; g++) {
+            for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + (g - one->first) * head_bytes;
+            if (kind == INT8) scales_of(m->key_scales, numbers, s->shape->kv_heads, g, scales);
+            for (int64_t h = g * one->per; h < (g + 1) * one->per; h++)
+                for (int i = 0; i < GROUP; i += LANES) {
+                    vec raw = score(kind, one->q + h * one->padded, keys + i, dim);
+                    if (kind == INT8) raw *= load(scales + i);
+                    store(one->scores + h * one->width + at + i,
+                          adjust(s, raw, h, one->position, at + i, one->from, one->to));
+                }
+        }
+    }
+}
+
+INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one) {
+    const Memory *m = s->memory;
+    int64_t head_bytes = dim * size_of(kind), numbers[GROUP];
+    const char *base = (const char *)m->values + one->first * head_bytes, *rows[GROUP];
+    const void *values[GROUP];
+    float scales[GROUP];
+    for (int64_t at = one->begin; at < one->to; at += GROUP) {
+        visit(s, one, base, m->value_stride * size_of(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
+        int count = (int)smaller(GROUP, one->to - at);
+        for (int64_t g = one->first; g < one->last; g++) {
+            for (int i = 0; i < GROUP; i++) values[i] = rows[i] + (g - one->first) * head_bytes;
+            if (kind == INT8) {
+                scales_of(m->value_scales, numbers, s->shape->kv_heads, g, scales);
+                for (int64_t h = g * one->per; h < (g + 1) * one->per; h++)
+                    for (int i = 0; i < GROUP; i += LANES) {
+                        float *w = one->scores + h * one->width + at + i;
+                        store(w, load(w) * load(scales + i));
+                    }
+            }
+            for (int64_t h = g * one->per; h < (g + 1) * one->per; h += QROWS) {
+                const float *weights[QROWS];
+                int some = (int)smaller(QROWS, (g + 1) * one->per - h);
+                for (int r = 0; r < some; r++) weights[r] = one->scores + (h + r) * one->width + at;
+                mix_rows(kind, some, weights, values, count, one->sums + h * one->padded, one->padded, dim);
+            }
+        }
+    }
 }
 
 /* One query of a segment, for the heads that share keys [first, last): pages are read once, where they lie. */
 INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, float *out, int64_t first, int64_t last,
                    float *scratch) {
     const AttentionShape *a = s->shape;
-    const Memory *m = s->memory;
-    int64_t per = a->heads / a->kv_heads, padded = up_to(dim, LANES), from, to;
-    int64_t position = s->segments->kv_lens[s->segment] - 1;
-    range_of(s, position, &from, &to);
-    int64_t begin = from / GROUP * GROUP, width = up_to(to, GROUP);
-    float *q = scratch, *sums = q + a->heads * padded, *scores = sums + a->heads * padded;
-    for (int64_t h = first * per; h < last * per; h++) {
-        for (int64_t i = 0; i < padded; i++) q[h * padded + i] = i < dim ? query[h * dim + i] : 0.0f;
-        memset(sums + h * padded, 0, padded * sizeof *sums);
+    int64_t padded = up_to(dim, LANES);
+    Single one = {.first = first, .last = last, .per = a->heads / a->kv_heads, .padded = padded};
+    one.position = s->segments->kv_lens[s->segment] - 1;
+    range_of(s, one.position, &one.from, &one.to);
+    one.begin = one.from / GROUP * GROUP, one.width = up_to(one.to, GROUP);
+    one.q = scratch, one.sums = one.q + a->heads * padded, one.scores = one.sums + a->heads * padded;
+    for (int64_t h = first * one.per; h < last * one.per; h++) {
+        for (int64_t i = 0; i < padded; i++) one.q[h * padded + i] = i < dim ? query[h * dim + i] : 0.0f;
+        memset(one.sums + h * padded, 0, padded * sizeof *one.sums);
     }
-    const char *rows[GROUP], *next[GROUP];
-    const void *keys[GROUP];
-    float scales[GROUP];
-    int64_t numbers[GROUP], later[GROUP], bytes = (last - first) * dim * size_of(kind);
-    for (int64_t at = begin; at < to; at += GROUP) {
-        locate(s, m->keys, m->key_stride, at, to, rows, numbers);
-        if (at + GROUP < to) {
-            locate(s, (const char *)m->keys + first * dim * size_of(kind), m->key_stride, at + GROUP, to, next, later);
-            ahead(next, bytes);
-        }
-        for (int64_t g = first; g < last; g++) {
-            for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + g * dim * size_of(kind);
-            if (kind == INT8) scales_of(m->key_scales, numbers, a->kv_heads, g, scales);
-            for (int64_t h = g * per; h < (g + 1) * per; h++)
-                for (int i = 0; i < GROUP; i += LANES) {
-                    vec raw = score(kind, q + h * padded, keys + i, dim);
-                    if (kind == INT8) raw *= load(scales + i);
-                    store(scores + h * width + at + i, adjust(s, raw, h, position, at + i, from, to));
-                }
-        }
-    }
-    for (int64_t h = first * per; h < last * per; h++) q[h * padded] = soften(scores + h * width, begin, width);
-    for (int64_t at = begin; at < to; at += GROUP) {
-        locate(s, m->values, m->value_stride, at, to, rows, numbers);
-        if (at + GROUP < to) {
-            locate(s, (const char *)m->values + first * dim * size_of(kind), m->value_stride, at + GROUP, to, next,
-                   later);
-            ahead(next, bytes);
-        }
-        int count = (int)smaller(GROUP, to - at);
-        for (int64_t g = first; g < last; g++) {
-            for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + g * dim * size_of(kind);
-            if (kind == INT8) {
-                scales_of(m->value_scales, numbers, a->kv_heads, g, scales);
-                for (int64_t h = g * per; h < (g + 1) * per; h++)
-                    for (int i = 0; i < GROUP; i += LANES) {
-                        float *w = scores + h * width + at + i;
-                        store(w, load(w) * load(scales + i));
-                    }
-            }
-            for (int64_t h = g * per; h < (g + 1) * per; h += QROWS) {
-                const float *weights[QROWS];
-                int some = (int)smaller(QROWS, (g + 1) * per - h);
-                for (int r = 0; r < some; r++) weights[r] = scores + (h + r) * width + at;
-                mix_rows(kind, some, weights, keys, count, sums + h * padded, padded, dim);
-            }
-        }
-    }
-    for (int64_t h = first * per; h < last * per; h++)
-        for (int64_t i = 0; i < dim; i++) out[h * dim + i] = sums[h * padded + i] * q[h * padded];
+    decode_scores(kind, dim, s, &one);
+    for (int64_t h = first * one.per; h < last * one.per; h++)
+        one.q[h * padded] = soften(one.scores + h * one.width, one.begin, one.width);
+    decode_mix(kind, dim, s, &one);
+    for (int64_t h = first * one.per; h < last * one.per; h++)
+        for (int64_t i = 0; i < dim; i++) out[h * dim + i] = one.sums[h * padded + i] * one.q[h * padded];
 }
 
 /* Keys or values of one head as floats [to - begin][padded], and their scales. */
@@ -382,7 +281,7 @@ INLINE void attend_as(int kind, int64_t dim, const AttentionShape *shape, const 
                       float *scratch) {
     /* Few segments: heads are shared too; many: a segment's pages are read by one thread, one after the other. */
     int64_t pieces = segments->segments >= 4 * parts ? 1 : smaller(parts, shape->kv_heads), task = 0;
-    Source s = {shape, segments, memory, 0};
+    Source s = {shape, segments, memory, 0, !segments->tables || segments->block_size % GROUP == 0};
     for (s.segment = 0; s.segment < segments->segments; s.segment++) {
         int64_t start = segments->q_starts[s.segment], rows = segments->q_starts[s.segment + 1] - start;
         if (rows == 1) {

@@ -64,12 +64,15 @@ def build() -> Built:
     built = Built(library, "compiled for this CPU")
     if library.exists():
         return built
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():  # another process may have been quicker
-            began = time.monotonic()
-            _compile(compiler, flags, library)
-            logger.info("compiled the native kernels for this CPU in %.1f s", time.monotonic() - began)
+    try:
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():  # another process may have been quicker
+                began = time.monotonic()
+                _compile(compiler, flags, library)
+                logger.info("compiled the native kernels for this CPU in %.1f s", time.monotonic() - began)
+    except OSError as error:  # read-only, full
+        raise BuildError(f"nothing can be written into the cache folder ({type(error).__name__})") from None
     return built
 
 
@@ -154,10 +157,16 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for command in commands
         ]
-        for process in running:
-            _wait(process)
+        try:
+            for process in running:
+                _wait(process)
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
         linked = Path(name) / library.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked), "-lm"])
+        linked.chmod(0o755)  # whatever the umask: nobody else may write what will be loaded
         os.replace(linked, library)
 
 
@@ -165,8 +174,6 @@ def _wait(process: subprocess.Popen[str]) -> None:
     try:
         _, errors = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         raise BuildError(f"the compiler took longer than {_SECONDS} s") from None
     if process.returncode:
         logger.debug("the compiler said: %s", errors)

@@ -52,10 +52,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.library = library
         self.matrix, self._kept = pack(weight.detach(), bias, KINDS[weight.dtype] if kind is None else kind)
-        self._plain: tuple[Tensor, Tensor | None] | None = None
-        if prefers_torch(weight.dtype, kind):
-            self._plain = (weight.detach(), bias)
-            self._kept.append(weight.detach())
+        plain = prefers_torch(weight.dtype, kind)
+        self._plain: tuple[Tensor, Tensor | None] | None = (weight.detach(), bias) if plain else None
 
     def keep_to_c(self) -> None:
         """Never use torch's product, whose order of additions depends on the number of rows."""
@@ -63,7 +61,8 @@ class PackedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._kept)
+        plain = 0 if self._plain is None else self._plain[0].nbytes
+        return plain + sum(tensor.nbytes for tensor in self._kept)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, k] -> [T, n] in the dtype of x
         if self._plain is not None and len(x) >= AMX_ROWS:

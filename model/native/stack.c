@@ -2,7 +2,9 @@
  *
  * Rows are float32 throughout; products read them as their matrix wants. Nothing is kept between calls: the caller gives
  * the scratch memory, whose size `scratch_bytes` tells. Threads meet at barriers and share rows, outputs or heads. */
+#define _GNU_SOURCE /* CPU sets */
 #include <omp.h>
+#include <sched.h>
 #include <stddef.h>
 
 #include "attention.h"
@@ -53,6 +55,20 @@ typedef struct {
 
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
+
+/* Where there are as many threads as CPUs, every thread but the caller's stays on a CPU of its own: on a busy machine the
+ * system otherwise wakes it where the thread is that waits for it, and both share one CPU. */
+static void settle(int part, int parts) {
+    static __thread int settled;
+    cpu_set_t all, own;
+    if (!part || settled) return;
+    settled = 1;
+    if (sched_getaffinity(0, sizeof all, &all) || CPU_COUNT(&all) != parts) return; /* also: OpenMP has bound it */
+    CPU_ZERO(&own);
+    for (int cpu = 0, number = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &all) && number++ == part) CPU_SET(cpu, &own);
+    sched_setaffinity(0, sizeof own, &own);
+}
 
 static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
     vec sum = splat(0.0f), squares = splat(0.0f);
@@ -279,6 +295,7 @@ void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int
 #pragma omp parallel num_threads((int)threads)
     {
         Team t = {.stack = stack, .step = step, .x = x, .part = omp_get_thread_num(), .parts = omp_get_num_threads()};
+        settle(t.part, t.parts);
         char *at = memory;
         t.saved = (float *)at, at += s.saved;
         t.qkv = (float *)at, at += s.qkv;
@@ -303,6 +320,7 @@ void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, 
 #pragma omp parallel num_threads((int)threads)
     {
         Team t = {.part = omp_get_thread_num(), .parts = omp_get_num_threads(), .operand = memory};
+        settle(t.part, t.parts);
         t.operand_scales = (float *)(memory + aligned(rows * operand_bytes(matrix)));
         t.scratch = (float *)((char *)t.operand_scales + aligned(rows * 4) + t.part * aligned(rows * 192));
         Norm none = {0};

@@ -103,7 +103,7 @@ INLINE float from_bf16(bf16 x) {
     return value;
 }
 
-/* Lanes where the mask is all ones from a, the others from b. */
+/* Lanes where the mask is all ones from a, the others from b. Of two numbers with a NaN these give b. */
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 INLINE vec larger_of(vec a, vec b) { return choose(a > b, a, b); }
 INLINE vec smaller_of(vec a, vec b) { return choose(a < b, a, b); }
@@ -124,19 +124,32 @@ INLINE float largest_of(vec v) {
     return best;
 }
 
-/* The largest size among n floats. */
+/* The largest size among n floats; NaN where one is, as bits of sizes are in the order of sizes and NaN comes last. */
 INLINE float largest_size(const float *x, int64_t n) {
-    vec most = splat(0.0f);
+    ivec most = {0};
+    int32_t each[LANES], best = 0;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) most = larger_of(most, size_of_each(load(x + i)));
-    float best = largest_of(most);
-    for (; i < n; i++) best = __builtin_fabsf(x[i]) > best ? __builtin_fabsf(x[i]) : best;
-    return best;
+    for (; i + LANES <= n; i += LANES) {
+        ivec size = (ivec)size_of_each(load(x + i)), larger = size > most;
+        most = (size & larger) | (most & ~larger);
+    }
+    memcpy(each, &most, sizeof each);
+    for (int lane = 0; lane < LANES; lane++) best = each[lane] > best ? each[lane] : best;
+    for (; i < n; i++) {
+        float size = __builtin_fabsf(x[i]);
+        int32_t bits;
+        memcpy(&bits, &size, 4);
+        best = bits > best ? bits : best;
+    }
+    float found;
+    memcpy(&found, &best, 4);
+    return found;
 }
 
-/* e^x to 2 ulp; exactly 0 below -87, so that what is masked adds nothing. Range reduction and a polynomial (Cephes). */
+/* e^x to 2 ulp; exactly 0 below -87, so that what is masked adds nothing; NaN of NaN. Range reduction and a polynomial
+ * (Cephes). */
 INLINE vec exp_vec(vec x) {
-    vec clamped = larger_of(smaller_of(x, splat(88.0f)), splat(-87.0f));
+    vec clamped = larger_of(splat(-87.0f), smaller_of(splat(88.0f), x));
     vec n = clamped * 1.44269504088896341f + 12582912.0f;
     n -= 12582912.0f;
     vec r = fma_vec(n, splat(-0.693359375f), clamped);
@@ -149,7 +162,7 @@ INLINE vec exp_vec(vec x) {
     y = fma_vec(y, r, splat(5.0000001201e-1f));
     y = fma_vec(y, r * r, r + 1.0f);
     ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    return (vec)((ivec)(y * (vec)power) & (x >= -87.0f));
+    return (vec)((ivec)(y * (vec)power) & ~(x < -87.0f));
 }
 
 INLINE vec tanh_vec(vec x) { return 1.0f - 2.0f / (exp_vec(x + x) + 1.0f); }
@@ -171,7 +184,7 @@ enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4, TANH = 5 
 
 INLINE vec activate(int kind, vec x) {
     switch (kind) {
-    case RELU: return larger_of(x, splat(0.0f));
+    case RELU: return larger_of(splat(0.0f), x);
     case GELU: return 0.5f * x * (1.0f + erf_vec(x * 0.70710678118654752f));
     case GELU_TANH: return 0.5f * x * (1.0f + tanh_vec(0.79788456080286536f * (x + 0.044715f * x * x * x)));
     case SILU: return x / (1.0f + exp_vec(-x));

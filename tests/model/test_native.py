@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,17 @@ import model.native.linear
 import model.native.stack
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
-from model.config import AttentionConfig
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import read_checkpoint
+from model.config import Activation, AttentionConfig
 from model.kv_cache import KVCache, LayerCache
+from model.loader import load_model
 from model.native import build
 from model.native.library import Kind, Library
 from model.native.linear import PackedLinear
-from tests.model.checkpoints import CPU, loaded, native_backends
-from tests.model.parity import decoder_logits, decoder_prompts
+from model.native.stack import pack_model
+from tests.model.checkpoints import CPU, loaded, native_backends, saved
+from tests.model.parity import decoder_logits, decoder_prompts, hidden_states
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -71,6 +78,73 @@ def test_control_a_changed_weight_changes_its_output_alone() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.INT8])
+@pytest.mark.parametrize("at", [0, 15, 31, 36])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_spoils_its_row_alone(kind: Kind, at: int, bad: float) -> None:
+    torch.manual_seed(0)
+    packed, x = PackedLinear(library(), torch.randn(20, 37), None, kind), torch.randn(9, 37)
+    clean = packed(x)
+    x[4, at] = bad
+    spoilt = packed(x)
+    assert not spoilt[4].isfinite().any()
+    others = torch.arange(9) != 4
+    assert torch.equal(spoilt[others], clean[others])
+
+
+@needs_native
+@pytest.mark.parametrize("segment", [(1, 20), (6, 20)])
+def test_a_key_without_numbers_shows_in_every_query_that_sees_it(segment: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    config = AttentionConfig(HEADS, 2, DIM, 1.0)
+    layer, tables, slots = pool_with_past(config, [segment])
+    layer.keys.flatten(0, 1)[tables[0, 3 // BLOCK] * BLOCK + 3 % BLOCK] = float("nan")  # of token 3
+    metadata = AttentionMetadata((segment[0],), (segment[1],), causal=True, block_tables=tables, slot_mapping=slots)
+    query, key, value = (torch.randn(segment[0], heads, DIM) for heads in (HEADS, 2, 2))
+    assert native_backends()[0].forward(query, key, value, layer, metadata, config).isnan().all()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2"])  # with a gate and without
+@pytest.mark.parametrize("activation", Activation)
+def test_no_activation_hides_what_is_no_number(kind: str, activation: Activation) -> None:
+    checkpoint = read_checkpoint(saved(kind).path)
+    stack = checkpoint.config.decoder
+    assert stack is not None
+    stack = replace(stack, mlp=replace(stack.mlp, activation=activation))
+    changed = replace(checkpoint, config=replace(checkpoint.config, decoder=stack))
+    model = load_model(changed, SdpaBackend(), torch.float32, CPU)
+    assert model.decoder is not None
+    with torch.no_grad():
+        model.decoder.block(0).mlp.up.weight[0] = float("nan")
+    pack_model(model, library())
+    assert hidden_states(model)[0][0].isnan().all()
+
+
+@needs_native
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.parametrize(("threads", "bound"), [(2, 1), (1, 0)])
+def test_threads_that_are_as_many_as_the_cpus_have_each_its_own(threads: int, bound: int) -> None:
+    program = f"""
+import os
+cpus = set(sorted(os.sched_getaffinity(0))[:2])
+os.sched_setaffinity(0, cpus)
+import torch
+from model.native.library import native
+from model.native.linear import PackedLinear
+from model.native.stack import pack_model
+torch.set_num_threads({threads})
+PackedLinear(native(), torch.ones(64, 64), None)(torch.ones(3, 64))
+masks = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+assert os.sched_getaffinity(0) == cpus
+assert sum(len(mask) == 1 for mask in masks) == {bound}, masks
+assert all(mask == cpus or mask == {{max(cpus)}} for mask in masks), masks
+"""
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    subprocess.run([sys.executable, "-c", program], check=True, env=usual, timeout=120)
+
+
+@needs_native
 def test_many_rows_go_to_torch_where_tiles_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a CPU with AMX, forced here: the modules over torch's products, attention by the C code."""
     [backend] = native_backends()
@@ -80,6 +154,10 @@ def test_many_rows_go_to_torch_where_tiles_are_faster(monkeypatch: pytest.Monkey
     tiled = loaded("llama-gqa", backend, torch.bfloat16)
     for module in (model.native.linear, model.native.stack):
         monkeypatch.setattr(module, "AMX_ROWS", 2)
+    packed = PackedLinear(backend.library, torch.ones(16, 16, dtype=torch.bfloat16), None)
+    both = packed.nbytes
+    packed.keep_to_c()
+    assert packed.nbytes == both - 16 * 16 * 2  # the plain copy is gone
     spread = usual.std()
     error = (decoder_logits(tiled, prompts) - usual).pow(2).mean().sqrt()
     assert 0 < error < 0.15 * spread
@@ -160,18 +238,21 @@ def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
 
 @needs_native
 def test_the_library_is_built_once_and_again_for_another_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "one.c").write_text("int one(void) { return 1; }\n")
     monkeypatch.setattr(build, "_SOURCES", sources)
+    before = os.umask(0)
+    request.addfinalizer(lambda: os.umask(before))
     first = build.build()
     written = first.path.stat().st_mtime_ns
     assert build.build() == first
     assert first.path.stat().st_mtime_ns == written
     assert first.path.parent.stat().st_mode & 0o777 == 0o700
+    assert first.path.stat().st_mode & 0o777 == 0o755
     (sources / "one.c").write_text("int one(void) { return 2; }\n")
     assert build.build() != first
     (sources / "one.c").write_text("int one(void) { return }\n")
@@ -185,6 +266,17 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: p
     os.chmod(tmp_path / "triptych", 0o777)
     with pytest.raises(build.BuildError, match="not ours alone"):
         build.cache_folder()
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compiler", lambda: ("gcc", "gcc 12"))
+    (tmp_path / "triptych" / "lock").mkdir(parents=True)  # no process can open it for writing, root's neither
+    os.chmod(tmp_path / "triptych", 0o700)
+    with pytest.raises(build.BuildError, match="nothing can be written"):
+        build.build()
 
 
 def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
