@@ -2,13 +2,13 @@
  *
  * Rows are float32 throughout; products read them as their matrix wants. Nothing is kept between calls: the caller gives
  * the scratch memory, whose size `scratch_bytes` tells. Threads meet at barriers and share rows, outputs or heads. */
-#define _GNU_SOURCE /* CPU sets */
+#define _GNU_SOURCE /* sched_getcpu */
 #include <omp.h>
-#include <sched.h>
 #include <stddef.h>
 
 #include "attention.h"
 #include "gemm.h"
+#include "meeting.h"
 
 #define CHUNK 256 /* rows that go through an MLP together */
 
@@ -49,26 +49,13 @@ typedef struct {
     float *x, *saved, *qkv, *mixed, *hidden;
     char *operand;
     float *operand_scales;
+    Meeting *meeting;
     int part, parts;
     float *scratch, *line; /* this thread's */
 } Team;
 
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
-
-/* Where there are as many threads as CPUs, every thread but the caller's stays on a CPU of its own: on a busy machine the
- * system otherwise wakes it where the thread is that waits for it, and both share one CPU. */
-static void settle(int part, int parts) {
-    static __thread int settled;
-    cpu_set_t all, own;
-    if (!part || settled) return;
-    settled = 1;
-    if (sched_getaffinity(0, sizeof all, &all) || CPU_COUNT(&all) != parts) return; /* also: OpenMP has bound it */
-    CPU_ZERO(&own);
-    for (int cpu = 0, number = 0; cpu < CPU_SETSIZE; cpu++)
-        if (CPU_ISSET(cpu, &all) && number++ == part) CPU_SET(cpu, &own);
-    sched_setaffinity(0, sizeof own, &own);
-}
 
 static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
     vec sum = splat(0.0f), squares = splat(0.0f);
@@ -115,7 +102,7 @@ static Operand prepare(const Team *t, const Norm *norm, const Linear *matrix, co
         operand.rows = t->operand;
         operand.stride = bytes / (kind == F32 ? 4 : kind == BF16 ? 2 : 1);
     }
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
     return operand;
 }
 
@@ -123,7 +110,7 @@ static Operand prepare(const Team *t, const Norm *norm, const Linear *matrix, co
 static void multiply(const Team *t, const Linear *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
     Target to = {target, matrix->n, 0, NO_ACTIVATION, add};
     product(matrix, operand, rows, to, t->part, t->parts, t->scratch);
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
 }
 
 static void norm_in_place(const Team *t, const Norm *norm, float *x, int64_t size, int64_t rows) {
@@ -131,7 +118,7 @@ static void norm_in_place(const Team *t, const Norm *norm, float *x, int64_t siz
     int64_t first, last;
     share(t, rows, &first, &last);
     for (int64_t row = first; row < last; row++) normalise(norm, x + row * size, size, x + row * size);
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
 }
 
 static void turn(float *head, const float *cos, const float *sin, int64_t size) {
@@ -159,7 +146,7 @@ static void place(const Team *t, const Layer *layer, const Memory *memory) {
         }
         if (step->memory) remember(a, memory, step->self.slots[row], q + query, q + query + kv);
     }
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
 }
 
 static void self_attention(const Team *t, const Layer *layer, int64_t number) {
@@ -177,7 +164,7 @@ static void self_attention(const Team *t, const Layer *layer, int64_t number) {
     const Memory *memory = step->memory ? step->memory + number : &rows;
     if (step->memory || step->cos || layer->q_norm.kind != NO_NORM) place(t, layer, memory);
     attend(&shape, &step->self, memory, t->qkv, width, t->mixed, t->part, t->parts, t->scratch);
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
     Norm none = {0};
     multiply(t, &layer->out, prepare(t, &none, &layer->out, t->mixed, step->rows), step->rows, t->x, 1);
     norm_in_place(t, &layer->attn_out, t->x, stack->hidden, step->rows);
@@ -191,7 +178,7 @@ static void cross_attention(const Team *t, const Layer *layer, int64_t number) {
     multiply(t, &layer->cross_q, operand, step->rows, t->qkv, 0);
     attend(&shape, &step->cross, step->memory + number, t->qkv, shape.heads * shape.dim, t->mixed, t->part, t->parts,
            t->scratch);
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
     Norm none = {0};
     multiply(t, &layer->cross_proj, prepare(t, &none, &layer->cross_proj, t->mixed, step->rows), step->rows, t->x, 1);
     norm_in_place(t, &layer->cross_out, t->x, t->stack->hidden, step->rows);
@@ -221,7 +208,7 @@ static void mlp(const Team *t, const Layer *layer, const float *from, float *to,
     } else {
         Target target = {t->hidden, width, 0, layer->gated ? NO_ACTIVATION : layer->activation, 0};
         product(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
-#pragma omp barrier
+        meet(t->meeting, t->part, t->parts);
         share(t, rows, &first, &last);
         for (int64_t row = first; row < last; row++) {
             float *at = t->hidden + row * width;
@@ -233,7 +220,7 @@ static void mlp(const Team *t, const Layer *layer, const float *from, float *to,
             inner.stride = kind == BF16 ? bytes / 2 : bytes;
         }
     }
-#pragma omp barrier
+    meet(t->meeting, t->part, t->parts);
     multiply(t, &layer->down, inner, rows, to, 1);
 }
 
@@ -291,11 +278,12 @@ int64_t scratch_bytes(const Stack *stack, int64_t rows, int64_t longest, int64_t
 
 void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads) {
     Sizes s = sizes_of(stack, step->rows, step->longest);
+    Meeting meeting = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
     {
-        Team t = {.stack = stack, .step = step, .x = x, .part = omp_get_thread_num(), .parts = omp_get_num_threads()};
-        settle(t.part, t.parts);
+        Team t = {.stack = stack, .step = step, .x = x, .meeting = &meeting};
+        t.part = omp_get_thread_num(), t.parts = omp_get_num_threads();
         char *at = memory;
         t.saved = (float *)at, at += s.saved;
         t.qkv = (float *)at, at += s.qkv;
@@ -316,11 +304,12 @@ int64_t linear_scratch_bytes(const Linear *matrix, int64_t rows, int64_t threads
 
 /* out [rows][n] = x [rows][k] x matrix^T + bias. */
 void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
+    Meeting meeting = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
     {
-        Team t = {.part = omp_get_thread_num(), .parts = omp_get_num_threads(), .operand = memory};
-        settle(t.part, t.parts);
+        Team t = {.operand = memory, .meeting = &meeting};
+        t.part = omp_get_thread_num(), t.parts = omp_get_num_threads();
         t.operand_scales = (float *)(memory + aligned(rows * operand_bytes(matrix)));
         t.scratch = (float *)((char *)t.operand_scales + aligned(rows * 4) + t.part * aligned(rows * 192));
         Norm none = {0};
