@@ -103,6 +103,19 @@ INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64
         }
 }
 
+#if !HAS_INT8_DOT
+/* The dot product of each pair of 16-bit numbers with the pair in x. */
+INLINE ivec dot_pairs(ivec w, int32_t x) {
+#if defined(__AVX512BW__)
+    return (ivec)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+    return (ivec)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
+#else
+    return (w << 16 >> 16) * (x & 0xffff) + (w >> 16) * (x >> 16);
+#endif
+}
+#endif
+
 /* Integer sums in the bits of acc. */
 INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
                       Sums acc) {
@@ -111,6 +124,9 @@ INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int
         for (int j = 0; j < nv; j++) {
             ivec w;
             memcpy(&w, b + at_part(j, panel, 4), sizeof w);
+#if !HAS_INT8_DOT
+            ivec even = (ivec)((svec)w << 8 >> 8), odd = (ivec)((svec)w >> 8); /* bytes 0 and 2, 1 and 3, of each four */
+#endif
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 uint32_t four;
@@ -118,9 +134,8 @@ INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int
 #if HAS_INT8_DOT
                 acc[i][j] = (vec)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
 #else
-                ivec sum = (ivec)acc[i][j];
-                for (int byte = 0; byte < 4; byte++)
-                    sum += (int32_t)((four >> (8 * byte)) & 255) * ((w << (24 - 8 * byte)) >> 24);
+                ivec sum = (ivec)acc[i][j] + dot_pairs(even, (int32_t)(four & 0x00ff00ff)) +
+                           dot_pairs(odd, (int32_t)(four >> 8 & 0x00ff00ff));
                 acc[i][j] = (vec)sum;
 #endif
             }

@@ -35,6 +35,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec_u __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef int16_t svec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec_u __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 INLINE vec splat(float x) { return (vec)ALL(x); }
