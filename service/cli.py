@@ -10,10 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from model.config import ConfigError
 from service import options
+
+if TYPE_CHECKING:
+    from model.engine.llm import LLM
 
 _MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, or the name of an embedded model"
 
@@ -145,7 +148,6 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from model.engine.llm import LLM
     from model.request import SamplingParams
 
     params = SamplingParams(
@@ -159,11 +161,20 @@ def _generate(arguments: argparse.Namespace) -> int:
         stop=tuple(arguments.stop),
         grammar=_grammar(arguments),
     )
-    llm = LLM(Path(_named(arguments.model or "code")[1]), _engine(arguments))
+    llm = _llm(arguments, "code")
     for _, output in llm.stream([arguments.prompt], params):
         print(output.text, end="", flush=True)
     print()
     return 0
+
+
+def _llm(arguments: argparse.Namespace, default: str) -> LLM:
+    from model.engine.process import SPIN_COUNT
+
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it as torch loads: with the next import
+    from model.engine.llm import LLM
+
+    return LLM(Path(_named(arguments.model or default)[1]), _engine(arguments))
 
 
 def _grammar(arguments: argparse.Namespace) -> str:
@@ -201,9 +212,7 @@ def _schema(given: str) -> dict[str, Any]:
 def _encode(arguments: argparse.Namespace) -> int:
     import json
 
-    from model.engine.llm import LLM
-
-    llm = LLM(Path(_named(arguments.model or "embed")[1]), _engine(arguments))
+    llm = _llm(arguments, "embed")
     for text, vector in zip(arguments.texts, llm.encode(arguments.texts), strict=True):
         print(json.dumps({"text": text, "embedding": [round(float(value), 7) for value in vector]}))
     return 0

@@ -25,7 +25,10 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A checkpoint folder, ready to generate and encode in this process."""
+    """A checkpoint folder, ready to generate and encode in this process.
+
+    Set `GOMP_SPINCOUNT=2000` in the environment before anything imports torch: OpenMP reads it only then.
+    """
 
     def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:
         self.checkpoint = read_checkpoint(path)

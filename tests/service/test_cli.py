@@ -119,3 +119,25 @@ def test_what_no_output_can_be_held_to(flags: tuple[str, ...], message: str) -> 
     run = triptych("generate", "normalize", "x", *flags)
     assert run.returncode == 2
     assert message in run.stderr and run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "2000"), ("77", "77")])
+def test_threads_spin_briefly_from_before_torch_loads(given: str | None, expected: str) -> None:
+    code = """
+import os, sys
+seen = []
+class Spy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            seen.append(os.environ.get("GOMP_SPINCOUNT"))
+sys.meta_path.insert(0, Spy())
+from service.cli import main
+try:
+    main(["encode", "a text"])
+finally:
+    print("spins", *seen)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {} if given is None else {"GOMP_SPINCOUNT": given}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert run.stdout.splitlines()[-1] == f"spins {expected}"
