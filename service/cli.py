@@ -169,7 +169,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _llm(arguments: argparse.Namespace, default: str) -> LLM:
-    from model.engine.process import SPIN_COUNT
+    from model.engine.sockets import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it as torch loads: with the next import
     from model.engine.llm import LLM
