@@ -134,7 +134,7 @@ OPTIONS: tuple[Option, ...] = (
         "kv_cache_dtype",
         one_of(*KV_CACHE_DTYPES),
         _ENGINE.kv_cache_dtype,
-        "number format of KV, on a CPU",
+        "number format of KV",
         "|".join(KV_CACHE_DTYPES),
         per_model=True,
     ),

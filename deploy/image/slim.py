@@ -25,14 +25,15 @@ _UNUSED = (
     "**/*.h",
     "**/*.js.map",
 )
-_OURS = "model/native"  # by its headers too it knows which libraries were made of its sources
+_KEPT = ("model/native", "triton/backends/nvidia/include")  # sources that are compared, and what a compiler is given
 _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus", "rich", "smart_open")
 
 
 def unused(packages: Path) -> Iterator[Path]:
     """What to delete below the folder of installed packages."""
     for pattern in _UNUSED:
-        yield from (path for path in packages.glob(pattern) if path.parent != packages / _OURS)
+        kept = [packages / folder for folder in _KEPT]
+        yield from (path for path in packages.glob(pattern) if path.parent not in kept)
     for name in _TESTS:
         yield from (path for path in (packages / name).rglob("tests") if path.is_dir())
 
