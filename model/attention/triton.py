@@ -66,9 +66,9 @@ class TritonBackend(SdpaBackend):
             packed = LayerCache(_rows(given(key)), _rows(given(value)))
             return self._attend(query, packed, None, metadata, config, table)
 
-    def tiles(self, rows: int, config: AttentionConfig, dtype: torch.dtype, biased: bool) -> Tiles:
+    def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
         """For segments of up to `rows` queries times heads of a group."""
-        return choose_tiles(rows, config.head_dim, dtype, biased)
+        return choose_tiles(rows, head_dim, dtype, biased=biased, paged=paged)
 
     def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
         """Into how many parts keys are split, a power of two: two programs for each processor, if keys suffice."""
@@ -87,7 +87,13 @@ class TritonBackend(SdpaBackend):
         lengths, query = metadata.on_device(), _rows(query)
         group, num_segments = config.num_heads // config.num_kv_heads, len(lengths.kv_lens)
         single = lengths.max_q_len == 1
-        tiles = self.tiles(group * lengths.max_q_len, config, query.dtype, bias is not None)
+        tiles = self.tiles(
+            group * lengths.max_q_len,
+            config.head_dim,
+            query.dtype,
+            biased=bias is not None,
+            paged=tables is not None,
+        )
         num_tiles = num_segments if single else len(query) // (tiles.rows // group) + num_segments
         parts = self.parts(num_tiles * config.num_kv_heads, lengths.max_kv_len, query.device)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -155,24 +161,26 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("attention to a single key is not its value")
 
 
-def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, biased: bool) -> Tiles:
+def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
     """By hand, not by measuring on somebody's first request: as large as registers and 99 KiB of shared memory allow,
     which is what the smaller GPUs since Ampere have.
 
     Tensor cores multiply 16 rows (decoding: the heads of a group), a warp group of Hopper 64. float32 is multiplied
-    without them, where the values of a tile are held in registers several times over.
+    without them, where the values of a tile are held in registers several times over. Keys and values are fetched one
+    step of the walk ahead, and the numbers of pages one step before them.
     """
     wide = head_dim > 128
     if dtype is torch.float32:
         if rows <= 16:
             return Tiles(16, 16 if wide else 32, 8, 2)
         return Tiles(32, 16 if wide or biased else 32, 8, 1)
+    stages = 3 if paged else 2
     if rows <= 16:
-        return Tiles(16, 32 if wide else 64, 4, 3)
+        return Tiles(16, 32 if wide else 64, 4, stages)
     keys = 32 if wide or (biased and head_dim > 64) else 64  # a bias takes the registers of as many pointers
     if rows <= 64 or wide:
-        return Tiles(64, keys, 4, 2)
-    return Tiles(128, keys, 8, 2)
+        return Tiles(64, keys, 4, stages)
+    return Tiles(128, keys, 8, stages)
 
 
 def _covers(query: Tensor, cache: LayerCache | None, config: AttentionConfig) -> bool:

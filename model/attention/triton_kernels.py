@@ -14,7 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as t
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and taken off again is a whole number
 
 
-@triton.jit(do_not_specialize_on_alignment=["key", "value", "slots"])
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_pages(
     key,  # [T, KV_HEADS, DIM]
     value,

@@ -137,6 +137,41 @@ def test_cross_attention_reads_all_of_its_own_source(backend: SdpaBackend, memor
     torch.testing.assert_close(ours, torch.cat(expected), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", [SdpaBackend(), ReferenceBackend()], ids=lambda backend: backend.name)
+def test_int8_pages_serve_narrow_weights(backend: SdpaBackend) -> None:
+    torch.manual_seed(2)
+    config = AttentionConfig(HEADS, 2, DIM, DIM**-0.5)
+    segments = SHAPES["mixed"]
+    layer, tables, slots = pool_with_past(config, segments)
+    shape = layer.keys.shape
+    pages = LayerCache(
+        torch.zeros(shape, dtype=torch.int8),
+        torch.zeros(shape, dtype=torch.int8),
+        (torch.zeros(shape[:3]), torch.zeros(shape[:3])),
+    )
+    pages.write(torch.arange(shape[0] * BLOCK), layer.keys.flatten(0, 1), layer.values.flatten(0, 1))
+    q_lens, kv_lens = zip(*segments, strict=True)
+    rows = [torch.randn(sum(q_lens), heads, DIM).bfloat16() for heads in (HEADS, 2, 2)]
+    metadata = AttentionMetadata(q_lens, kv_lens, causal=True, block_tables=tables, slot_mapping=slots)
+    out = backend.forward(rows[0], rows[1], rows[2], pages, metadata, config)
+    assert out.dtype is torch.bfloat16
+    exact = ReferenceBackend().forward(rows[0].float(), rows[1].float(), rows[2].float(), layer, metadata, config)
+    torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0)
+
+
+def test_lengths_go_to_the_device_once_and_a_callers_own_are_taken() -> None:
+    metadata = AttentionMetadata((2, 1), (5, 4), causal=True)
+    lengths = metadata.on_device()
+    assert metadata.on_device() is lengths
+    assert lengths.cu_seqlens_q.tolist() == [0, 2, 3]
+    assert lengths.cu_seqlens_k is not None
+    assert lengths.cu_seqlens_k.tolist() == [0, 5, 9]
+    assert lengths.kv_lens.tolist() == [5, 4]
+    assert (lengths.max_q_len, lengths.max_kv_len) == (2, 5)
+    assert {tensor.dtype for tensor in (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.kv_lens)} == {torch.int32}
+    assert AttentionMetadata((), (), causal=True, device_lengths=lengths).on_device() is lengths
+
+
 def test_control_a_wrong_page_changes_the_output() -> None:
     torch.manual_seed(0)
     config = AttentionConfig(HEADS, 2, DIM, DIM**-0.5)

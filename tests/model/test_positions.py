@@ -88,3 +88,10 @@ def test_a_step_bias_is_computed_once_for_the_same_positions() -> None:
     assert step(query, first) is step(query, first)
     assert len(step(query, second)) == 5
     assert calls == [first, second]
+
+
+def test_a_step_bias_makes_one_table_by_distance_where_its_bias_has_one() -> None:
+    bias = BucketBias(PositionConfig(PositionKind.T5_BUCKETS), 2, bidirectional=False)
+    step = StepBias(bias)
+    assert step.by_distance() is step.by_distance()
+    assert StepBias(lambda query, group: query).by_distance() is None

