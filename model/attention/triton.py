@@ -53,8 +53,9 @@ class TritonBackend(SdpaBackend):
         config: AttentionConfig,
         bias: ScoreBias | None = None,
     ) -> Tensor:
-        table = distance_table(bias) if bias is not None else None
-        if not _covers(query, cache, config) or (bias is not None and table is None):
+        covered = _covers(query, cache, config)
+        table = distance_table(bias) if covered and bias is not None else None
+        if not covered or (bias is not None and table is None):
             return super().forward(query, key, value, cache, metadata, config, bias)
         if len(query) == 0:
             return query
