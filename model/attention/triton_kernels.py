@@ -72,7 +72,7 @@ def _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q: tl.constexpr):
     high = num_segments
     while low + 1 < high:
         middle = (low + high) // 2
-        begun = tl.load(cu_seqlens_q + middle) // TILE_Q + middle <= tile
+        begun = tl.load(cu_seqlens_q + middle).to(tl.int32) // TILE_Q + middle <= tile
         low = tl.where(begun, middle, low)
         high = tl.where(begun, high, middle)
     return low
@@ -91,7 +91,7 @@ def attend(
     tables,  # [B, M] blocks, where PAGED
     cu_seqlens_q,  # [B + 1], unless SINGLE
     cu_seqlens_k,  # [B + 1], unless PAGED
-    kv_lens,  # [B]
+    kv_lens,  # [B], as the other lengths of 32 or 64 bits
     bias,  # [HEADS, 2 * reach + 1] to add by distance, where BIASED
     out,  # [T, HEADS, DIM]; where SPLIT [T, HEADS, splits, DIM] float32
     weight,  # [T, HEADS, splits] float32, where SPLIT: the base-2 logarithm of what each part's sum is of the whole
@@ -132,12 +132,12 @@ def attend(
         first = 0  # of the tile's queries, within the segment
     else:
         segment = _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q)
-        start = tl.load(cu_seqlens_q + segment)
-        q_len = tl.load(cu_seqlens_q + segment + 1) - start
+        start = tl.load(cu_seqlens_q + segment).to(tl.int32)
+        q_len = tl.load(cu_seqlens_q + segment + 1).to(tl.int32) - start
         first = (tile - (start // TILE_Q + segment)) * TILE_Q
         if first >= q_len:
             return
-    kv_len = tl.load(kv_lens + segment)
+    kv_len = tl.load(kv_lens + segment).to(tl.int32)  # wide ones would take twice the registers, [M, N] of them
 
     # Which keys any query of the tile sees.
     first_position = kv_len - q_len + first

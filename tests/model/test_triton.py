@@ -340,6 +340,28 @@ def load(into: Problem, given: Problem) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [torch.int32, torch.int64])
+def test_integers_of_either_width_at_any_place(width: torch.dtype, device: torch.device) -> None:
+    """As a step is packed into one row of integers: nothing in it is aligned to more than an element."""
+    given = problem(Case(MIXED), device)
+    lengths = given.metadata.on_device()
+    assert given.metadata.block_tables is not None and given.metadata.slot_mapping is not None
+
+    def moved(tensor: Tensor) -> Tensor:
+        row = torch.zeros(tensor.numel() + 1, dtype=width, device=device)[1:].view(tensor.shape)
+        return row.copy_(tensor)
+
+    own = DeviceLengths(moved(lengths.cu_seqlens_q), moved(lengths.kv_lens), lengths.max_q_len, lengths.max_kv_len)
+    metadata = replace(
+        given.metadata,
+        block_tables=moved(given.metadata.block_tables),
+        slot_mapping=moved(given.metadata.slot_mapping),
+        device_lengths=own,
+    )
+    assert_finite_and_close(run(Cut(SMALL), replace(given, metadata=metadata)), given.expected, 3e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_control_a_wrong_page_changes_its_row_alone(device: torch.device) -> None:
     given = problem(Case(((1, 30), (1, 30), (1, 30))), device)
     right = run(Cut(SMALL), given)
