@@ -27,11 +27,11 @@ class DeviceLengths:
     that is only there to fill up has a kv_len of 0 (its output is zeros) and slot -1 (nothing is written).
     """
 
-    cu_seqlens_q: Tensor  # [B + 1] int32
-    kv_lens: Tensor  # [B] int32
+    cu_seqlens_q: Tensor  # [B + 1] int32 or int64
+    kv_lens: Tensor  # [B]
     max_q_len: int  # 1: every segment has one query
     max_kv_len: int
-    cu_seqlens_k: Tensor | None = None  # [B + 1] int32, of keys that are packed rows
+    cu_seqlens_k: Tensor | None = None  # [B + 1], of keys that are packed rows
 
 
 @dataclass
