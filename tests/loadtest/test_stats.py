@@ -131,6 +131,7 @@ def run_document(per_second: list[float], error_rate: float, **settings: object)
     seconds = float(len(per_second))
     asked = dict.fromkeys(("target", "model", "workload", "arrivals", "clients", "seed"), 0)
     return {
+        "kind": "run",
         "commit": "c",
         "columns": {name: [] for name in names},
         "settings": {**asked, "warmup_s": 0.0, **settings},
