@@ -21,6 +21,7 @@ PROG = "python -m loadtest"
 _APART = (
     ("offline", "loadtest.offline", "engines without a server"),
     ("quality", "loadtest.quality", "what narrow numbers cost"),
+    ("overhead", "loadtest.overhead", "what the service adds to the engine"),
     ("faults", "loadtest.faults.command", "what clients see when something goes wrong"),
 )
 

@@ -6,7 +6,10 @@ memory-mapped. Only the `safetensors` package reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,10 @@ from model.families import FAMILIES
 from model.parallel.sharding import WHOLE, Index, Piece, Shard, cuts, local_shape
 from model.transformer import Transformer
 from model.weights import CheckpointError, Shape, WeightRule, plan_load
+
+PROGRESS_SECONDS = 5.0  # between two words of how far loading is
+
+logger = logging.getLogger(__name__)
 
 Network = TypeVar("Network", bound=Transformer)
 
@@ -49,13 +56,32 @@ def load_weights(
         owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
         sources = {name: tuple(file.get_slice(name).get_shape()) for name, file in owner.items()}
         state: dict[str, Tensor] = {}
+        progress = _Progress(checkpoint.path.name, sources)
         for name, rule in plan_load(FAMILIES[config.model_type], config, sources, shapes):
             shape, piece = shapes[rule.target], pieces[rule.target]
             if rule.target not in state:
                 state[rule.target] = torch.empty(local_shape(shape, piece), dtype=dtype, device=device)
             _fill(state[rule.target], rule, _Stored(owner[name], name), shape, piece)
+            progress.read(name)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+class _Progress:
+    """Says from time to time how much of a large checkpoint is read."""
+
+    def __init__(self, name: str, sources: Mapping[str, Shape]) -> None:
+        self._name = name
+        self._left = {source: math.prod(shape) for source, shape in sources.items()}
+        self._total = sum(self._left.values())
+        self._said = time.monotonic()
+
+    def read(self, source: str) -> None:
+        self._left.pop(source, None)
+        if time.monotonic() - self._said >= PROGRESS_SECONDS:
+            self._said = time.monotonic()
+            share = 1 - sum(self._left.values()) / self._total
+            logger.info("%s: %.0f %% of %.2f billion weights read", self._name, 100 * share, self._total / 1e9)
 
 
 def build_model(config: ModelConfig, backend: AttentionBackend) -> Transformer:

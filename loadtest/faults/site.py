@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,9 +39,11 @@ class Site:
         program: Sequence[str] = SERVE,
         environment: Mapping[str, str] | None = None,
         stderr: str = "",
+        every_core: bool = False,
     ) -> None:
-        """`stderr`: a device for its log; none: a file that is deleted in the end. It gets all cores but one, if there
-        are more: the generator needs one, and threads that wait for each other suffer most where others want theirs.
+        """`stderr`: a device for its log; none: a file that is deleted in the end. Without `every_core` it gets all but
+        one, if there are more: the generator needs one, and threads that wait for each other suffer most where others
+        want theirs.
         """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -51,7 +53,7 @@ class Site:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
         path = os.pathsep.join([str(_ROOT), *filter(None, [kept.get("PYTHONPATH")])])
         self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 (closed with the site)
-        with open(stderr or self._log.name, "w") as log, _cores():
+        with open(stderr or self._log.name, "w") as log, nullcontext() if every_core else _cores():
             self.process = subprocess.Popen(
                 [sys.executable, *program, *arguments, "--port", str(port)],
                 env={**kept, **(environment or {}), "PYTHONPATH": path},

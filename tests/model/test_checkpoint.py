@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -300,3 +301,15 @@ def test_banned_words_of_one_token_are_suppressed_and_longer_ones_kept_whole(tmp
     edit_json(folder / "config.json", bad_words_ids=[[0], []])
     with pytest.raises(ConfigError, match="bad_words_ids"):
         read_checkpoint(folder)
+
+
+def test_a_large_checkpoint_shows_how_far_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("model.loader.PROGRESS_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "model.loader"):
+        read_and_load(saved("gpt2").path)
+    shares = [int(record.getMessage().split()[1]) for record in caplog.records]
+    assert len(shares) > 10
+    assert shares == sorted(shares)
+    assert shares[-1] == 100

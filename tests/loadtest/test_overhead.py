@@ -1,0 +1,23 @@
+"""What the service adds to the engine, once, in small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_engine_and_service_do_the_same_work_in_turns() -> None:
+    command = [sys.executable, "-m", "loadtest", "overhead", "--runtime", "local", "--streams", "4", "--pairs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    text, line = done.stdout.strip().splitlines()
+    found = json.loads(line)["results"]["local"]
+    assert text.startswith("local: ")
+    assert len(found["pairs"]) == 2
+    for pair in found["pairs"]:
+        assert pair["service_first_ms"] > pair["engine_first_ms"] > 0
+        assert 0 < pair["service_tokens_per_s"] < 2 * pair["engine_tokens_per_s"]
+    assert 0.05 < found["share"] < 1.5
