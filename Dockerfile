@@ -2,6 +2,7 @@
 # Either builder of Docker will do. BASE_IMAGE is a Debian with Python 3.11 or newer; name it by digest for a build that can be
 # repeated. The wheels that `make wheels` fetches into wheels/ count beside the index, so a build can do without a network.
 ARG BASE_IMAGE=python:3.11-slim
+ARG DEVICE=cpu
 
 FROM ${BASE_IMAGE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/src/wheels
@@ -11,7 +12,7 @@ WORKDIR /src
 COPY requirements.lock wheel[s]/*.whl wheels/
 
 # A CPU needs PyTorch alone. Its CUDA build brings the GPU libraries that it pins.
-ARG DEVICE=cpu
+ARG DEVICE
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=
 ARG PIP_NO_INDEX=
@@ -29,7 +30,15 @@ RUN sh deploy/image/kernels.sh \
  && pip install --no-deps --no-build-isolation . \
  && python deploy/image/slim.py && python deploy/image/sbom.py /opt/triptych/sbom.cdx.json
 
-FROM ${BASE_IMAGE}
+# Triton compiles what starts its kernels when it meets a GPU; a CPU's image has no compiler.
+FROM ${BASE_IMAGE} AS base
+ARG DEVICE
+RUN if [ "${DEVICE}" = cuda ]; then apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && { python3 -c 'import pathlib, sysconfig; (pathlib.Path(sysconfig.get_path("include")) / "Python.h").stat()' \
+      || apt-get install -y --no-install-recommends python3-dev; } \
+ && rm -rf /var/lib/apt/lists/*; fi
+
+FROM base
 COPY --from=build /opt/triptych /opt/triptych
 # All that is written goes below /tmp: with a read-only root, mount a tmpfs there.
 ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \

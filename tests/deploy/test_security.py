@@ -73,6 +73,13 @@ def test_the_dockerfile_ends_as_a_user_and_listens_to_signals() -> None:
     assert "RUN " not in last  # nothing is installed, downloaded or left behind there
 
 
+def test_only_a_gpus_image_gets_a_compiler() -> None:
+    base = (ROOT / "Dockerfile").read_text().partition(" AS base\n")[2].partition("\nFROM ")[0]
+    runs = re.findall(r"^RUN (.*)$", base, re.MULTILINE)
+    assert len(runs) == 1
+    assert runs[0].startswith('if [ "${DEVICE}" = cuda ]; then apt-get')
+
+
 def test_the_manifests_have_the_version_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for overlay in ("cpu", "kuberay", "loadtest"):
