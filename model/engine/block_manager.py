@@ -140,6 +140,11 @@ class BlockManager:
         self._hashes.clear()
         self._known.clear()
 
+    def forget(self) -> None:
+        """As if nobody had ever asked for anything: no block is known, nothing counted."""
+        self.clear_cache()
+        self.num_queried_tokens = self.num_hit_tokens = 0
+
     def slots(self, table: list[int], start: int, stop: int) -> list[int]:
         """Pool slots of tokens `[start, stop)` of a sequence whose blocks are `table`."""
         size = self.block_size

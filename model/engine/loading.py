@@ -26,6 +26,7 @@ from model.engine.pacing import Pacing
 from model.engine.protocol import ModelSpec
 from model.engine.scheduler import Scheduler
 from model.engine.stats import ModelInfo
+from model.engine.warm_up import warm_up
 from model.kv_cache import KVCache
 from model.loader import load_model
 from model.native.library import Kind
@@ -102,6 +103,8 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
     generate = None
     if checkpoint.config.can_generate:
         generate = _generate_engine(spec, checkpoint, model, max_model_len, dtype, device)
+    if device.type == "cuda":
+        warm_up(encode, generate)
     info = _info(spec, checkpoint, model, selection, max_model_len, generate)
     return LoadedModel(info, encode, generate, _followers(model))
 
