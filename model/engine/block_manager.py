@@ -49,6 +49,14 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence's blocks have room for `num_tokens` more and nobody else reads where they go."""
+        computed, table = sequence.num_computed_tokens, sequence.block_table
+        if computed + num_tokens > len(table) * self.block_size or sequence.needs_source:
+            return False
+        index, offset = divmod(computed, self.block_size)
+        return not offset or self._counts[table[index]] == 1
+
     def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
         return self._missing(sequence, num_tokens) + self._missing_cross(sequence) <= self.num_free

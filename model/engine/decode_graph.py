@@ -74,7 +74,7 @@ class DecodeGraphs:
         cross = width if model.encoder is not None else 0
         self._layouts = {size: Layout(size, size, width, cross) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
-        self._row = torch.zeros(self._layouts[self.sizes[-1]].size, dtype=torch.int64, device=cache.device)
+        self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
         self._recorded: dict[int, tuple[Tensor, Callable[[], object]]] = {}
 
     def record_all(self) -> None:
@@ -93,7 +93,7 @@ class DecodeGraphs:
         before."""
         size = next(size for size in self.sizes if size >= len(steps))
         layout = self._layouts[size]
-        row = self._row[: layout.size]
+        row = self._row[: sum(layout.sizes)]
         host = pack(layout, steps, self._blocks, awaited, pinned=self._cache.device.type == "cuda")
         row.copy_(sent(host, self._cache.device))
         if awaited and tokens is not None:
@@ -105,7 +105,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _recording(self, size: int) -> tuple[Tensor, Callable[[], object]]:
         layout = self._layouts[size]
-        row = self._row[: layout.size]
+        row = self._row[: sum(layout.sizes)]
         empty = pack(layout, [], self._blocks, {})
         row.copy_(empty)
         inputs, cross = self._inputs(layout.split(row), size)

@@ -41,19 +41,17 @@ class Layout:
         )
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def sizes(self) -> list[int]:
+        """Of each field of `PackedStep`, in its order."""
         t, b = self.tokens, self.segments
-        return (t,), (t,), (t,), (t,), (b + 1,), (b,), (b, self.blocks), (b,), (b, self.cross_blocks)
-
-    @property
-    def size(self) -> int:
-        return sum(int(np.prod(shape)) for shape in self.shapes)
+        return [t, t, t, t, b + 1, b, b * self.blocks, b, b * self.cross_blocks]
 
     def split(self, flat: Tensor) -> PackedStep:
-        """Views of a row of `size` integers."""
-        sizes = [int(np.prod(shape)) for shape in self.shapes]
-        parts = flat.split(sizes)
-        return PackedStep(*(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)))
+        """Views of a row of so many integers."""
+        ids, positions, slots, awaited, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = flat.split(self.sizes)
+        b = self.segments
+        tables, cross_tables = tables.view(b, self.blocks), cross_tables.view(b, self.cross_blocks)
+        return PackedStep(ids, positions, slots, awaited, cu_seqlens, kv_lens, tables, cross_lens, cross_tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +81,35 @@ def pack(
 
     `pinned` memory is what a device copies from while the host goes on.
     """
-    flat = torch.zeros(layout.size, dtype=torch.int64, pin_memory=pinned)
-    views = [view.numpy() for view in _fields(layout.split(flat))]
-    ids, positions, slots, rows, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = views
+    sizes = layout.sizes
+    row = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=pinned)
+    flat, count = row.numpy(), layout.segments
+    ids, positions, slots, rows, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = _cut(flat, sizes)
     slots[:] = rows[:] = NOWHERE
-    stops = [step.start + step.num_tokens for step in steps]
-    if layout.tokens == layout.segments:  # one token each, which is what nearly all steps are
+    if layout.tokens == count:  # one token each, which is what nearly all steps are
         _pack_single(steps, blocks.block_size, awaited, (ids, positions, slots, rows))
-        cu_seqlens[:] = np.arange(layout.segments + 1)
+        cu_seqlens[:] = np.arange(count + 1)
     else:
         _pack_runs(steps, blocks, awaited, (ids, positions, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
-    kv_lens[: len(steps)] = stops
-    for row, step in zip(tables, steps, strict=False):
+    kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
+    width = layout.blocks
+    for at, step in enumerate(steps):
         table = step.sequence.block_table
-        row[: len(table)] = table
-    if layout.cross_blocks:
+        tables[at * width : at * width + len(table)] = table
+    if width := layout.cross_blocks:
+        cross_lens[: len(steps)] = [len(step.sequence.source_ids) for step in steps]
         for at, step in enumerate(steps):
             table = step.sequence.cross_block_table
-            cross_tables[at, : len(table)] = table
-            cross_lens[at] = len(step.sequence.source_ids)
-    return flat
+            cross_tables[at * width : at * width + len(table)] = table
+    return row
 
 
-def _fields(step: PackedStep) -> Iterator[Tensor]:
-    return (getattr(step, name) for name in PackedStep.__slots__)
+def _cut(flat: NDArray[np.int64], sizes: Rows[int]) -> Iterator[NDArray[np.int64]]:
+    begin = 0
+    for size in sizes:
+        yield flat[begin : begin + size]
+        begin += size
 
 
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]

@@ -104,20 +104,26 @@ class Scheduler:
         A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
         """
         before = self.num_preemptions
-        decoding = sum(s.num_uncomputed_tokens == 1 for s in self.running)  # one token kept for each of them
+        uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        decoding = uncomputed.count(1)  # one token kept for each of them
         budget = self.max_num_batched_tokens
         if decoding and prompt_limit is not None:
             budget = min(budget, decoding + prompt_limit)
-        contested = bool(self.waiting) or sum(s.num_uncomputed_tokens > 1 for s in self.running) > 1
-        for sequence in list(self.running):
+        contested = bool(self.waiting) or sum(left > 1 for left in uncomputed) > 1
+        for sequence, left in zip(list(self.running), uncomputed, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by an older one in this very loop
-            decoding -= sequence.num_uncomputed_tokens == 1
+            decoding -= left == 1
             available = budget - decoding
-            if contested and sequence.num_uncomputed_tokens > 1:
+            if contested and left > 1:
                 available = -(-available // 2)
-            num_tokens = min(sequence.num_uncomputed_tokens, available)
-            if num_tokens > 0 and self._make_room(sequence, num_tokens):
+            num_tokens = min(left, available)
+            if num_tokens <= 0:
+                continue
+            if self.block_manager.holds(sequence, num_tokens):  # nearly always: a block takes many tokens
+                output.scheduled.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, False))
+                budget -= num_tokens
+            elif self._make_room(sequence, num_tokens):
                 self._put(output, sequence, num_tokens)
                 budget -= num_tokens
         # A search that was preempted because of its last beam takes the others with it.
