@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import random
 import statistics
@@ -233,12 +234,34 @@ def encodings(bench: Bench, name: str) -> dict[str, Any]:
     return {"tokens_per_s": length * count / (time.perf_counter() - began)}
 
 
+def against_transformers(bench: Bench) -> dict[str, Any]:
+    """How many times as fast as the reference library's continuous batching, on 64 requests of 100 to 512 tokens."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"skipped": "transformers is not installed"}
+    from loadtest.bench.peers.continuous import random_engine
+    from loadtest.bench.workloads import Ask, Workload
+
+    name, rng, count = "qwen3-0.6b", random.Random(0), bench.scaled(64)
+    lengths = [(rng.randint(*span), rng.randint(*span)) for span in [(bench.scaled(100), bench.scaled(512))] * count]
+    raw = shrunk(GPU_MODELS[name]) if bench.tiny else GPU_MODELS[name]
+    peer = random_engine(raw, bench.dtype, bench.device)
+    asks = tuple(Ask(ids(rng, prompt, raw["vocab_size"]), wanted) for prompt, wanted in lengths)
+    theirs = [peer.run(Workload("streams", asks)).seconds for _ in range(2)][-1]  # the first compiles
+    del peer
+    loaded = bench.load(name, seqs=count, context=2 * bench.scaled(512) + 16)
+    warm(loaded, bench.scaled(512))
+    ours = generate(loaded, lengths).seconds
+    tokens = sum(wanted for _, wanted in lengths)
+    return {"times": theirs / ours, "out_tokens_per_s": tokens / ours, "theirs_per_s": tokens / theirs}
+
+
 Case = Callable[[Bench], dict[str, Any]]
 CASES: dict[str, tuple[str, Case]] = {  # name: what is to be reached, work
     "check": ("all true", check),
     "llama-1b, one stream": (">= 60 % of bandwidth", lambda bench: one_stream(bench, "llama-1b")),
     "llama-8b, one stream": (">= 70 % of bandwidth", lambda bench: one_stream(bench, "llama-8b")),
     "qwen3-0.6b, 256 requests": (">= 20,000 out/s", lambda bench: many_streams(bench, "qwen3-0.6b", 256, 100, 1024)),
+    "qwen3-0.6b, transformers": (">= 3 times", against_transformers),
     "llama-8b, 128 requests 1k/1k": (">= 10,000 out/s", lambda bench: many_streams(bench, "llama-8b", 128, 1024, 1024)),
     "llama-8b, prefill 2k": (">= 60 % of the matrix rate", lambda bench: prefill(bench, "llama-8b")),
     "bart-large, 128 sources": (">= 23,500 out/s", lambda bench: translations(bench, "bart-large")),

@@ -27,8 +27,9 @@ _NEVER = -1  # no token ends a text
 class Engine:
     """Its manager, kept from run to run while the work stays the same."""
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.model = load_model(path, settings)
+    def __init__(self, path: Path, settings: dict[str, Any], model: Any = None) -> None:
+        """`model`: take this one, and nothing from `path`."""
+        self.model = load_model(path, settings) if model is None else model
         self.info = {"version": transformers.__version__}
         self._pages = 0
         self._manager: Any = None
@@ -73,3 +74,10 @@ class Engine:
             with torch.inference_mode():
                 self._manager.start()
         return self._manager
+
+
+def random_engine(raw: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Engine:
+    """The network of a raw config.json with weights of the library's own drawing."""
+    config = transformers.AutoConfig.for_model(**raw)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    return Engine(Path(), {}, model)
