@@ -72,7 +72,7 @@ def _command(asked: argparse.Namespace) -> int:
 
 def _pairs(model: str, runtime: str, streams: int, count: int) -> list[Pair]:
     engine = _Engine(model)
-    with Site(["--runtime", runtime, "--model", model], every_core=True) as site:
+    with Site([model, "--runtime", runtime], every_core=True) as site:
         subject = meet(site.url, model.partition("=")[0], Workload())
         found = []
         for number in range(count + 1):  # the first is not counted
