@@ -163,7 +163,8 @@ async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, m
 
 
 @async_test
-async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait() -> None:
+async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait(brake: Brake) -> None:
+    brake.seconds = 0.005  # who reads keeps up
     async with served(LLAMA, max_unread_bytes=4096) as engine:
         unread, read = engine.submit([endless("unread")]), engine.submit([endless("read")])
         reading = asyncio.create_task(collect(read))

@@ -271,7 +271,7 @@ def test_a_model_that_does_not_load_is_one_line_and_exit_code_2(models: list[str
 def test_a_signal_ends_it_while_it_starts(models: list[str], runtime: str, seconds: float) -> None:
     service = ServiceProcess([*models, *RUNTIMES[runtime]])
     try:
-        time.sleep(seconds if runtime == "ray" else seconds / 4)
+        time.sleep(seconds if runtime == "ray" else seconds / 8)  # it is ready in less than two
         started = service.descendants()
         service.signal(signal.SIGTERM)
         codes = (128 + signal.SIGTERM, -signal.SIGTERM)  # the latter, the same to a shell, before there are handlers
