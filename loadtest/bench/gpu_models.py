@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from loadtest.bench.models import CONFIGS
+
 _LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -55,9 +57,7 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "bart-large": {
-        "model_type": "bart",
-        "architectures": ["BartForConditionalGeneration"],
-        "vocab_size": 50265,
+        **CONFIGS["E2"],
         "d_model": 1024,
         "encoder_layers": 12,
         "decoder_layers": 12,
@@ -65,49 +65,18 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
         "decoder_attention_heads": 16,
         "encoder_ffn_dim": 4096,
         "decoder_ffn_dim": 4096,
-        "max_position_embeddings": 1024,
-        "activation_function": "gelu",
-        "scale_embedding": False,
-        "is_encoder_decoder": True,
-        "decoder_start_token_id": 2,
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
     },
     "t5-xl": {
-        "model_type": "t5",
-        "architectures": ["T5ForConditionalGeneration"],
-        "vocab_size": 32128,
+        **CONFIGS["E1"],
         "d_model": 2048,
-        "d_kv": 64,
         "d_ff": 5120,
         "num_layers": 24,
         "num_decoder_layers": 24,
         "num_heads": 32,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
         "feed_forward_proj": "gated-gelu",
-        "layer_norm_epsilon": 1e-6,
-        "is_encoder_decoder": True,
         "tie_word_embeddings": False,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
     },
-    "bert-base": {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "vocab_size": 30522,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "hidden_act": "gelu",
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    },
+    "bert-base": CONFIGS["N2"],
 }
 
 _TOY = {

@@ -174,9 +174,7 @@ class Engine:
             left = [step for step in scheduled.scheduled if not step.sequence.finished]
             if not left:
                 return None
-            tables = set(chain.from_iterable(step.sequence.block_table for step in left))
-            copies = {filled: source for filled, source in scheduled.copies.items() if filled in tables}
-            return self._compute(SchedulerOutput(left, copies), began, outputs)
+            return self._compute(_part(scheduled, left), began, outputs)
         self._flight = Flight(launch, scheduled, began)
         for step in scheduled.scheduled:
             step.sequence.num_computed_tokens += step.num_tokens
@@ -228,13 +226,8 @@ class Engine:
         self.block_manager.check_invariants(self.scheduler)
 
     def _execute(self, whole: SchedulerOutput, units: Iterable[Unit]) -> list[SampledToken | None]:
-        """The model over these units of a step, with the copies of blocks that they need."""
-        steps = list(chain.from_iterable(units))
-        copies = whole.copies
-        if copies and len(steps) < len(whole.scheduled):
-            tables = set(chain.from_iterable(step.sequence.block_table for step in steps))
-            copies = {filled: source for filled, source in copies.items() if filled in tables}
-        return self.runner.execute(SchedulerOutput(steps, copies))
+        """The model over these units of a step."""
+        return self.runner.execute(_part(whole, list(chain.from_iterable(units))))
 
     def _update(self, steps: Iterable[ScheduledSequence], sampled: Iterable[SampledToken | None]) -> list[TokenOutput]:
         outputs = []
@@ -352,6 +345,15 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
         self.scheduler.finish(sequence, reason)
         return TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason, error=error)
+
+
+def _part(whole: SchedulerOutput, steps: list[ScheduledSequence]) -> SchedulerOutput:
+    """These of a step's sequences, with the copies of blocks that they need."""
+    copies = whole.copies
+    if copies and len(steps) < len(whole.scheduled):
+        tables = set(chain.from_iterable(step.sequence.block_table for step in steps))
+        copies = {filled: source for filled, source in copies.items() if filled in tables}
+    return SchedulerOutput(steps, copies)
 
 
 def _units(output: SchedulerOutput) -> list[Unit]:

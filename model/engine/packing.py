@@ -93,15 +93,10 @@ def pack(
         _pack_runs(steps, blocks, awaited, (ids, positions, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
-    width = layout.blocks
-    for at, step in enumerate(steps):
-        table = step.sequence.block_table
-        tables[at * width : at * width + len(table)] = table
-    if width := layout.cross_blocks:
+    _fill_tables(tables, layout.blocks, [step.sequence.block_table for step in steps])
+    if layout.cross_blocks:
         cross_lens[: len(steps)] = [len(step.sequence.source_ids) for step in steps]
-        for at, step in enumerate(steps):
-            table = step.sequence.cross_block_table
-            cross_tables[at * width : at * width + len(table)] = table
+        _fill_tables(cross_tables, layout.cross_blocks, [step.sequence.cross_block_table for step in steps])
     return row
 
 
@@ -110,6 +105,12 @@ def _cut(flat: NDArray[np.int64], sizes: Rows[int]) -> Iterator[NDArray[np.int64
     for size in sizes:
         yield flat[begin : begin + size]
         begin += size
+
+
+def _fill_tables(flat: NDArray[np.int64], width: int, tables: Rows[Rows[int]]) -> None:
+    """Rows of `width`; what is beyond a table stays block 0, which no length reaches."""
+    for at, table in enumerate(tables):
+        flat[at * width : at * width + len(table)] = table
 
 
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
