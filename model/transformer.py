@@ -157,7 +157,7 @@ class Stack(nn.Module):
         cross: CrossInput | None = None,
     ) -> Tensor:
         x = self.embed(tokens, inputs)
-        native = self.native if self.native is not None and self.native.covers(len(x), cache, cross) else None
+        native = self.native if self.native is not None and self.native.covers(cache, cross) else None
         dtype = x.dtype if native is None else torch.float32
         rotary = self.rotary(inputs.positions, dtype) if self.rotary is not None else None
         if native is not None:
@@ -200,9 +200,10 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab)) if config.head.bias else None
         self.packed: PackedLinear | None = None
 
-    def pack(self, library: Library, table: Tensor, kind: Kind | None) -> None:
+    def pack(self, library: Library, table: Tensor, kind: Kind | None, *, batch_invariant: bool) -> None:
         """Compute in C from now on; a matrix of its own is given up, the tied table stays for the embeddings."""
-        self.packed = PackedLinear(library, table if self.weight is None else self.weight, self.bias, kind)
+        weight = table if self.weight is None else self.weight
+        self.packed = PackedLinear(library, weight, self.bias, kind, batch_invariant=batch_invariant)
         self.weight = None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:

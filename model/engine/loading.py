@@ -89,7 +89,7 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     if selection.library is not None:
         kind = Kind.INT8 if spec.engine.quantization == "int8" else None
-        pack_model(model, selection.library, kind, only_c=spec.engine.batch_invariant)
+        pack_model(model, selection.library, kind, batch_invariant=spec.engine.batch_invariant)
     encode = EncodeEngine(
         spec.name,
         model,

@@ -1,8 +1,11 @@
 /* Matrix products for few rows at the speed of memory and for many at that of the vector units.
  *
  * Each output is one chain of multiply-adds over k, ascending, whatever the number of rows: a row's result does not
- * depend on its neighbours. Threads share the outputs, never a sum. */
+ * depend on its neighbours. Threads share the outputs, never a sum. Where a matrix may use tiles, 16 rows and more go
+ * there (tiles.c). */
 #include "gemm.h"
+
+#include "tiles.h"
 
 #ifdef __AVX512F__
 #define PANELS 3 /* 8 x 3 accumulators of the 32 registers */
@@ -30,12 +33,9 @@ int operand_kind(const Linear *matrix) {
     return (int)matrix->dtype;
 }
 
-INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
 int64_t operand_bytes(const Linear *matrix) {
     int kind = operand_kind(matrix);
-    if (kind == INT8) return up_to(matrix->k, 64);
-    return up_to(matrix->k, PANEL) * (kind == BF16 ? 2 : 4);
+    return kind == F32 ? up_to(matrix->k, PANEL) * 4 : padded_k(kind, matrix->k) * element_bytes(kind);
 }
 
 void write_operand(int kind, const float *from, int64_t k, void *to, float *scale) {
@@ -45,14 +45,14 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
         int64_t i = 0;
         for (; i + LANES <= k; i += LANES) store_bf16((bf16 *)to + i, load(from + i));
         for (; i < k; i++) ((bf16 *)to)[i] = to_bf16(from[i]);
-        if (k % 2) ((bf16 *)to)[k] = 0;
+        for (; i < padded_k(BF16, k); i++) ((bf16 *)to)[i] = 0;
     } else { /* unsigned bytes around 128, as the integer dot product wants them */
         float most = largest_size(from, k), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int64_t i = 0;
         *scale = most / 127.0f;
         for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round_vec(load(from + i) * inverse) + 128);
         for (; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)__builtin_rintf(from[i] * inverse) + 128);
-        for (; i < up_to(k, 4); i++) ((uint8_t *)to)[i] = 128;
+        for (; i < padded_k(INT8, k); i++) ((uint8_t *)to)[i] = 128;
     }
 }
 
@@ -63,7 +63,7 @@ typedef vec Sums[ROWS][PANELS * PARTS];
 INLINE int64_t at_part(int j, int64_t panel, int step) { return j / PARTS * panel + j % PARTS * LANES * step; }
 
 /* Sums over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
-INLINE void tile_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count, Sums acc) {
+INLINE void block_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count, Sums acc) {
     for (int64_t k = 0; k < count; k++, b += PANEL) {
         vec w[PANELS * PARTS];
 #pragma GCC unroll 4
@@ -77,8 +77,7 @@ INLINE void tile_f32(int mr, int nv, const float *const *a, const float *b, int6
     }
 }
 
-INLINE void tile_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
-                      Sums acc) {
+INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count, Sums acc) {
     for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL)
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
@@ -117,8 +116,8 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 #endif
 
 /* Integer sums in the bits of acc. */
-INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
-                      Sums acc) {
+INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
+                       Sums acc) {
     for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL)
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
@@ -142,18 +141,7 @@ INLINE void tile_int8(int mr, int nv, const void *const *a, const int8_t *b, int
         }
 }
 
-typedef struct {
-    const Linear *matrix;
-    Operand from;
-    Target to;
-    float *scratch;
-} Job;
-
-INLINE int64_t element_bytes(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : 1; }
-INLINE int64_t k_step(int64_t dtype) { return dtype == F32 ? 1 : dtype == BF16 ? 2 : 4; }
-
-/* The finished sums of one row in one register: scale, bias, activation, addition. */
-static __attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t column, vec sum) {
+__attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t column, vec sum) {
     const Linear *m = job->matrix;
     if (m->dtype == INT8) {
         ivec sums;
@@ -184,10 +172,10 @@ static __attribute__((noinline)) void finish(const Job *job, int64_t row, int64_
 }
 
 /* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop). */
-INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int count, int64_t column, int64_t start,
-                 int64_t stop) {
+INLINE void block(int dtype, int mr, int nv, const Job *job, int64_t row, int count, int64_t column, int64_t start,
+                  int64_t stop) {
     const Linear *m = job->matrix;
-    int64_t step = k_step(dtype), padded = up_to(m->k, step), panel = padded * PANEL;
+    int64_t panel = padded_k(dtype, m->k) * PANEL;
     const char *b = (const char *)m->data + (column / PANEL * panel + start * PANEL) * element_bytes(dtype);
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
     const void *a[ROWS];
@@ -201,11 +189,11 @@ INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int cou
             acc[i][j] = start ? load(job->scratch + at * PANELS * PANEL + j * LANES) : splat(0.0f);
     }
     if (dtype == F32)
-        tile_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, acc);
+        block_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, acc);
     else if (dtype == BF16)
-        tile_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, acc);
+        block_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, acc);
     else
-        tile_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, acc);
+        block_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
@@ -218,18 +206,18 @@ INLINE void tile(int dtype, int mr, int nv, const Job *job, int64_t row, int cou
         }
 }
 
-INLINE void tiles(int dtype, int nv, const Job *job, int64_t rows, int64_t column, int64_t start, int64_t stop) {
+INLINE void blocks(int dtype, int nv, const Job *job, int64_t rows, int64_t column, int64_t start, int64_t stop) {
     int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) tile(dtype, ROWS, nv, job, row, ROWS, column, start, stop);
+    for (; row + ROWS <= rows; row += ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop);
     int left = (int)(rows - row);
     if (left > 4)
-        tile(dtype, ROWS, nv, job, row, left, column, start, stop);
+        block(dtype, ROWS, nv, job, row, left, column, start, stop);
     else if (left > 2)
-        tile(dtype, 4, nv, job, row, left, column, start, stop);
+        block(dtype, 4, nv, job, row, left, column, start, stop);
     else if (left == 2)
-        tile(dtype, 2, nv, job, row, left, column, start, stop);
+        block(dtype, 2, nv, job, row, left, column, start, stop);
     else if (left == 1)
-        tile(dtype, 1, nv, job, row, left, column, start, stop);
+        block(dtype, 1, nv, job, row, left, column, start, stop);
 }
 
 INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
@@ -239,11 +227,11 @@ INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64
         for (int64_t start = 0; start < k; start += depth) {
             int64_t stop = start + depth < k ? start + depth : k, column = panel * PANEL;
             switch (last - panel) {
-            case 1: tiles(dtype, 1, job, rows, column, start, stop); break;
+            case 1: blocks(dtype, 1, job, rows, column, start, stop); break;
 #if PANELS > 1
-            case 2: tiles(dtype, 2, job, rows, column, start, stop); break;
+            case 2: blocks(dtype, 2, job, rows, column, start, stop); break;
 #endif
-            default: tiles(dtype, PANELS, job, rows, column, start, stop);
+            default: blocks(dtype, PANELS, job, rows, column, start, stop);
             }
         }
 }
@@ -252,6 +240,12 @@ void product(const Linear *matrix, Operand from, int64_t rows, Target to, int pa
     Job job = {matrix, from, to, scratch};
     int64_t count = up_to(matrix->n, PANEL) / PANEL;
     int64_t first = count * part / parts, last = count * (part + 1) / parts;
+#if HAS_TILES
+    if (matrix->tiles && matrix->dtype != F32 && rows >= TILE_ROWS) {
+        product_in_tiles(&job, rows, first, last);
+        return;
+    }
+#endif
     if (matrix->dtype == F32)
         panels(F32, &job, rows, first, last);
     else if (matrix->dtype == BF16)

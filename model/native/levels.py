@@ -25,13 +25,15 @@ class Level:
     needs: frozenset[str]
 
 
+_BF16_VNNI = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 LEVELS = (  # best first
     Level(
-        "x86-64-v4-bf16-vnni",
+        "x86-64-v4-bf16-vnni-amx",
         "x86_64",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-        frozenset((*_V4, "avx512_bf16", "avx512_vnni")),
+        (*_BF16_VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        frozenset((*_V4, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")),
     ),
+    Level("x86-64-v4-bf16-vnni", "x86_64", _BF16_VNNI, frozenset((*_V4, "avx512_bf16", "avx512_vnni"))),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), frozenset(_V4)),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), frozenset(_V3)),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset(("fp", "asimd"))),

@@ -39,6 +39,13 @@ ACTIVATIONS = {
 }
 
 
+_NO_TILES = {  # by what `start_tiles` says
+    2: "this CPU or its system has none",
+    3: "Linux does not permit them",
+    4: "they do not give what the vectors give",
+}
+
+
 class Linear(ctypes.Structure):
     _fields_ = (
         ("dtype", c_int64),
@@ -48,6 +55,7 @@ class Linear(ctypes.Structure):
         ("bias", c_void_p),
         ("scale", c_void_p),
         ("sums", c_void_p),
+        ("tiles", c_int64),
     )
 
 
@@ -136,20 +144,30 @@ class Library:
     """The compiled functions, with a scratch buffer for each thread that calls them."""
 
     def __init__(self, built: Built) -> None:
-        """Raises `OSError` where it does not load. Its libgomp.so.1 is torch's, which is in memory by that name."""
+        """Raises `OSError` where it does not load. Its libgomp.so.1 is torch's, which is in memory by that name.
+
+        Tiles, if it has them, are asked for and tried once: without them, the vectors compute.
+        """
         functions = self._functions = ctypes.CDLL(str(built.path))
         self._origin = built.origin
         self._scratch = threading.local()
-        for name in ("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes", "features"):
+        for name in ("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes", "features", "start_tiles"):
             getattr(functions, name).restype = c_int64
         for name in ("run_stack", "run_linear", "run_attention"):
             getattr(functions, name).restype = None
+        started = functions.start_tiles()
+        self.tiles = bool(started == 1)
+        self._no_tiles = _NO_TILES.get(started)
+        if self._no_tiles:
+            logger.warning("the library %s multiplies without its AMX tiles: %s", built.origin, self._no_tiles)
 
     @property
     def description(self) -> str:
         found = self._functions.features()
         names = [name for bit, name in enumerate(("AVX-512", "bf16", "VNNI")) if found >> bit & 1]
-        return self._origin + (f": {' '.join(names)}" if names else "")
+        names += ["AMX"] * self.tiles
+        missing = f", no AMX: {self._no_tiles}" if self._no_tiles else ""
+        return self._origin + (f": {' '.join(names)}" if names else "") + missing
 
     def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
         """All layers over `x` `[T, d]` float32, in place."""

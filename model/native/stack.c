@@ -200,7 +200,7 @@ static void mlp(const Team *t, const Layer *layer, const float *from, float *to,
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
     Operand inner = {t->hidden, width, t->operand_scales};
-    if (!layer->gated && kind != INT8 && size % 2 == 0) { /* what comes out is what goes in */
+    if (!layer->gated && (kind == F32 || (kind == BF16 && bytes == 2 * size))) { /* what comes out is what goes in */
         Target target = {t->hidden, size, kind == BF16, layer->activation, 0};
         if (kind == BF16) target.stride = bytes / 2;
         inner.stride = target.stride;

@@ -21,7 +21,7 @@ from model.layers import OffsetRMSNorm
 from model.native.library import ACTIVATIONS, KINDS, AttentionShape, Kind, Layer, Library, Memory, Norm, Segments
 from model.native.library import Stack as StackData
 from model.native.library import Step as StepData
-from model.native.linear import AMX_ROWS, PackedLinear, prefers_torch
+from model.native.linear import PackedLinear
 
 if TYPE_CHECKING:
     from model.positions import BucketBias
@@ -31,46 +31,47 @@ _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
 _MARGIN = 16  # keys are scored by 16: the bias is read so far beyond the last
 
 
-def pack_model(model: Transformer, library: Library, kind: Kind | None = None, *, only_c: bool = False) -> None:
+def pack_model(
+    model: Transformer, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
+) -> None:
     """Let the stacks and the head of a loaded model run in C; `kind` INT8 quantises their matrices.
 
-    `only_c`: also where torch would be faster for many rows, whose products then depend on how many there are. Raises
-    `ConfigError` for a model that is not computed in C throughout.
+    `batch_invariant`: never by products whose order of additions depends on the number of rows, which torch's and AMX's
+    in bfloat16 are. Raises `ConfigError` for a model that is not computed in C throughout.
     """
     for stack in (model.encoder, model.decoder):
         if stack is not None and NativeStack.supports(stack.config):
-            stack.native = NativeStack(stack, library, kind)
-            stack.native.prefers_torch &= not only_c
+            stack.native = NativeStack(stack, library, kind, batch_invariant=batch_invariant)
     if model.head is not None and model.tokens is not None:
-        model.head.pack(library, model.tokens.weight, kind)
-    if only_c:
-        _keep_to_c(model, library)
+        model.head.pack(library, model.tokens.weight, kind, batch_invariant=batch_invariant)
+    if batch_invariant:
+        _pack_projections(model, library)
 
 
-def _keep_to_c(model: Transformer, library: Library) -> None:
+def _pack_projections(model: Transformer, library: Library) -> None:
+    """Those of embeddings or patches, which meet the rows of all segments at once."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     if any(stack.native is None for stack in stacks):
         raise ConfigError(f"batch_invariant: the native kernels do not compute {model.config.model_type}")
     for module in list(model.modules()):
-        if isinstance(module, PackedLinear):
-            module.keep_to_c()
-            continue
         project = getattr(module, "project", None)
-        if isinstance(project, nn.Linear):  # of embeddings or patches: rows of all segments
-            module.project = PackedLinear(library, project.weight, project.bias)
+        if isinstance(project, nn.Linear):
+            module.project = PackedLinear(library, project.weight, project.bias, batch_invariant=True)
 
 
 class NativeStack:
     """The layers of one stack and its final norm."""
 
-    def __init__(self, stack: Stack, library: Library, kind: Kind | None) -> None:
+    def __init__(
+        self, stack: Stack, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
+    ) -> None:
         self.library = library
         self.stack = stack
+        self.batch_invariant = batch_invariant
         self._kept: list[Tensor] = []
         self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
         config = stack.config
-        self.prefers_torch = prefers_torch(stack.block(0).mlp.up.weight.dtype, kind)
         blocks = [stack.block(index) for index in range(config.distinct_layers)]
         self._layers = (Layer * len(blocks))(*(self._layer(block, kind) for block in blocks))
         rotary = config.position.rotary
@@ -89,10 +90,9 @@ class NativeStack:
         position = config.position
         return position.kind is not PositionKind.XLNET_RELATIVE and not position.every_layer
 
-    def covers(self, rows: int, cache: KVCache | None, cross: CrossInput | None) -> bool:
-        """Whether a step's keys are where the C code looks for them, and its rows too few for torch to be faster."""
-        if self.prefers_torch and rows >= AMX_ROWS:
-            return False
+    @staticmethod
+    def covers(cache: KVCache | None, cross: CrossInput | None) -> bool:
+        """Whether a step's keys are where the C code looks for them."""
         return cross is None or (cross.memory is None and cache is not None)
 
     def __call__(
@@ -145,7 +145,7 @@ class NativeStack:
     def _pack(self, owner: nn.Module, name: str, kind: Kind | None) -> ctypes.Structure:
         """Replace a linear layer by its packed form."""
         linear = getattr(owner, name)
-        packed = PackedLinear(self.library, linear.weight, linear.bias, kind)
+        packed = PackedLinear(self.library, linear.weight, linear.bias, kind, batch_invariant=self.batch_invariant)
         setattr(owner, name, packed)
         return packed.matrix
 

@@ -25,6 +25,7 @@ from tests.model.test_attention import DIM, HEADS, SHAPES, pool_with_past
 V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
 V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+NARROW = "avx512_vnni avx512_bf16"
 HERE = fitting(build._cpuinfo(), platform.machine())
 THOROUGH = [pytest.param(level, marks=pytest.mark.slow, id=level.name) for level in HERE[:-1]]
 
@@ -42,7 +43,13 @@ def x86(*flags: str) -> str:
         ("x86_64", x86(V3), ["x86-64-v3"]),
         ("x86_64", x86(V4.replace(" avx512dq", "")), ["x86-64-v3"]),
         ("x86_64", x86(f"{V4} avx512_vnni"), ["x86-64-v4", "x86-64-v3"]),
-        ("x86_64", x86(f"{V4} avx512_vnni avx512_bf16"), ["x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"]),
+        ("x86_64", x86(f"{V4} {NARROW}"), ["x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"]),
+        ("x86_64", x86(f"{V4} {NARROW} amx_bf16 amx_tile"), ["x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"]),
+        (
+            "x86_64",
+            x86(f"{V4} {NARROW} amx_bf16 amx_tile amx_int8"),
+            ["x86-64-v4-bf16-vnni-amx", "x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"],
+        ),
         ("x86_64", x86(V4, V3), ["x86-64-v3"]),
         ("aarch64", "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU part\t: 0xd0c", ["armv8-a"]),
         ("aarch64", x86(V4), []),
@@ -109,7 +116,7 @@ def test_portable_libraries_are_made_once_and_old_ones_go(shipped: Path, monkeyp
     old, stranger = put(shipped, "x86-64-v4"), shipped / "native-other.so"
     stranger.write_bytes(b"")
     (shipped.parent / "one.c").write_text("int one(void) { return 2; }\n")
-    made = [put(shipped, name) for name in ("x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3")]
+    made = [put(shipped, level.name) for level in LEVELS if level.machine == "x86_64"]
     monkeypatch.setenv("PATH", "")
     assert build_portable(shipped) == made
     assert sorted(shipped.iterdir()) == sorted([*made, stranger])
@@ -131,7 +138,9 @@ def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_a_level_has_the_instructions_of_its_name(portable: Library) -> None:
     level, _, found = portable.description.removeprefix("prebuilt for ").partition(": ")
-    assert found == {"x86-64-v4-bf16-vnni": "AVX-512 bf16 VNNI", "x86-64-v4": "AVX-512"}.get(level, "")
+    names = {"x86-64-v4-bf16-vnni": "AVX-512 bf16 VNNI", "x86-64-v4": "AVX-512"}
+    names["x86-64-v4-bf16-vnni-amx"] = f"{names['x86-64-v4-bf16-vnni']} AMX"
+    assert found == names.get(level, "")
 
 
 @pytest.mark.parametrize(("kind", "of_largest"), [(Kind.F32, 3e-6), (Kind.BF16, 2e-2), (Kind.INT8, 3e-2)])
@@ -141,7 +150,7 @@ def test_products_equal_torchs_whatever_the_neighbours(
 ) -> None:
     torch.manual_seed(0)
     exact, x = nn.Linear(k, n).requires_grad_(False), torch.randn(33, k)
-    packed = PackedLinear(portable, exact.weight, exact.bias, kind)
+    packed = PackedLinear(portable, exact.weight, exact.bias, kind, batch_invariant=True)
     together, expected = packed(x), exact(x)
     assert (together - expected).abs().max() < of_largest * expected.abs().max()
     for rows in (1, 2, 3, 4, 5, 7, 17):

@@ -1,0 +1,151 @@
+/* Eight tile registers of 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES is defined.
+ *
+ * Tile numbers must be literal: they are part of the instructions. Between `tiles_begin` and `tiles_end` the calling
+ * thread's tiles are whole; outside of it they hold nothing, so that the system has nothing to save for it. */
+#ifndef TRIPTYCH_TILES_H
+#define TRIPTYCH_TILES_H
+
+#include "vector.h"
+
+#define TILE_ROWS 16
+#define TILE_BYTES 64 /* of a row: 32 bf16 or 64 int8 of an operand, 16 sums */
+
+#if !defined(__AVX512BF16__) || !defined(__AVX512VNNI__) /* rows would be in a form that tiles do not read */
+#define HAS_TILES 0
+#elif defined(EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+#if HAS_TILES
+
+/* What LDTILECFG reads. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+static const TileShapes WHOLE __attribute__((aligned(64))) = {
+    .palette = 1,
+    .row_bytes = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES},
+    .rows = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS},
+};
+
+#ifndef EMULATED_TILES
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define REQUEST_FEATURE 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18           /* XFEATURE_XTILEDATA */
+
+INLINE int cpu_has_tiles(void) { /* and the system keeps their state: XCR0 is looked at too */
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8");
+}
+
+/* For the whole process and its threads, those to come included. */
+INLINE int tiles_permitted(void) { return syscall(SYS_arch_prctl, REQUEST_FEATURE, TILE_DATA) == 0; }
+
+INLINE void tiles_begin(void) {
+    __asm__ volatile("" ::: "memory"); /* GCC's loads do not say that they read memory */
+    _tile_loadconfig(&WHOLE);
+}
+INLINE void tiles_end(void) { _tile_release(); }
+
+#define TILE_ZERO(tile) _tile_zero(tile)
+#define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
+#define TILE_DOT_BF16(sums, a, b) _tile_dpbf16ps(sums, a, b)
+#define TILE_DOT_INT8(sums, a, b) _tile_dpbusd(sums, a, b) /* a unsigned, b signed */
+
+#else
+
+INLINE int cpu_has_tiles(void) { return 1; }
+INLINE int tiles_permitted(void) { return 1; }
+
+static _Thread_local struct {
+    TileShapes shapes; /* palette 0: none */
+    uint8_t data[8][TILE_ROWS][TILE_BYTES];
+} emulated;
+
+static void tiles_begin(void) {
+    memset(&emulated, 0, sizeof emulated);
+    emulated.shapes = WHOLE;
+}
+static void tiles_end(void) { memset(&emulated, 0, sizeof emulated); }
+
+/* The instructions fault without a configuration, and on operands whose shapes do not fit. */
+static void fault_unless(int fits) {
+    if (!emulated.shapes.palette || !fits) __builtin_trap();
+}
+
+static void emulated_zero(int tile) {
+    fault_unless(1);
+    memset(emulated.data[tile], 0, sizeof emulated.data[tile]);
+}
+
+static void emulated_load(int tile, const void *from, int64_t stride) {
+    emulated_zero(tile);
+    for (int row = 0; row < emulated.shapes.rows[tile]; row++)
+        memcpy(emulated.data[tile][row], (const char *)from + row * stride, emulated.shapes.row_bytes[tile]);
+}
+
+static void emulated_store(int tile, void *to, int64_t stride) {
+    fault_unless(1);
+    for (int row = 0; row < emulated.shapes.rows[tile]; row++)
+        memcpy((char *)to + row * stride, emulated.data[tile][row], emulated.shapes.row_bytes[tile]);
+}
+
+static void shapes_must_fit(int sums, int a, int b) {
+    const TileShapes *s = &emulated.shapes;
+    fault_unless(sums != a && sums != b && a != b && s->rows[sums] == s->rows[a] && s->row_bytes[a] == 4 * s->rows[b] &&
+                 s->row_bytes[sums] == s->row_bytes[b]);
+}
+
+static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
+
+/* TDPBF16PS as Intel's manual has it: the even and the odd products of a row are summed apart, from zero, by fused
+ * multiply-adds to nearest even, then added to each other and to what was there; what is denormal counts as zero. */
+static void emulated_dot_bf16(int sums, int a, int b) {
+    shapes_must_fit(sums, a, b);
+    for (int m = 0; m < emulated.shapes.rows[sums]; m++)
+        for (int n = 0; n < emulated.shapes.row_bytes[sums] / 4; n++) {
+            float apart[2] = {0.0f, 0.0f}, sum;
+            for (int k = 0; k < emulated.shapes.row_bytes[a] / 4; k++)
+                for (int odd = 0; odd < 2; odd++) {
+                    bf16 x, w;
+                    memcpy(&x, emulated.data[a][m] + 4 * k + 2 * odd, 2);
+                    memcpy(&w, emulated.data[b][k] + 4 * n + 2 * odd, 2);
+                    apart[odd] = flushed(__builtin_fmaf(flushed(from_bf16(x)), flushed(from_bf16(w)), apart[odd]));
+                }
+            memcpy(&sum, emulated.data[sums][m] + 4 * n, 4);
+            sum = flushed(flushed(sum) + flushed(apart[0] + apart[1]));
+            memcpy(emulated.data[sums][m] + 4 * n, &sum, 4);
+        }
+}
+
+/* TDPBUSD: sums of 32 bits, which wrap. */
+static void emulated_dot_int8(int sums, int a, int b) {
+    shapes_must_fit(sums, a, b);
+    for (int m = 0; m < emulated.shapes.rows[sums]; m++)
+        for (int n = 0; n < emulated.shapes.row_bytes[sums] / 4; n++) {
+            uint32_t sum;
+            memcpy(&sum, emulated.data[sums][m] + 4 * n, 4);
+            for (int k = 0; k < emulated.shapes.row_bytes[a]; k++)
+                sum += (uint32_t)(emulated.data[a][m][k] * (int8_t)emulated.data[b][k / 4][4 * n + k % 4]);
+            memcpy(emulated.data[sums][m] + 4 * n, &sum, 4);
+        }
+}
+
+#define TILE_ZERO(tile) emulated_zero(tile)
+#define TILE_LOAD(tile, from, stride) emulated_load(tile, from, stride)
+#define TILE_STORE(tile, to, stride) emulated_store(tile, to, stride)
+#define TILE_DOT_BF16(sums, a, b) emulated_dot_bf16(sums, a, b)
+#define TILE_DOT_INT8(sums, a, b) emulated_dot_int8(sums, a, b)
+
+#endif
+#endif
+#endif

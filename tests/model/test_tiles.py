@@ -1,0 +1,221 @@
+"""Products in AMX tiles. No CPU here has any: their instructions are emulated, and the real ones compiled and read."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.native import NativeBackend
+from model.checkpoint import read_checkpoint
+from model.loader import load_model
+from model.native.build import Built, build_portable
+from model.native.library import Kind, Library
+from model.native.linear import PackedLinear
+from model.native.stack import pack_model
+from model.transformer import Transformer
+from tests.model.checkpoints import CPU, native_backends, saved
+from tests.model.parity import ours_and_theirs
+from tests.model.tiled import AMX, emulated, needs_vectors, real
+
+SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
+ROWS = [1, 15, 16, 17, 31, 32, 33, 47, 64, 90]
+SMALLEST = 2.0**-126  # that is normal
+
+pytestmark = needs_vectors
+
+
+@pytest.fixture(params=[1, 3], ids=lambda count: f"{count} threads")
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def both(n: int, k: int, kind: Kind, library: Library | None = None) -> tuple[PackedLinear, PackedLinear]:
+    """One matrix that may use tiles and the same that may not."""
+    weight, bias = torch.randn(n, k), torch.randn(n)
+    tiles, vectors = (PackedLinear(library or emulated(), weight, bias, kind) for _ in range(2))
+    vectors.matrix.tiles = 0
+    return tiles, vectors
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_bfloat16_products_are_exact_up_to_their_sums(n: int, k: int, threads: None) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(n, k), torch.randn(n)
+    packed = PackedLinear(emulated(), weight, bias, Kind.BF16)
+    for rows in ROWS:
+        x = torch.randn(rows, k)
+        exact = torch.nn.functional.linear(x.bfloat16().double(), weight.bfloat16().double(), bias.double())
+        assert (packed(x) - exact).abs().max() < 2e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_int8_products_have_the_bits_of_the_vectors(n: int, k: int, threads: None) -> None:
+    torch.manual_seed(0)
+    tiles, vectors = both(n, k, Kind.INT8)
+    for rows in ROWS:
+        x = torch.randn(rows, k)
+        assert torch.equal(tiles(x), vectors(x))
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
+def test_more_rows_than_stay_in_the_second_cache(kind: Kind) -> None:
+    torch.manual_seed(0)
+    n, rows = 40, 200
+    k = 4000 if kind is Kind.BF16 else 8000  # 1.6 MB of rows
+    tiles, vectors = both(n, k, kind)
+    x = torch.randn(rows, k)
+    together, parts = tiles(x), torch.cat([tiles(x[:96]), tiles(x[96:])])
+    assert torch.equal(together, parts)  # a row's sums are its own: tiles of other rows change nothing
+    torch.testing.assert_close(together, vectors(x), rtol=0, atol=2e-6 * float(together.abs().max()))
+
+
+def test_tiles_begin_at_sixteen_rows_and_stay_out_of_what_is_batch_invariant() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 100), torch.randn(40, 100)
+    tiles, vectors = (PackedLinear(emulated(), weight, None, Kind.BF16, batch_invariant=one) for one in (False, True))
+    assert torch.equal(tiles(x[:15]), vectors(x[:15]))
+    assert not torch.equal(tiles(x[:16]), vectors(x[:16]))
+    assert torch.equal(vectors(x)[:7], vectors(x[:7]))
+    assert PackedLinear(emulated(), weight, None, Kind.INT8, batch_invariant=True).matrix.tiles
+
+
+def flushed(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < SMALLEST, torch.zeros_like(x), x)
+
+
+def by_the_manual(x: Tensor, weight: Tensor) -> Tensor:
+    """TDPBF16PS step by step for operands `[T, k]` and `[n, k]` of bfloat16; float64 holds a product and its sum."""
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[1], 32):
+        apart = [torch.zeros_like(total), torch.zeros_like(total)]
+        for k in range(start, min(start + 32, x.shape[1])):
+            product = flushed(x[:, k, None].double()) * flushed(weight[None, :, k].double())
+            apart[k % 2] = flushed((apart[k % 2].double() + product).float())
+        total = flushed(total + flushed(apart[0] + apart[1]))
+    return total
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**-125])  # sums, products and weights fall below the normal
+def test_every_bit_is_what_the_manual_says(scale: float) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 100) * scale, torch.randn(35, 100) * max(scale, 2.0**-64)
+    ours = PackedLinear(emulated(), weight, None, Kind.BF16)(x)
+    theirs = by_the_manual(x.bfloat16(), weight.bfloat16())
+    assert torch.equal(ours, theirs)
+    assert bool(theirs.any()) == (scale > 2.0**-125)
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
+@pytest.mark.parametrize("row", [0, 16, 31, 34])  # 34: only the last tile's, which begins at 19
+def test_what_is_no_number_spoils_its_row_alone(kind: Kind, row: int) -> None:
+    torch.manual_seed(0)
+    packed, x = PackedLinear(emulated(), torch.randn(20, 37), None, kind), torch.randn(35, 37)
+    clean = packed(x)
+    x[row, 36] = float("nan")
+    spoilt = packed(x)
+    others = torch.arange(35) != row
+    assert spoilt[row].isnan().all()
+    assert torch.equal(spoilt[others], clean[others])
+
+
+def test_a_weight_that_is_no_number_spoils_its_output_alone() -> None:
+    weight = torch.randn(40, 30)
+    weight[17, 29] = float("nan")
+    spoilt = PackedLinear(emulated(), weight, None, Kind.BF16)(torch.randn(33, 30)).isnan()
+    assert spoilt.all(dim=0).nonzero().flatten().tolist() == spoilt.any(dim=0).nonzero().flatten().tolist() == [17]
+
+
+def with_and_without(kind: str, quantise: Kind | None) -> tuple[Tensor, Tensor]:
+    """Packed logits, scores or states of a bfloat16 model by tiles and by vectors."""
+
+    def made(batch_invariant: bool) -> Transformer:
+        model = load_model(read_checkpoint(saved(kind).path), NativeBackend(emulated()), torch.bfloat16, CPU)
+        pack_model(model, emulated(), quantise, batch_invariant=batch_invariant)
+        return model
+
+    return ours_and_theirs(kind, made(False))[0], ours_and_theirs(kind, made(True))[0]
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "t5-relu", "marian", "bert"])
+def test_a_models_outputs_are_close_to_the_vectors(kind: str) -> None:
+    tiles, vectors = with_and_without(kind, None)
+    error = (tiles - vectors).float().pow(2).mean().sqrt()
+    assert 0 < error < 0.1 * vectors.float().std()
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "marian", "bert"])
+def test_a_models_outputs_in_int8_are_the_vectors(kind: str) -> None:
+    tiles, vectors = with_and_without(kind, Kind.INT8)
+    assert torch.equal(tiles, vectors)
+
+
+def test_the_backend_says_that_there_are_tiles() -> None:
+    assert emulated().tiles
+    assert emulated().description == "emulated: AVX-512 bf16 VNNI AMX"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("apart[0] + apart[1]", "apart[0]", "they do not give what the vectors give"),
+        ("(int8_t)emulated.data[b]", "(uint8_t)emulated.data[b]", "they do not give what the vectors give"),
+        ("from + row * stride", "from + row * 64", "they do not give what the vectors give"),
+        (
+            "int cpu_has_tiles(void) { return 1; }",
+            "int cpu_has_tiles(void) { return 0; }",
+            "this CPU or its system has",
+        ),
+        ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }", "Linux does not permit"),
+    ],
+)
+def test_tiles_that_are_wrong_or_refused_leave_the_vectors(
+    old: str, new: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = emulated(old, new)
+    assert not library.tiles
+    assert f"AVX-512 bf16 VNNI, no AMX: {reason}" in library.description
+    assert "without its AMX tiles" in caplog.text
+    torch.manual_seed(0)
+    ours, vectors = both(20, 70, Kind.BF16, library)
+    x = torch.randn(40, 70)
+    assert torch.equal(ours(x), vectors(x))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump here")
+def test_the_level_is_made_of_the_instructions_themselves() -> None:
+    listing = subprocess.run(["objdump", "-d", str(real())], check=True, capture_output=True, text=True).stdout
+    names = ("ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease")
+    assert [name for name in names if f"\t{name}" not in listing] == []
+
+
+def test_real_tiles_compute_as_emulated_or_leave_the_vectors_where_the_cpu_has_none() -> None:
+    library = Library(Built(real(), "real"))
+    missing = "" if library.tiles else ", no AMX: this CPU or its system has none"
+    assert library.description == "real: AVX-512 bf16 VNNI" + (missing or " AMX")
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 100), torch.randn(70, 100)
+    for kind in (Kind.BF16, Kind.INT8):
+        like = PackedLinear(emulated(), weight, None, kind)
+        like.matrix.tiles &= library.tiles
+        assert torch.equal(PackedLinear(library, weight, None, kind)(x), like(x))
+
+
+@pytest.mark.slow
+def test_the_whole_level_compiles_and_loads_where_there_are_no_tiles(tmp_path: Path) -> None:
+    [path] = build_portable(tmp_path, [AMX])
+    assert Library(Built(path, AMX.name)).description.startswith(f"{AMX.name}: AVX-512 bf16 VNNI")
+
+
+def test_this_cpus_own_library_has_tiles_where_its_backend_says_so() -> None:
+    [backend] = native_backends()
+    assert isinstance(backend, NativeBackend)
+    assert backend.library.tiles == backend.library.description.endswith(" AMX")

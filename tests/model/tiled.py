@@ -1,0 +1,67 @@
+"""C libraries with AMX tiles: emulated in plain C (model/native/tiles.h), for CPUs that have none, and real."""
+
+from __future__ import annotations
+
+import atexit
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from model.native import build
+from model.native.build import Built
+from model.native.levels import LEVELS, fitting
+from model.native.library import Library
+from tests.model.checkpoints import native_backends
+
+AMX, VECTORS = LEVELS[:2]
+_EMULATED = (*VECTORS.flags, "-DEMULATED_TILES")
+
+needs_vectors = pytest.mark.skipif(
+    not native_backends() or VECTORS not in fitting(build._cpuinfo(), platform.machine()),
+    reason="tiles stand beside AVX-512's bf16 and VNNI, and GCC compiles them",
+)
+
+
+@cache
+def emulated(old: str = "", new: str = "") -> Library:
+    """With `old` replaced by `new` in tiles.h: a CPU whose tiles are wrong in some way."""
+    folder = Path(tempfile.mkdtemp(prefix="tiles-", dir=_objects()))
+    text = (build._SOURCES / "tiles.h").read_text()
+    assert old in text
+    (folder / "tiles.h").write_text(text.replace(old, new, 1) if old else text)
+    shutil.copy(build._SOURCES / "tiles.c", folder)
+    return Library(Built(_linked(folder / "tiles.c", *_EMULATED), "emulated"))
+
+
+@cache
+def real() -> Path:
+    """A library of the instructions themselves, which only a CPU that has them runs."""
+    return _linked(build._SOURCES / "tiles.c", *AMX.flags)
+
+
+def _linked(tiles: Path, *flags: str) -> Path:
+    """With everything else, which runs no tiles itself and is the same for all."""
+    folder = Path(tempfile.mkdtemp(prefix="linked-", dir=_objects()))
+    _gcc(*flags, "-I", str(build._SOURCES), "-c", str(tiles), "-o", str(folder / "tiles.o"))
+    others = [str(path) for path in _objects().glob("*.o")]
+    _gcc("-shared", *others, str(folder / "tiles.o"), "-o", str(folder / "tiled.so"), "-lm")
+    return folder / "tiled.so"
+
+
+@cache
+def _objects() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tiled-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for source in build._SOURCES.glob("*.c"):
+        if source.name != "tiles.c":
+            _gcc(*_EMULATED, "-O1", "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
+    return folder
+
+
+def _gcc(*arguments: str) -> None:
+    subprocess.run([build._compiler()[0], *build._FLAGS, *arguments], check=True, timeout=240)
