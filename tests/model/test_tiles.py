@@ -1,4 +1,4 @@
-"""Products in AMX tiles. No CPU here has any: their instructions are emulated, and the real ones compiled and read."""
+"""Products in AMX tiles: emulated, as most CPUs have none; the real instructions are compiled, and run if they can."""
 
 from __future__ import annotations
 
@@ -206,7 +206,9 @@ def test_real_tiles_compute_as_emulated_or_leave_the_vectors_where_the_cpu_has_n
     for kind in (Kind.BF16, Kind.INT8):
         like = PackedLinear(emulated(), weight, None, kind)
         like.matrix.tiles &= library.tiles
-        assert torch.equal(PackedLinear(library, weight, None, kind)(x), like(x))
+        ours, theirs = PackedLinear(library, weight, None, kind)(x), like(x)
+        exact = kind is Kind.INT8 or not library.tiles  # a CPU may add as it likes
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 2e-6 * float(theirs.abs().max()))
 
 
 @pytest.mark.slow
