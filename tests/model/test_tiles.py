@@ -26,6 +26,7 @@ from tests.model.tiled import AMX, emulated, needs_vectors, real
 SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
 ROWS = [1, 15, 16, 17, 31, 32, 33, 47, 64, 90]
 SMALLEST = 2.0**-126  # that is normal
+REFUSED = ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }")
 
 pytestmark = needs_vectors
 
@@ -137,12 +138,12 @@ def test_a_weight_that_is_no_number_spoils_its_output_alone() -> None:
 def with_and_without(kind: str, quantise: Kind | None) -> tuple[Tensor, Tensor]:
     """Packed logits, scores or states of a bfloat16 model by tiles and by vectors."""
 
-    def made(batch_invariant: bool) -> Transformer:
-        model = load_model(read_checkpoint(saved(kind).path), NativeBackend(emulated()), torch.bfloat16, CPU)
-        pack_model(model, emulated(), quantise, batch_invariant=batch_invariant)
+    def made(library: Library) -> Transformer:
+        model = load_model(read_checkpoint(saved(kind).path), NativeBackend(library), torch.bfloat16, CPU)
+        pack_model(model, library, quantise)
         return model
 
-    return ours_and_theirs(kind, made(False))[0], ours_and_theirs(kind, made(True))[0]
+    return ours_and_theirs(kind, made(emulated()))[0], ours_and_theirs(kind, made(emulated(*REFUSED)))[0]
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "t5-relu", "marian", "bert"])
@@ -174,13 +175,13 @@ def test_the_backend_says_that_there_are_tiles() -> None:
             "int cpu_has_tiles(void) { return 0; }",
             "this CPU or its system has",
         ),
-        ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }", "Linux does not permit"),
+        (*REFUSED, "Linux does not permit them"),
     ],
 )
 def test_tiles_that_are_wrong_or_refused_leave_the_vectors(
     old: str, new: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = emulated(old, new)
+    library = emulated.__wrapped__(old, new)  # loaded anew, or nothing is logged
     assert not library.tiles
     assert f"AVX-512 bf16 VNNI, no AMX: {reason}" in library.description
     assert "without its AMX tiles" in caplog.text
