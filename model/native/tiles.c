@@ -11,8 +11,6 @@ enum { NONE_COMPILED = 0, USABLE = 1, NOT_IN_CPU = 2, NOT_PERMITTED = 3, WRONG =
 
 #if HAS_TILES
 
-#define L2_ROW_BYTES 1310720 /* of the operand beside two panels, in the 2 MiB that a core with tiles has */
-
 /* Of two tiles of rows by two panels; those of one are [0] and [2], or [0] and [1]. */
 typedef float Sums[4][TILE_ROWS * PANEL];
 
@@ -83,7 +81,7 @@ INLINE void four_tiles(int dtype, const Job *job, int64_t rows, int64_t row, int
 /* Rows are taken as many at a time as stay in the second cache while all panels pass. */
 INLINE void pairs(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
     int64_t bytes = rows * padded_k(dtype, job->matrix->k) * element_bytes(dtype);
-    int64_t times = bytes / L2_ROW_BYTES + 1, pair = 2 * TILE_ROWS, chunk = up_to((rows + times - 1) / times, pair);
+    int64_t times = bytes / CACHED_ROW_BYTES + 1, pair = 2 * TILE_ROWS, chunk = up_to((rows + times - 1) / times, pair);
     for (int64_t from = 0; from < rows; from += chunk)
         for (int64_t panel = first; panel < last; panel += 2)
             for (int64_t row = from; row < rows && row < from + chunk; row += pair)

@@ -38,6 +38,7 @@ static const TileShapes WHOLE __attribute__((aligned(64))) = {
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#define CACHED_ROW_BYTES 1310720 /* of an operand beside two panels, in the 2 MiB of second cache that such a core has */
 #define REQUEST_FEATURE 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18           /* XFEATURE_XTILEDATA */
 
@@ -62,6 +63,8 @@ INLINE void tiles_end(void) { _tile_release(); }
 #define TILE_DOT_INT8(sums, a, b) _tile_dpbusd(sums, a, b) /* a unsigned, b signed */
 
 #else
+
+#define CACHED_ROW_BYTES 2048 /* so that small products are taken in parts too */
 
 INLINE int cpu_has_tiles(void) { return 1; }
 INLINE int tiles_permitted(void) { return 1; }
