@@ -77,29 +77,30 @@ INLINE void block_f32(int mr, int nv, const float *const *a, const float *b, int
     }
 }
 
-INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count, Sums acc) {
-    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL)
+INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
+                      Sums acc) {
+    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL) {
+        uvec w[PANELS * PARTS];
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) {
-            uvec w;
-            memcpy(&w, b + at_part(j, panel, 2), sizeof w);
+        for (int j = 0; j < nv; j++) memcpy(w + j, b + at_part(j, panel, 2), sizeof *w);
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) {
 #if HAS_BF16_DOT
-#pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) {
-                int32_t pair;
-                memcpy(&pair, (const bf16 *)a[i] + k, 4);
-                acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
-            }
+            int32_t pair;
+            memcpy(&pair, (const bf16 *)a[i] + k, 4);
+            __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], x, (__m512bh)w[j]);
 #else
-            vec even = (vec)(w << 16), odd = (vec)(w & 0xffff0000u);
-#pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) {
-                const float *row = a[i];
-                acc[i][j] = fma_vec(splat(row[k]), even, acc[i][j]);
-                if (k + 1 < count) acc[i][j] = fma_vec(splat(row[k + 1]), odd, acc[i][j]);
+            const float *row = a[i];
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++) {
+                acc[i][j] = fma_vec(splat(row[k]), (vec)(w[j] << 16), acc[i][j]);
+                if (k + 1 < count) acc[i][j] = fma_vec(splat(row[k + 1]), (vec)(w[j] & 0xffff0000u), acc[i][j]);
             }
 #endif
         }
+    }
 }
 
 #if !HAS_INT8_DOT
@@ -117,43 +118,45 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 
 /* Integer sums in the bits of acc. */
 INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
-                       Sums acc) {
-    for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL)
+                      Sums acc) {
+    for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL) {
+        ivec w[PANELS * PARTS];
+#if !HAS_INT8_DOT
+        ivec odd[PANELS * PARTS]; /* bytes 1 and 3 of each four, w keeping 0 and 2 */
+#endif
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) {
-            ivec w;
-            memcpy(&w, b + at_part(j, panel, 4), sizeof w);
+            memcpy(w + j, b + at_part(j, panel, 4), sizeof *w);
 #if !HAS_INT8_DOT
-            ivec even = (ivec)((svec)w << 8 >> 8), odd = (ivec)((svec)w >> 8); /* bytes 0 and 2, 1 and 3, of each four */
+            odd[j] = (ivec)((svec)w[j] >> 8), w[j] = (ivec)((svec)w[j] << 8 >> 8);
 #endif
+        }
 #pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) {
-                uint32_t four;
-                memcpy(&four, (const uint8_t *)a[i] + k, 4);
+        for (int i = 0; i < mr; i++) {
+            uint32_t four;
+            memcpy(&four, (const uint8_t *)a[i] + k, 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++) {
 #if HAS_INT8_DOT
-                acc[i][j] = (vec)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w);
+                acc[i][j] = (vec)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w[j]);
 #else
-                ivec sum = (ivec)acc[i][j] + dot_pairs(even, (int32_t)(four & 0x00ff00ff)) +
-                           dot_pairs(odd, (int32_t)(four >> 8 & 0x00ff00ff));
-                acc[i][j] = (vec)sum;
+                acc[i][j] = (vec)((ivec)acc[i][j] + dot_pairs(w[j], (int32_t)(four & 0x00ff00ff)) +
+                                  dot_pairs(odd[j], (int32_t)(four >> 8 & 0x00ff00ff)));
 #endif
             }
         }
+    }
 }
 
-__attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t column, vec sum) {
-    const Linear *m = job->matrix;
-    if (m->dtype == INT8) {
-        ivec sums;
-        memcpy(&sums, m->sums + column, sizeof sums);
-        vec exact = __builtin_convertvector((ivec)sum - 128 * sums, vec);
-        sum = exact * load(m->scale + column) * job->from.scale[row];
-    }
-    if (m->bias) sum += load(m->bias + column);
-    sum = activate((int)job->to.activation, sum);
-    int64_t left = m->n - column;
-    if (job->to.bf16_rows) {
-        bf16 *out = (bf16 *)job->to.rows + row * job->to.stride + column, rest[LANES];
+INLINE void activate_all(int kind, int count, int registers, vec *sums, int64_t stride) {
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < registers; j++) sums[i * stride + j] = activate(kind, sums[i * stride + j]);
+}
+
+/* Up to LANES outputs to where they belong. */
+INLINE void put(const Target *to, int64_t row, int64_t column, int64_t left, vec sum) {
+    if (to->bf16_rows) {
+        bf16 *out = (bf16 *)to->rows + row * to->stride + column, rest[LANES];
         if (left >= LANES) {
             store_bf16(out, sum);
         } else {
@@ -162,13 +165,43 @@ __attribute__((noinline)) void finish(const Job *job, int64_t row, int64_t colum
         }
         return;
     }
-    float *out = (float *)job->to.rows + row * job->to.stride + column, rest[LANES];
+    float *out = (float *)to->rows + row * to->stride + column, rest[LANES];
     if (left >= LANES) {
-        store(out, job->to.add ? load(out) + sum : sum);
+        store(out, to->add ? load(out) + sum : sum);
         return;
     }
     store(rest, sum);
-    for (int64_t i = 0; i < left; i++) out[i] = job->to.add ? out[i] + rest[i] : rest[i];
+    for (int64_t i = 0; i < left; i++) out[i] = to->add ? out[i] + rest[i] : rest[i];
+}
+
+__attribute__((noinline)) void finish(const Job *job, int64_t row, int count, int64_t column, int registers, vec *sums,
+                                      int64_t stride) {
+    const Linear *m = job->matrix;
+    while (column + (registers - 1) * LANES >= m->n) registers--; /* a panel's outputs beyond the last */
+    for (int j = 0; m->dtype == INT8 && j < registers; j++) {
+        ivec shift;
+        memcpy(&shift, m->sums + column + j * LANES, sizeof shift);
+        vec scale = load(m->scale + column + j * LANES);
+        for (int i = 0; i < count; i++) {
+            vec *sum = sums + i * stride + j;
+            *sum = __builtin_convertvector((ivec)*sum - 128 * shift, vec) * scale * job->from.scale[row + i];
+        }
+    }
+    for (int j = 0; m->bias && j < registers; j++) {
+        vec bias = load(m->bias + column + j * LANES);
+        for (int i = 0; i < count; i++) sums[i * stride + j] += bias;
+    }
+    switch (job->to.activation) {
+    case RELU: activate_all(RELU, count, registers, sums, stride); break;
+    case GELU: activate_all(GELU, count, registers, sums, stride); break;
+    case GELU_TANH: activate_all(GELU_TANH, count, registers, sums, stride); break;
+    case SILU: activate_all(SILU, count, registers, sums, stride); break;
+    case TANH: activate_all(TANH, count, registers, sums, stride); break;
+    }
+    Target to = job->to; /* a copy: what is stored could be it, for all that the compiler knows */
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < registers; j++)
+            put(&to, row + i, column + j * LANES, m->n - column - j * LANES, sums[i * stride + j]);
 }
 
 /* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop). */
@@ -194,16 +227,17 @@ INLINE void block(int dtype, int mr, int nv, const Job *job, int64_t row, int co
         block_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, acc);
     else
         block_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, acc);
+    Sums done; /* a copy, so that acc stays in registers */
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < nv * PARTS; j++) {
-            if (i >= count) continue;
-            if (stop < m->k)
+            if (stop == m->k)
+                done[i][j] = acc[i][j];
+            else if (i < count)
                 store(job->scratch + (row + i) * PANELS * PANEL + j * LANES, acc[i][j]);
-            else if (column + j * LANES < m->n)
-                finish(job, row + i, column + j * LANES, acc[i][j]);
         }
+    if (stop == m->k) finish(job, row, count, column, nv * PARTS, done[0], PANELS * PARTS);
 }
 
 INLINE void blocks(int dtype, int nv, const Job *job, int64_t rows, int64_t column, int64_t start, int64_t stop) {

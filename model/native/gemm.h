@@ -54,8 +54,9 @@ int64_t operand_bytes(const Linear *matrix);
 void write_operand(int kind, const float *from, int64_t k, void *to, float *scale);
 /* The share of thread `part` of `parts` in target = operand x matrix^T; `scratch` holds 48 floats a row. */
 void product(const Linear *matrix, Operand from, int64_t rows, Target to, int part, int parts, float *scratch);
-/* The finished sums of one row in one register: scale, bias, activation, addition. */
-__attribute__((visibility("hidden"))) void finish(const Job *job, int64_t row, int64_t column, vec sum);
+/* Finished sums of `count` rows from `row`, so many registers of each: scale, bias, activation, addition. */
+__attribute__((visibility("hidden"))) void finish(const Job *job, int64_t row, int count, int64_t column, int registers,
+                                                  vec *sums, int64_t stride);
 /* At least 16 rows of BF16 or INT8 times the panels [first, last). */
 __attribute__((visibility("hidden"))) void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last);
 

@@ -12,7 +12,7 @@ enum { NONE_COMPILED = 0, USABLE = 1, NOT_IN_CPU = 2, NOT_PERMITTED = 3, WRONG =
 #if HAS_TILES
 
 /* Of two tiles of rows by two panels; those of one are [0] and [2], or [0] and [1]. */
-typedef float Sums[4][TILE_ROWS * PANEL];
+typedef vec Sums[4][TILE_ROWS * PANEL / LANES];
 
 #define TILE_DOT(dtype, sums, a, b)     \
     do {                                \
@@ -73,9 +73,11 @@ INLINE void four_tiles(int dtype, const Job *job, int64_t rows, int64_t row, int
     else
         accumulate(dtype, 0, 0, a, stride, b, bytes / TILE_BYTES, sums);
     for (int i = 0; i <= high; i++)
-        for (int64_t done = row + i * TILE_ROWS - starts[i]; done < TILE_ROWS; done++)
-            for (int j = 0; j <= wide; j++)
-                finish(job, starts[i] + done, (panel + j) * PANEL, load(sums[2 * i + j] + done * PANEL));
+        for (int j = 0; j <= wide; j++) {
+            int64_t done = row + i * TILE_ROWS - starts[i], registers = PANEL / LANES;
+            finish(job, starts[i] + done, (int)(TILE_ROWS - done), (panel + j) * PANEL, (int)registers,
+                   sums[2 * i + j] + done * registers, registers);
+        }
 }
 
 /* Rows are taken as many at a time as stay in the second cache while all panels pass. */
