@@ -78,7 +78,7 @@ def ours(outputs: list[TokenOutput], name: str) -> list[tuple[list[int], float]]
 
 def check(found: list[tuple[list[int], float]], expected: list[tuple[list[int], float]]) -> None:
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=2e-6, abs=1e-4)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()))
