@@ -17,7 +17,6 @@ typedef struct {
     int together; /* whether GROUP keys from a multiple of GROUP lie one after the other */
 } Source;
 
-INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t size_of(int64_t kind) { return kind == F32 ? 4 : kind == BF16 ? 2 : 1; }

@@ -2,7 +2,7 @@
 #ifndef TRIPTYCH_ATTENTION_H
 #define TRIPTYCH_ATTENTION_H
 
-#include "vector.h"
+#include "gemm.h"
 
 /* One layer's keys and values: rows of kv_heads x dim; a pool's row is a slot. */
 typedef struct {
@@ -33,6 +33,12 @@ int64_t attention_scratch(const AttentionShape *shape, int64_t longest);
 /* The share of thread `part` of `parts`: out [rows][heads * dim] for queries of row stride `q_stride`. */
 void attend(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
             int64_t q_stride, float *out, int part, int parts, float *scratch);
+/* The same where a segment's queries all see its own keys, no more and no others, by products of the dtype, F32 or (where
+ * operand_kind says so, and a head's dimensions are even) BF16, and tiles of `like`: rows [heads + 2 kv_heads][dim] in that
+ * dtype hold queries, keys and values. */
+int64_t whole_scratch(const AttentionShape *shape, int64_t longest);
+void attend_whole(const Linear *like, const AttentionShape *shape, const Segments *segments, const void *rows,
+                  int64_t stride, float *out, int part, int parts, float *scratch);
 /* Put one row of keys and values into the pool's row `slot`. */
 void remember(const AttentionShape *shape, const Memory *memory, int64_t slot, const float *key, const float *value);
 

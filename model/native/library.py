@@ -121,6 +121,8 @@ class Stack(ctypes.Structure):
         ("layer_data", POINTER(Layer)),
         ("shape", AttentionShape),
         ("rotary", c_int64),
+        ("dtype", c_int64),
+        ("tiles", c_int64),
         ("final", Norm),
     )
 
@@ -171,12 +173,9 @@ class Library:
 
     def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
         """All layers over `x` `[T, d]` float32, in place."""
-        threads = torch.get_num_threads()
-        rows, longest = c_int64(step.rows), c_int64(step.longest)
-        needed = self._functions.scratch_bytes(ctypes.byref(stack), rows, longest, c_int64(threads))
-        self._functions.run_stack(
-            ctypes.byref(stack), ctypes.byref(step), _at(x), self._scratch_of(needed), c_int64(threads)
-        )
+        given, threads = (ctypes.byref(stack), ctypes.byref(step)), c_int64(torch.get_num_threads())
+        scratch = self._scratch_of(self._functions.scratch_bytes(*given, threads))
+        self._functions.run_stack(*given, _at(x), scratch, threads)
 
     def run_linear(self, matrix: Linear, x: Tensor, out: Tensor) -> None:
         """`out = x matrix^T + bias` of float32 rows."""

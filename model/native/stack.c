@@ -10,7 +10,8 @@
 #include "gemm.h"
 #include "meeting.h"
 
-#define CHUNK 256 /* rows that go through an MLP together */
+#define CHUNK 256      /* rows that go through an MLP together */
+#define GROUP_ROWS 128 /* rows of whole segments that one thread takes through all layers: they stay near it */
 
 enum { NO_NORM = 0, LAYER = 1, RMS = 2 };
 
@@ -31,6 +32,7 @@ typedef struct {
     const Layer *layer_data;
     AttentionShape shape; /* its bias is the step's */
     int64_t rotary;       /* dimensions of a head that turn */
+    int64_t dtype, tiles; /* of the products in attention of whole segments: F32 or BF16 */
     Norm final;
 } Stack;
 
@@ -106,11 +108,16 @@ static Operand prepare(const Team *t, const Norm *norm, const Linear *matrix, co
     return operand;
 }
 
-/* target = or += operand x matrix^T; ends at a barrier. */
-static void multiply(const Team *t, const Linear *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
-    Target to = {target, matrix->n, 0, NO_ACTIVATION, add};
+/* target = (float or bf16) or += (float) operand x matrix^T; ends at a barrier. */
+static void multiply_into(const Team *t, const Linear *matrix, Operand operand, int64_t rows, int kind, void *target,
+                          int64_t add) {
+    Target to = {target, matrix->n, kind == BF16, NO_ACTIVATION, add};
     product(matrix, operand, rows, to, t->part, t->parts, t->scratch);
     meet(t->meeting, t->part, t->parts);
+}
+
+static void multiply(const Team *t, const Linear *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
+    multiply_into(t, matrix, operand, rows, F32, target, add);
 }
 
 static void norm_in_place(const Team *t, const Norm *norm, float *x, int64_t size, int64_t rows) {
@@ -129,8 +136,9 @@ static void turn(float *head, const float *cos, const float *sin, int64_t size) 
     }
 }
 
-/* Norms and rotations of each row's queries and keys, and its keys and values into the pool. */
-static void place(const Team *t, const Layer *layer, const Memory *memory) {
+/* Norms and rotations of each row's queries and keys, its keys and values into the pool; as BF16, rows end up in the first
+ * halves of theirs. */
+static void place(const Team *t, const Layer *layer, const Memory *memory, int kind) {
     const AttentionShape *a = &t->stack->shape;
     const Step *step = t->step;
     int64_t query = a->heads * a->dim, kv = a->kv_heads * a->dim, width = query + 2 * kv, first, last;
@@ -145,8 +153,21 @@ static void place(const Team *t, const Layer *layer, const Memory *memory) {
                      t->stack->rotary);
         }
         if (step->memory) remember(a, memory, step->self.slots[row], q + query, q + query + kv);
+        if (kind == BF16) write_operand(BF16, q, width, q, NULL);
     }
     meet(t->meeting, t->part, t->parts);
+}
+
+/* Whether every query sees all keys of its own segment and no others. */
+static int is_whole(const Stack *stack, const Step *step) {
+    return !step->memory && !step->self.causal && !stack->shape.window;
+}
+
+/* The dtype and tiles of such attention's products. */
+static Linear whole_like(const Stack *stack) {
+    Linear like = {.dtype = stack->shape.dim % 2 ? F32 : stack->dtype, .tiles = stack->tiles};
+    like.dtype = operand_kind(&like);
+    return like;
 }
 
 static void self_attention(const Team *t, const Layer *layer, int64_t number) {
@@ -158,12 +179,19 @@ static void self_attention(const Team *t, const Layer *layer, int64_t number) {
         shape.bias = step->bias + number % step->bias_layers * shape.heads * step->bias_width;
         shape.bias_width = step->bias_width;
     }
+    Linear like = whole_like(stack);
+    int whole = is_whole(stack, step), kind = whole ? (int)like.dtype : F32;
+    int turned = step->cos || layer->q_norm.kind != NO_NORM; /* by place, which wants floats */
     Operand operand = prepare(t, &layer->attn_in, &layer->qkv, t->x, step->rows);
-    multiply(t, &layer->qkv, operand, step->rows, t->qkv, 0);
+    multiply_into(t, &layer->qkv, operand, step->rows, turned ? F32 : kind, t->qkv, 0);
     Memory rows = {F32, t->qkv + query, t->qkv + query + kv, NULL, NULL, width, width};
     const Memory *memory = step->memory ? step->memory + number : &rows;
-    if (step->memory || step->cos || layer->q_norm.kind != NO_NORM) place(t, layer, memory);
-    attend(&shape, &step->self, memory, t->qkv, width, t->mixed, t->part, t->parts, t->scratch);
+    if (step->memory || turned) place(t, layer, memory, kind);
+    if (whole)
+        attend_whole(&like, &shape, &step->self, t->qkv, kind == BF16 && turned ? 2 * width : width, t->mixed, t->part,
+                     t->parts, t->scratch);
+    else
+        attend(&shape, &step->self, memory, t->qkv, width, t->mixed, t->part, t->parts, t->scratch);
     meet(t->meeting, t->part, t->parts);
     Norm none = {0};
     multiply(t, &layer->out, prepare(t, &none, &layer->out, t->mixed, step->rows), step->rows, t->x, 1);
@@ -265,36 +293,91 @@ static Sizes sizes_of(const Stack *stack, int64_t rows, int64_t longest) {
         .hidden = aligned(chunk * hidden),
         .operand = aligned(rows * widest),
         .scales = aligned(rows * 4),
-        .scratch = aligned(larger(attention_scratch(a, longest), rows * 48) * 4),
+        .scratch = aligned(larger(larger(attention_scratch(a, longest), whole_scratch(a, longest)), rows * 48) * 4),
         .line = aligned(line * 4 + 64),
     };
     return s;
 }
 
-int64_t scratch_bytes(const Stack *stack, int64_t rows, int64_t longest, int64_t threads) {
-    Sizes s = sizes_of(stack, rows, longest);
-    return s.saved + s.qkv + s.mixed + s.hidden + s.operand + s.scales + threads * (s.scratch + s.line) + 64;
+/* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need
+ * nothing of each other, and be so many that the last group is not waited for long. */
+static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
+    return is_whole(stack, step) && step->rows >= 2 * threads * larger(step->longest, GROUP_ROWS);
+}
+
+static int64_t team_bytes(const Stack *stack, const Step *step, int64_t threads) {
+    int grouped = in_groups(stack, step, threads);
+    Sizes s = sizes_of(stack, grouped ? GROUP_ROWS + step->longest : step->rows, step->longest);
+    int64_t shared = s.saved + s.qkv + s.mixed + s.hidden + s.operand + s.scales;
+    return grouped ? shared + s.scratch + s.line : shared + threads * (s.scratch + s.line);
+}
+
+int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads) {
+    return (in_groups(stack, step, threads) ? threads : 1) * team_bytes(stack, step, threads) + 64;
+}
+
+/* A thread's view of a step whose buffers begin at `memory` and are for so many rows at most. */
+static Team team_of(const Stack *stack, const Step *step, int64_t rows, float *x, char *memory, Meeting *meeting, int part,
+                    int parts) {
+    Sizes s = sizes_of(stack, rows, step->longest);
+    Team t = {.stack = stack, .step = step, .x = x, .meeting = meeting, .part = part, .parts = parts};
+    t.saved = (float *)memory, memory += s.saved;
+    t.qkv = (float *)memory, memory += s.qkv;
+    t.mixed = (float *)memory, memory += s.mixed;
+    t.hidden = (float *)memory, memory += s.hidden;
+    t.operand = memory, memory += s.operand;
+    t.operand_scales = (float *)memory, memory += s.scales;
+    t.scratch = (float *)(memory + part * (s.scratch + s.line));
+    t.line = (float *)((char *)t.scratch + s.scratch);
+    return t;
+}
+
+static void run_layers(const Team *t) {
+    for (int64_t number = 0; number < t->stack->layers; number++) run_layer(t, number);
+    norm_in_place(t, &t->stack->final, t->x, t->stack->hidden, t->step->rows);
+}
+
+/* Segments from `first` on that make a group; returns the one behind the last. */
+static int64_t group_end(const Segments *s, int64_t first) {
+    int64_t last = first + 1;
+    while (last < s->segments && last - first < GROUP_ROWS && s->q_starts[last] - s->q_starts[first] < GROUP_ROWS) last++;
+    return last;
+}
+
+/* All layers of segments [first, last), by one thread. */
+static void run_group(const Stack *stack, const Step *step, int64_t first, int64_t last, float *x, char *memory) {
+    int64_t starts[GROUP_ROWS + 1], row = step->self.q_starts[first];
+    for (int64_t i = first; i <= last; i++) starts[i - first] = step->self.q_starts[i] - row;
+    Step part = *step;
+    part.rows = starts[last - first];
+    part.self = (Segments){.segments = last - first, .q_starts = starts, .k_starts = starts};
+    part.self.kv_lens = step->self.kv_lens + first;
+    if (step->cos) part.cos += row * stack->rotary, part.sin += row * stack->rotary;
+    Meeting alone = {0};
+    Team t = team_of(stack, &part, GROUP_ROWS + step->longest, x + row * stack->hidden, memory, &alone, 0, 1);
+    run_layers(&t);
 }
 
 void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads) {
-    Sizes s = sizes_of(stack, step->rows, step->longest);
+    int grouped = in_groups(stack, step, threads);
+    int64_t bytes = team_bytes(stack, step, threads), next = 0;
     Meeting meeting = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
-    {
-        Team t = {.stack = stack, .step = step, .x = x, .meeting = &meeting};
-        t.part = omp_get_thread_num(), t.parts = omp_get_num_threads();
-        char *at = memory;
-        t.saved = (float *)at, at += s.saved;
-        t.qkv = (float *)at, at += s.qkv;
-        t.mixed = (float *)at, at += s.mixed;
-        t.hidden = (float *)at, at += s.hidden;
-        t.operand = at, at += s.operand;
-        t.operand_scales = (float *)at, at += s.scales;
-        t.scratch = (float *)(at + t.part * (s.scratch + s.line));
-        t.line = (float *)((char *)t.scratch + s.scratch);
-        for (int64_t number = 0; number < stack->layers; number++) run_layer(&t, number);
-        norm_in_place(&t, &stack->final, x, stack->hidden, step->rows);
+    if (grouped) {
+        for (;;) {
+            int64_t first, last;
+#pragma omp critical(groups)
+            {
+                first = last = next;
+                if (first < step->self.segments) next = last = group_end(&step->self, first);
+            }
+            if (first == last) break;
+            run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
+        }
+    } else {
+        Team t = team_of(stack, step, step->rows, x, memory, &meeting, omp_get_thread_num(), omp_get_num_threads());
+        run_layers(&t);
     }
 }
 

@@ -72,6 +72,7 @@ class NativeStack:
         self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
         config = stack.config
+        dtype = stack.block(0).mlp.up.weight.dtype  # before it is packed
         blocks = [stack.block(index) for index in range(config.distinct_layers)]
         self._layers = (Layer * len(blocks))(*(self._layer(block, kind) for block in blocks))
         rotary = config.position.rotary
@@ -82,6 +83,8 @@ class NativeStack:
             layer_data=self._layers,
             shape=shape_of(config.attention),
             rotary=rotary.dim if rotary is not None else 0,
+            dtype=KINDS[dtype],
+            tiles=library.tiles and not batch_invariant,
             final=self._norm(stack.final_norm, config),
         )
 

@@ -1,0 +1,155 @@
+"""Encoders in C: attention by products of packed panels; groups of segments that one thread takes through all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.reference import ReferenceBackend
+from model.config import (
+    Activation,
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    RotaryConfig,
+    StackConfig,
+)
+from model.engine.model_runner import packed_input
+from model.native.library import Kind, Library
+from model.native.stack import NativeStack
+from model.transformer import Stack
+from tests.model.checkpoints import CPU, native_backends
+from tests.model.tiled import emulated, needs_vectors
+
+pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+HIDDEN = 48
+FEW = (1, 17, 300, 16, 33)  # one row, a key beyond a panel, more rows than a task
+MANY = tuple(5 + 7 * i % 60 for i in range(60))  # enough that two threads take groups
+POSITIONS = {
+    "none": PositionConfig(PositionKind.NONE),
+    "buckets": PositionConfig(PositionKind.T5_BUCKETS),
+    "rotary": PositionConfig(PositionKind.ROTARY, rotary=RotaryConfig(dim=8)),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    usual = torch.get_num_threads()
+    yield
+    torch.set_num_threads(usual)
+
+
+def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none") -> Stack:
+    """Two layers whose weights are such that attention is neither uniform nor all on one key."""
+    torch.manual_seed(0)
+    config = StackConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        attention=AttentionConfig(heads, kv_heads, dim, dim**-0.5),
+        mlp=MLPConfig(70, Activation.GELU),
+        norm=NormConfig(NormKind.LAYER, 1e-6),
+        position=POSITIONS[position],
+        causal=False,
+        pre_norm=True,
+        post_norm=False,
+        final_norm=True,
+    )
+    stack = Stack(config, EmbeddingConfig(0, HIDDEN))
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.normal_(std=2 * HIDDEN**-0.5 if parameter.dim() > 1 else 1.0)
+    return stack
+
+
+def native_of(
+    stack: Stack, kind: Kind | None = None, library: Library | None = None, *, batch_invariant: bool = True
+) -> Stack:
+    packed = deepcopy(stack)
+    library = library or native_backends()[0].library
+    packed.native = NativeStack(packed, library, kind, batch_invariant=batch_invariant)
+    return packed
+
+
+def rows_of(lengths: Sequence[int], seed: int = 1) -> Tensor:
+    return torch.randn(sum(lengths), HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def run(stack: Stack, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`[T, d]` behind the final norm; of a copy, because rows are the stack's to write over."""
+    return stack(
+        rows.clone(), packed_input([[0] * length for length in lengths], CPU, causal=False), ReferenceBackend()
+    )
+
+
+@pytest.mark.parametrize("lengths", [FEW, MANY])
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads", "position"),
+    [
+        *((dim, 4, 4, "none") for dim in (5, 8, 20, 32, 64, 80)),
+        *((16, 4, 2, position) for position in ("none", "buckets", "rotary")),
+        (8, 5, 1, "buckets"),
+    ],
+)
+def test_whole_segments_equal_the_reference(
+    dim: int, heads: int, kv_heads: int, position: str, lengths: tuple[int, ...]
+) -> None:
+    stack, rows = stack_of(dim, heads, kv_heads, position), rows_of(lengths)
+    exact = run(deepcopy(stack).double(), rows.double(), lengths)
+    torch.testing.assert_close(run(native_of(stack), rows, lengths), exact.float(), atol=1e-4, rtol=1e-4)
+    narrow = stack.bfloat16()
+    error = run(native_of(narrow), rows.bfloat16(), lengths) - exact
+    by_torch = run(narrow, rows.bfloat16(), lengths) - exact
+    assert 0 < error.std() < by_torch.std()  # rows stay float32 between products
+
+
+@needs_vectors
+@pytest.mark.parametrize("lengths", [FEW, MANY])
+@pytest.mark.parametrize("dim", [20, 32, 64])  # scores are not in tiles where a head does not fill their rows
+def test_whole_segments_in_tiles(dim: int, lengths: tuple[int, ...]) -> None:
+    stack, rows = stack_of(dim), rows_of(lengths)
+    exact, narrow = run(deepcopy(stack).double(), rows.double(), lengths), stack.bfloat16()
+    tiles = run(native_of(narrow, library=emulated(), batch_invariant=False), rows.bfloat16(), lengths)
+    vectors = run(native_of(narrow, library=emulated()), rows.bfloat16(), lengths)
+    assert not torch.equal(tiles, vectors)
+    assert (tiles - exact).std() < 1.1 * (vectors - exact).std()
+
+
+@pytest.mark.parametrize("kind", [None, Kind.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", ["none", "buckets", "rotary"])
+def test_bits_do_not_depend_on_neighbours_or_threads(position: str, dtype: torch.dtype, kind: Kind | None) -> None:
+    stack, rows = native_of(stack_of(16, position=position).to(dtype), kind), rows_of(MANY).to(dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([run(stack, segment, [len(segment)]) for segment in rows.split(MANY)])
+    for threads in (1, 2, 3, 16):  # 16 are too many for groups: they share each layer
+        torch.set_num_threads(threads)
+        assert torch.equal(run(stack, rows, MANY), alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_changed_row_changes_its_own_segment_alone(threads: int) -> None:
+    stack, rows = native_of(stack_of(16)), rows_of(MANY)
+    torch.set_num_threads(threads)
+    before = run(stack, rows, MANY).split(MANY)
+    first = sum(MANY[:20])
+    rows[first + 3] += 1.0
+    after = run(stack, rows, MANY).split(MANY)
+    changed = [number for number, (old, new) in enumerate(zip(before, after, strict=True)) if not torch.equal(old, new)]
+    assert changed == [20]
+    assert (before[20] != after[20]).any(dim=1).all()  # every query sees every key
+
+
+def test_a_key_without_numbers_shows_in_every_query_of_its_segment() -> None:
+    stack, rows = native_of(stack_of(16)), rows_of(MANY)
+    rows[sum(MANY[:7])] = float("nan")
+    spoilt = [bool(part.isnan().all()) for part in run(stack, rows, MANY).split(MANY)]
+    assert spoilt == [number == 7 for number in range(len(MANY))]
