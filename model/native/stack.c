@@ -9,17 +9,10 @@
 #include "attention.h"
 #include "gemm.h"
 #include "meeting.h"
+#include "rows.h"
 
 #define CHUNK 256      /* rows that go through an MLP together */
 #define GROUP_ROWS 128 /* rows of whole segments that one thread takes through all layers: they stay near it */
-
-enum { NO_NORM = 0, LAYER = 1, RMS = 2 };
-
-typedef struct {
-    int64_t kind;
-    float eps;
-    const float *weight, *bias; /* bias null: none */
-} Norm;
 
 typedef struct {
     Norm attn_in, attn_out, cross_in, cross_out, ffn_in, ffn_out, q_norm, k_norm;
@@ -58,28 +51,6 @@ typedef struct {
 
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
-
-static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
-    vec sum = splat(0.0f), squares = splat(0.0f);
-    float mean = 0.0f, tail = 0.0f;
-    int64_t i = 0;
-    if (norm->kind == LAYER) {
-        for (; i + LANES <= size; i += LANES) sum += load(x + i);
-        for (; i < size; i++) tail += x[i];
-        mean = (sum_of(sum) + tail) / (float)size;
-    }
-    for (i = 0, tail = 0.0f; i + LANES <= size; i += LANES) {
-        vec centred = load(x + i) - mean;
-        squares = fma_vec(centred, centred, squares);
-    }
-    for (; i < size; i++) tail += (x[i] - mean) * (x[i] - mean);
-    float inverse = 1.0f / __builtin_sqrtf((sum_of(squares) + tail) / (float)size + norm->eps);
-    for (i = 0; i + LANES <= size; i += LANES) {
-        vec y = (load(x + i) - mean) * inverse * load(norm->weight + i);
-        store(out + i, norm->bias ? y + load(norm->bias + i) : y);
-    }
-    for (; i < size; i++) out[i] = (x[i] - mean) * inverse * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
-}
 
 INLINE void share(const Team *t, int64_t rows, int64_t *first, int64_t *last) {
     *first = rows * t->part / t->parts;
@@ -126,14 +97,6 @@ static void norm_in_place(const Team *t, const Norm *norm, float *x, int64_t siz
     share(t, rows, &first, &last);
     for (int64_t row = first; row < last; row++) normalise(norm, x + row * size, size, x + row * size);
     meet(t->meeting, t->part, t->parts);
-}
-
-static void turn(float *head, const float *cos, const float *sin, int64_t size) {
-    for (int64_t i = 0; i < size / 2; i++) {
-        float a = head[i], b = head[i + size / 2];
-        head[i] = a * cos[i] - b * sin[i];
-        head[i + size / 2] = b * cos[i + size / 2] + a * sin[i + size / 2];
-    }
 }
 
 /* Norms and rotations of each row's queries and keys, its keys and values into the pool; as BF16, rows end up in the first
@@ -210,17 +173,6 @@ static void cross_attention(const Team *t, const Layer *layer, int64_t number) {
     Norm none = {0};
     multiply(t, &layer->cross_proj, prepare(t, &none, &layer->cross_proj, t->mixed, step->rows), step->rows, t->x, 1);
     norm_in_place(t, &layer->cross_out, t->x, t->stack->hidden, step->rows);
-}
-
-/* act(gate) * up of one row, in place. */
-static void gate(int64_t activation, float *row, int64_t size) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
-    for (; i < size; i++) {
-        float one[LANES] = {row[i]};
-        store(one, activate((int)activation, load(one)));
-        row[i] = one[0] * row[size + i];
-    }
 }
 
 static void mlp(const Team *t, const Layer *layer, const float *from, float *to, int64_t rows) {

@@ -1,0 +1,56 @@
+/* What is done to one row by itself: norms, rotations, gates. */
+#ifndef TRIPTYCH_ROWS_H
+#define TRIPTYCH_ROWS_H
+
+#include "vector.h"
+
+enum { NO_NORM = 0, LAYER = 1, RMS = 2 };
+
+typedef struct {
+    int64_t kind;
+    float eps;
+    const float *weight, *bias; /* bias null: none */
+} Norm;
+
+static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
+    vec sum = splat(0.0f), squares = splat(0.0f);
+    float mean = 0.0f, tail = 0.0f;
+    int64_t i = 0;
+    if (norm->kind == LAYER) {
+        for (; i + LANES <= size; i += LANES) sum += load(x + i);
+        for (; i < size; i++) tail += x[i];
+        mean = (sum_of(sum) + tail) / (float)size;
+    }
+    for (i = 0, tail = 0.0f; i + LANES <= size; i += LANES) {
+        vec centred = load(x + i) - mean;
+        squares = fma_vec(centred, centred, squares);
+    }
+    for (; i < size; i++) tail += (x[i] - mean) * (x[i] - mean);
+    float inverse = 1.0f / __builtin_sqrtf((sum_of(squares) + tail) / (float)size + norm->eps);
+    for (i = 0; i + LANES <= size; i += LANES) {
+        vec y = (load(x + i) - mean) * inverse * load(norm->weight + i);
+        store(out + i, norm->bias ? y + load(norm->bias + i) : y);
+    }
+    for (; i < size; i++) out[i] = (x[i] - mean) * inverse * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
+}
+
+static void turn(float *head, const float *cos, const float *sin, int64_t size) {
+    for (int64_t i = 0; i < size / 2; i++) {
+        float a = head[i], b = head[i + size / 2];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + size / 2] = b * cos[i + size / 2] + a * sin[i + size / 2];
+    }
+}
+
+/* act(gate) * up of one row, in place. */
+static void gate(int64_t activation, float *row, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
+    for (; i < size; i++) {
+        float one[LANES] = {row[i]};
+        store(one, activate((int)activation, load(one)));
+        row[i] = one[0] * row[size + i];
+    }
+}
+
+#endif
