@@ -68,7 +68,7 @@ class ServiceSettings:
     drain_timeout_s: float = 30.0  # how long running requests may go on after `begin_drain`
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
-    stall_timeout_s: float = 30.0  # without a sign of the step loop: /livez turns red
+    stall_timeout_s: float = 30.0  # without a sign of the step loop: the engine is replaced
     vllm_metrics: bool = False  # the figures under vLLM's names too
     otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: none are made
 

@@ -190,7 +190,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "drain_timeout", float, _SERVICE.drain_timeout_s, "how long running requests may go on at shutdown", "SECONDS"
     ),
-    Option("stall_timeout", float, _SERVICE.stall_timeout_s, "silence of an engine that turns /livez red", "SECONDS"),
+    Option(
+        "stall_timeout", float, _SERVICE.stall_timeout_s, "silence of an engine after which it is replaced", "SECONDS"
+    ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "threads that turn texts into tokens"),
     Option("metrics", one_of("triptych", "vllm"), "triptych", "vllm: its names beside ours", "triptych|vllm"),
     Option("otlp_endpoint", str, "", "collector of OpenTelemetry traces (triptych[otel])", "URL", "no traces"),
@@ -267,15 +269,19 @@ class FileSettings:
 
 def from_file(path: Path) -> FileSettings:
     """Of a YAML file; keys with dashes or underscores."""
+    return from_mapping(read_yaml(path), str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file holds; nothing is an empty mapping. Raises `ConfigError`."""
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    return from_mapping(content or {}, str(path))
 
 
 def from_mapping(content: Any, where: str, known: Iterable[Option] = OPTIONS) -> FileSettings:

@@ -2,7 +2,8 @@
 
 Requests go in as ids and come out as ids with text; the loop never waits for a reader. Each accepted request ends
 exactly once: by the engine's last output, by its deadline (watched here too, in case the engine hangs), by `cancel`
-or closing its stream, or, if the engine is lost, by an error for every waiter at once. A lost engine is started again.
+or closing its stream, or, if the engine is lost, by an error for every waiter at once. A lost engine is started again;
+one that gives no sign of life is ended first, where that can be done, and is then lost like any other.
 Not thread-safe: everything runs on one event loop.
 """
 
@@ -27,6 +28,7 @@ from model.tokenizer import Detokenizer, Tokenizer
 _EVENT_BYTES = 200  # of an output as an event, beside its text and log-probabilities
 _LOGPROB_BYTES = 48
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
+_WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,10 @@ class Transport(Protocol):
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None: ...
 
     def send(self, commands: Commands) -> None: ...
+
+    def kill(self) -> bool:
+        """End a loop that answers nothing any more; False where only the whole process could be ended."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -140,8 +146,8 @@ class AsyncEngine:
         stall_seconds: float = 30.0,
         max_unread_bytes: int = 1 << 20,
     ) -> None:
-        """`stall_seconds`: without a sign of life for so long, the loop counts as hanging. `max_unread_bytes`: of
-        output that may wait for the reader of one stream."""
+        """`stall_seconds`: without a sign of life for so long, the loop counts as hanging and is replaced.
+        `max_unread_bytes`: of output that may wait for the reader of one stream."""
         self._specs = list(specs)
         self._new_transport = transport
         self._transport: Transport | None = None
@@ -158,6 +164,7 @@ class AsyncEngine:
         self._reason = "not started"  # why it is not ready; empty when it is
         self._started: asyncio.Future[None] | None = None
         self._last_sign = time.monotonic()
+        self._hung = ""  # why the loop was killed, until it is gone
         self._restarts = 0
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -236,9 +243,9 @@ class AsyncEngine:
         return stream is not None and stream.end(FinishReason.CANCELLED, tell_engine=True, only=request_id)
 
     def health(self) -> Health:
-        silent = time.monotonic() - self._last_sign
-        if not self._reason and silent > self._stall_seconds:
-            return Health(live=False, ready=False, reason=f"the engine has given no sign for {silent:.0f} s")
+        """Not live: the loop hangs. Once it has been ended, which takes a moment, the engine is merely lost."""
+        if hung := self._hung or self._hangs():
+            return Health(live=False, ready=False, reason=hung)
         return Health(live=True, ready=not self._reason, reason=self._reason)
 
     def stats(self) -> dict[str, EngineStats]:
@@ -278,6 +285,13 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._reason:
             raise EngineDeadError(self._reason)
+
+    def _hangs(self) -> str:
+        """In what words; empty while the loop gives signs, and while there is none that should."""
+        silent = time.monotonic() - self._last_sign
+        if self._reason or silent <= self._stall_seconds:
+            return ""
+        return f"the engine has given no sign for {silent:.0f} s"
 
     # -- from the loop
 
@@ -361,6 +375,7 @@ class AsyncEngine:
         for pause in chain(_RESTART_SECONDS, repeat(_RESTART_SECONDS[-1])):
             if self._transport is not None:
                 await self._transport.close()
+            self._hung = ""
             await asyncio.sleep(pause)
             self._restarts += 1
             try:
@@ -372,17 +387,32 @@ class AsyncEngine:
                 return
 
     async def _watch(self) -> None:
-        """End what is past its deadline although the engine has not: the front's own clock."""
+        """What the engine should have done by itself, by the front's own clock."""
         while True:
-            await asyncio.sleep(0.5)
-            late = time.monotonic() - _DEADLINE_GRACE
-            for request_id, stream in list(self._streams.items()):
-                deadline = stream.deadline(request_id)
-                if deadline is not None and deadline < late:
-                    stream.end(FinishReason.DEADLINE, tell_engine=True, only=request_id)
-            for encode, _ in list(self._encodes.values()):
-                if encode.deadline is not None and encode.deadline < late:
-                    self._end_encode(EncodeOutput(encode.request_id, finish_reason=FinishReason.DEADLINE))
+            slept = time.monotonic()
+            await asyncio.sleep(_WATCH_SECONDS)
+            now = time.monotonic()
+            # While this process stood still too (in a paused container, say) it could not have heard anything.
+            self._last_sign = min(now, self._last_sign + max(0.0, now - slept - _WATCH_SECONDS))
+            self._end_late(now - _DEADLINE_GRACE)
+            self._end_hanging()
+
+    def _end_late(self, late: float) -> None:
+        """End what should have ended before `late`."""
+        for request_id, stream in list(self._streams.items()):
+            deadline = stream.deadline(request_id)
+            if deadline is not None and deadline < late:
+                stream.end(FinishReason.DEADLINE, tell_engine=True, only=request_id)
+        for encode, _ in list(self._encodes.values()):
+            if encode.deadline is not None and encode.deadline < late:
+                self._end_encode(EncodeOutput(encode.request_id, finish_reason=FinishReason.DEADLINE))
+
+    def _end_hanging(self) -> None:
+        """A loop that hangs is killed, and then lost like one that died."""
+        hung = self._hangs()
+        if hung and self._transport is not None and self._transport.kill():
+            self._hung = hung
+            self._on_lost(hung)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

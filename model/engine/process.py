@@ -68,6 +68,11 @@ class ProcessTransport:
         frame = self._encoder.encode(commands)
         self._writer.write(HEADER.pack(len(frame)) + frame)
 
+    def kill(self) -> bool:
+        if self._process is not None:
+            self._process.kill()
+        return self._process is not None
+
     async def close(self) -> None:
         """End the child: asked first, killed if it does not answer."""
         if self._reading is not None:

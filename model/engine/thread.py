@@ -35,6 +35,10 @@ class ThreadTransport:
     def send(self, commands: Commands) -> None:
         self._inbox.put(commands)
 
+    def kill(self) -> bool:
+        """A thread cannot be ended from outside."""
+        return False
+
     async def close(self) -> None:
         self._inbox.put(Commands(close=True))
         if self._thread is not None:

@@ -81,6 +81,36 @@ async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and
     assert not is_alive(second)
 
 
+@async_test
+async def test_a_child_that_hangs_is_killed_and_replaced_but_not_for_what_its_front_slept_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.1,))
+    async with served("llama-gqa", transport=ProcessTransport, stall_seconds=3.0) as engine:
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport) and transport.pid is not None
+        await asyncio.sleep(0.1)
+        os.kill(transport.pid, signal.SIGSTOP)  # both stand still, as in a container that is paused
+        time.sleep(4.0)
+        os.kill(transport.pid, signal.SIGCONT)
+        await asyncio.sleep(1.5)
+        assert (engine.health().ready, engine.restarts) == (True, 0)
+
+        os.kill(transport.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        (failure,) = await asyncio.gather(
+            collect(engine.submit([request("llama-gqa", "stuck", 5)])), return_exceptions=True
+        )
+        assert str(failure) == "the engine has given no sign for 3 s"
+        assert 1.5 < time.monotonic() - began < 6.0  # it may have been silent for a second before
+        assert not engine.health().live
+        await until(lambda: engine.health().ready, 60.0)
+        assert engine.health().live and engine.restarts == 1
+        assert not is_alive(transport.pid)
+        outputs = await collect(engine.submit([request("llama-gqa", "again", 5)]))
+        assert len(ids_of(outputs, "again")) == 12
+
+
 PARENT = """
 import asyncio, sys
 from model.engine.async_engine import AsyncEngine
