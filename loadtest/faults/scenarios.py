@@ -18,6 +18,7 @@ from loadtest.faults.site import REDEPLOY, SERVE, STOP_S, Site
 LOAD_S = 20.0
 _JUMP_S = 3600
 _WAIT_S = 60.0
+_HANGING_S = 90.0  # of load: Serve asks three times, waits ten seconds for each answer, and lets a replica drain
 
 Inject = Callable[[Site, str], str]
 
@@ -50,8 +51,10 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
     found = []
     for runtime in ("local", "ray"):
         found += _hostile(runtime)
-        kill = _killing("model.engine.process")
-        found.append(Scenario("engine killed", kill, runtime, allowed=_FAILURES))
+        engine = "model.engine.process"
+        hangs, quick = _sending(_HALT, engine), ("--stall-timeout", "5")
+        found.append(Scenario("engine hangs (stall_timeout 5)", hangs, runtime, quick, allowed=_FAILURES))
+        found.append(Scenario("engine killed", _sending(_KILL, engine), runtime, allowed=_FAILURES))
         if runtime == "ray":
             found += _of_ray()
         found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
@@ -62,6 +65,7 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
     return found
 
 
+_KILL, _HALT = signal.SIGKILL, signal.SIGSTOP
 _FAILURES = frozenset({End.TOLD, End.UNAVAILABLE})
 _CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
 
@@ -91,9 +95,10 @@ def _of_ray() -> list[Scenario]:
         *("--scale-up-delay", "1", "--scale-down-delay", "3"),
     )
     return [
-        Scenario("replica killed, of 1", _killing("ServeReplica"), "ray", allowed=_CUTS),
-        Scenario("Serve's controller killed", _killing("ServeController"), "ray"),
-        Scenario("replica killed, of 2", _killing("ServeReplica"), "ray", two, allowed=_CUTS),
+        Scenario("replica killed, of 1", _sending(_KILL, "ServeReplica"), "ray", allowed=_CUTS),
+        Scenario("Serve's controller killed", _sending(_KILL, "ServeController"), "ray"),
+        Scenario("replica killed, of 2", _sending(_KILL, "ServeReplica"), "ray", two, allowed=_CUTS),
+        Scenario("replica hangs, of 2", _hang_replica, "ray", two, allowed=_CUTS, stages=((0.7, _HANGING_S),)),
         Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),
         Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY),
         Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=_UP_AND_DOWN, after_s=_UP_AND_DOWN[0][1]),
@@ -134,12 +139,19 @@ def _nothing(site: Site, model: str) -> str:
     return "from the start"
 
 
-def _killing(name: str) -> Inject:
+def _sending(number: signal.Signals, process: str) -> Inject:
     def inject(site: Site, model: str) -> str:
-        site.kill(name)
+        site.signal(process, number)
         return ""
 
     return inject
+
+
+def _hang_replica(site: Site, model: str) -> str:
+    pid = site.signal("ServeReplica", _HALT)
+    gone = site.wait(lambda: pid not in site.processes(), 2 * _HANGING_S)
+    new = site.wait(lambda: site.metric("replicas", model=model) == 2, _WAIT_S)
+    return f"Serve ended it after {gone:.0f} s, the next was ready {new:.0f} s later"
 
 
 def _terminate(site: Site, model: str) -> str:

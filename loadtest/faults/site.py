@@ -82,7 +82,7 @@ class Site:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             for pid in [self.process.pid, *below]:
-                kill(pid)
+                send(pid, signal.SIGKILL)
             self.process.wait()
         self._log.close()
 
@@ -127,12 +127,13 @@ class Site:
                 todo.append(pid)
         return found
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to one process whose command line holds `name`. Raises `ServerError` where there is none."""
+    def signal(self, name: str, number: signal.Signals) -> int:
+        """To one process whose command line holds `name`; its pid. Raises `ServerError` where there is none."""
         pid = next((pid for pid, line in self.processes().items() if name in line), None)
         if pid is None:
             raise ServerError(f"the service has no process {name}")
-        kill(pid)
+        send(pid, number)
+        return pid
 
     def memory_mb(self) -> float:
         """MiB of all its processes; pages that several share are counted once."""
@@ -186,9 +187,10 @@ def _cores() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def kill(pid: int) -> None:
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal; nothing where there is no such process any more."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return
 

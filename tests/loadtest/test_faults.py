@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from loadtest.run import Subject
 from tests import checkpoints
 
 RATE = 8.0
-_LIMITS = ("--receive-s", "1.5", "--stream-stall-s", "1.5", "--stream-unread-bytes", "65536")
+_LIMITS = (
+    *("--receive-s", "1.5", "--stream-stall-s", "1.5", "--stream-unread-bytes", "65536"),
+    *("--stall-timeout", "5"),
+)
 
 
 def record(outcome: Outcome = Outcome.OK, status: int = 200, error: str = "", **fields: object) -> Record:
@@ -123,7 +127,7 @@ def test_hostile_clients_cost_the_others_nothing(site: Site, subject: Subject) -
 
 def test_only_its_own_processes_are_hurt(site: Site) -> None:
     with pytest.raises(ServerError, match="no process pytest"):
-        site.kill("pytest")
+        site.signal("pytest", signal.SIGKILL)
     assert os.getpid() not in site.processes()
 
 
@@ -132,9 +136,10 @@ def shortened(name: str, seconds: float) -> Scenario:
     return replace(found, stages=((1.0, seconds),), after_s=1.0)
 
 
-@pytest.mark.slow  # tests/service/test_runtimes.py has it in seconds
-def test_a_killed_engine_tells_its_clients(site: Site, subject: Subject) -> None:
-    row = play(shortened("engine killed", 15.0), site, subject, RATE)
+@pytest.mark.slow  # tests/service/test_runtimes.py and tests/engine/test_process.py have it in seconds
+@pytest.mark.parametrize("name", ["engine killed", "engine hangs (stall_timeout 5)"])
+def test_an_engine_that_is_gone_tells_its_clients(site: Site, subject: Subject, name: str) -> None:
+    row = play(shortened(name, 20.0), site, subject, RATE)
     assert row.problems == ()
     assert row.lost == 0
     assert row.ends["503"] > 0
