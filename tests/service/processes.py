@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120
+_LISTEN = "0A"  # as /proc/net/tcp has it
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> None:
@@ -89,6 +91,11 @@ class ServiceProcess:
                 todo.append(pid)
         return found
 
+    def listeners(self) -> list[tuple[str, int, int]]:
+        """(address, port, pid) of each TCP socket that it or what it started listens on; "" is any address."""
+        inodes = {inode: pid for pid in [self._process.pid, *self.descendants()] for inode in _sockets(pid)}
+        return [(address, port, inodes[inode]) for address, port, inode in _listening() if inode in inodes]
+
     def engine_pid(self) -> int:
         """The process that the engines run in; there must be one."""
         (pid,) = (pid for pid, line in self.descendants().items() if "model.engine.process" in line)
@@ -104,6 +111,30 @@ def running(arguments: Sequence[str]) -> Iterator[ServiceProcess]:
         yield service
     finally:
         service.stop()
+
+
+def _listening() -> Iterator[tuple[str, int, str]]:
+    """Address, port and inode of every TCP socket of this machine that listens."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = line.split()
+            if fields[3] == _LISTEN:
+                hexadecimal, _, port = fields[1].rpartition(":")
+                words = [bytes.fromhex(hexadecimal[at : at + 8])[::-1] for at in range(0, len(hexadecimal), 8)]
+                address = ipaddress.ip_address(b"".join(words))
+                mapped = getattr(address, "ipv4_mapped", None) or address
+                yield "" if mapped.is_unspecified else str(mapped), int(port, 16), fields[9]
+
+
+def _sockets(pid: int) -> Iterator[str]:
+    """The inodes of its sockets."""
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            kind, _, inode = os.readlink(descriptor).partition(":")
+            if kind == "socket":
+                yield inode.strip("[]")
+    except OSError:
+        return
 
 
 def _parent(entry: Path) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 import httpx
 import pytest
 
@@ -79,6 +80,22 @@ def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
     assert httpx.get(f"{base_url}/readyz").json() == {"status": "ok"}
     info = httpx.get(f"{base_url}/info").json()
     assert [model["name"] for model in info["models"]] == ["gen", "enc"]
+
+
+def test_it_listens_on_this_machine_alone(service: ServiceProcess) -> None:
+    """But for a port of each replica under Ray, over which Serve's handles call it: with the session's token only."""
+    found = service.listeners()
+    assert ("127.0.0.1", urlsplit(service.url).port) in {(address, port) for address, port, _ in found}
+    elsewhere = [(port, pid) for address, port, pid in found if address not in ("127.0.0.1", "::1")]
+    processes = service.descendants()
+    assert all("ServeReplica" in processes[pid] for _, pid in elsewhere), elsewhere
+    assert len(elsewhere) == sum("ServeReplica" in line for line in processes.values())
+    for port, _ in elsewhere:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_joined_deltas_are_the_unstreamed_text(base_url: str) -> None:
@@ -369,8 +386,8 @@ def test_groups_of_models_answer_below_their_routes(models: list[str], tmp_path:
         assert httpx.get(f"{service.url}/info").json()["elsewhere"] == {"gen": "/text"}
         assert metric(service.url, "replicas", model="gen") == 2
         assert "gen below /text" in service.output
-        connection = post(service.url, "/text/generate", {**LONG, "max_tokens": 200, "stream": True})
-        eventually(lambda: metric(service.url, "requests_running", model="gen") > 0, 10)
+        connection = post(service.url, "/text/generate", {**LONG, "stream": True})
+        eventually(lambda: metric(f"{service.url}/text", "requests_running", model="gen") > 0, 10)
         service.signal(signal.SIGTERM)
         assert b'"finish_reason":"length"' in read_all(connection)
         assert service.wait() == 0, service.output
