@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verbose(parser, default=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     _add_serve(commands)
+    _add_serve_config(commands)
     _add_generate(commands)
     _add_encode(commands)
     _add_inspect(commands)
@@ -69,6 +70,15 @@ def _add_serve(commands: Any) -> None:
     options.add_arguments(parser, options.OPTIONS)
     _add_verbose(parser)
     parser.set_defaults(command=_serve, flags=_flags(parser))
+
+
+def _add_serve_config(commands: Any) -> None:
+    text = "print what `serve deploy` and KubeRay take, made of a file for `serve --config`"
+    parser = commands.add_parser("serve-config", help=text, description=text)
+    parser.add_argument("file", metavar="FILE.yaml")
+    parser.add_argument("--num-cpus", type=float, metavar="N", help="CPUs that a replica asks Ray for (default: none)")
+    _add_verbose(parser)
+    parser.set_defaults(command=_serve_config, flags=_flags(parser))
 
 
 def _add_generate(commands: Any) -> None:
@@ -145,6 +155,17 @@ def _serve(arguments: argparse.Namespace) -> int:
     if models:
         return serving.serve(models, settings)
     return serving.serve(found.models or _embedded(), settings, found.groups)
+
+
+def _serve_config(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from service.serve_config import serve_config
+
+    made = serve_config(Path(arguments.file), arguments.num_cpus)
+    print(f"# Made of {arguments.file} by `triptych serve-config`.")
+    print(yaml.safe_dump(made, sort_keys=False, allow_unicode=True), end="")
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -32,8 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from model.config import ConfigError
 from model.engine.errors import EngineDeadError
 from model.engine.stats import ModelInfo
-from model.pretrained import embedded_models
-from service import log_pipe, logs, options, serving
+from service import log_pipe, logs
 from service.placement import check_gpus, gpus_of_replica
 from service.ray_environment import request_timeout_s
 from service.runtime import (
@@ -48,16 +47,15 @@ from service.runtime import (
     listening,
 )
 from service.scaling import SATURATION, Scaling
+from service.serve_config import DEPLOYMENT, chosen
 from service.state import service_of
 
-NAME = "triptych"
 _LOG = "log"  # the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # beyond what the engines queue: health, metrics, requests that will be refused
 _STOP_MARGIN = 15.0
 _CONTROL_SECONDS = 30.0  # for a question to the replicas
 _STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
 
-_OF_THE_CLUSTER = frozenset({"runtime", "host", "port", "haproxy"})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger("triptych.ray")
@@ -162,16 +160,10 @@ class _Signals:
 def application(arguments: dict[str, Any]) -> serve.Application:
     """What `serve run`, `serve deploy` and KubeRay's RayService make of the import path of this function.
 
-    `arguments` are what a file for `triptych serve --config` holds, less what the cluster decides. Folders of models
-    are only read where replicas run. Raises `ConfigError`.
+    `arguments` are what a file for `triptych serve --config` holds, less what the cluster decides; `triptych
+    serve-config` writes them. Folders of models are only read where replicas run. Raises `ConfigError`.
     """
-    file = options.from_mapping(arguments, "args")
-    for name in _OF_THE_CLUSTER & file.settings.keys():
-        raise ConfigError(f"args: {name} is the cluster's to set (http_options), not an application's")
-    if file.groups:
-        raise ConfigError("args: groups are applications of their own in the Serve configuration")
-    embedded = {name: {"path": str(path)} for name, path in embedded_models().items()}
-    config = serving.configuration(file.models or embedded, file.settings)
+    config = chosen(arguments)
     return _deployment(config).bind(config)
 
 
@@ -248,7 +240,7 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
     engines = [spec.engine for spec in config.models]
     gpus = _gpus(config)
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
-        name=NAME,
+        name=DEPLOYMENT,
         **_scaling(config.scaling),
         ray_actor_options={"num_cpus": 0, **({"num_gpus": gpus} if gpus else {})},
         max_ongoing_requests=sum(e.max_num_seqs + e.queued_requests_limit for e in engines) + _SPARE_REQUESTS,
@@ -256,7 +248,7 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=5),
         graceful_shutdown_timeout_s=math.ceil(config.settings.drain_timeout_s + _STOP_MARGIN),
         health_check_period_s=5,
-        health_check_timeout_s=30,
+        health_check_timeout_s=10,
         max_constructor_retry_count=1,
     )
     return decorate(Replica)
