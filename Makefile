@@ -107,7 +107,8 @@ monitoring: .venv/.dev
 audit: .venv/.service
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/pip install --quiet pip-audit
-	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.lock $(ARGS)
+	echo $(TORCH) >build/audit/torch.txt
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.lock -r build/audit/torch.txt $(ARGS)
 
 clean:
 	rm -rf .venv build wheels out *.egg-info
