@@ -153,7 +153,7 @@ def _write_error_page(folder: Path) -> None:
 
 
 def _start_haproxy_by(script: Path) -> None:
-    """HAProxy's own pages (statistics, metrics) would listen on every interface, and Serve has no setting for it. So what
+    """HAProxy's own pages (statistics, metrics) would listen on every interface, and Serve has no setting for it: what
     Serve starts is a script that mends the configuration first. Where nothing in the session's folder can be
     executed, as in a container whose /tmp is mounted so, they stay reachable from the container's network.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from tests.deploy.docker import Container, build, docker, need_engine
 from tests.deploy.kustomize import containers
@@ -80,19 +81,24 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, No
         docker("network", "rm", network)
 
 
-def deploy(head: Node, token: str) -> httpx.Response:
-    """As the operator does: the manifest's configuration, for the one worker there is."""
+def manifest() -> dict[str, Any]:
+    """Its configuration, for the one worker there is."""
     config: dict[str, Any] = serve_config()
     config["applications"][0]["deployments"][0]["num_replicas"] = 1
+    return config
+
+
+def deploy(head: Node, token: str, config: dict[str, Any]) -> httpx.Response:
+    """As the operator does."""
     headers = {"Authorization": f"Bearer {token}"}
     return httpx.put(f"{head.at(8265)}/api/serve/applications/", json=config, headers=headers, timeout=60)
 
 
 def test_it_serves_on_the_worker_what_the_operator_tells_the_head(cluster: tuple[Node, Node]) -> None:
     head, worker = cluster
-    assert deploy(head, "wrong").status_code in (401, 403)
+    assert deploy(head, "wrong", manifest()).status_code in (401, 403)
     assert worker.status("readiness") != 200  # nothing is served yet
-    reply = deploy(head, TOKEN)
+    reply = deploy(head, TOKEN, manifest())
     assert reply.status_code == 200, reply.text
     eventually(lambda: worker.status("readiness") == 200, START_SECONDS)
     body = {"model": "normalize", "prompt": "the third of march twenty twenty four"}
@@ -108,3 +114,31 @@ def test_the_replica_is_not_on_the_head(cluster: tuple[Node, Node]) -> None:
     engine = "for c in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$c; echo; done 2>/dev/null | grep -c model.engine.process"
     counts = [one.execute("sh", "-c", engine, check=False).stdout.strip() for one in (head, worker)]
     assert int(counts[0]) < int(counts[1])
+
+
+# A file for `triptych serve --config`, which knows the embedded models' folders of the image.
+GROUPS = """
+import json, pathlib
+from model.pretrained import embedded_models
+at = {name: str(path) for name, path in embedded_models().items()}
+groups = {"text": {"models": {"code": at["code"]}}}
+file = {"host": "0.0.0.0", "models": {"normalize": at["normalize"]}, "groups": groups}
+pathlib.Path("/tmp/triptych.yaml").write_text(json.dumps(file))
+"""
+
+
+def test_a_file_with_groups_is_deployed_by_what_serve_config_makes_of_it(cluster: tuple[Node, Node]) -> None:
+    head, worker = cluster
+    head.execute("python", "-c", GROUPS)
+    made = head.execute("triptych", "serve-config", "/tmp/triptych.yaml", "--num-cpus", "0.5").stdout
+    reply = deploy(head, TOKEN, yaml.safe_load(made))
+    assert reply.status_code == 200, reply.text
+    body = {"prompt": "import os", "max_tokens": 4}
+
+    def answered(path: str, **fields: str) -> httpx.Response:
+        return httpx.post(f"{worker.at(8000)}{path}", json={**body, **fields}, timeout=60)
+
+    eventually(lambda: answered("/text/generate").status_code == 200, START_SECONDS)
+    assert answered("/text/generate").json()["usage"]["completion_tokens"] == 4
+    elsewhere = answered("/generate", model="code")
+    assert elsewhere.status_code == 404 and "served below /text" in elsewhere.text

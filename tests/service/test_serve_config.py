@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from model.config import ConfigError
 from service import options, serving
 from service.serve_config import chosen, serve_config
+from tests.service.processes import ROOT
 from tests.service.test_cli import triptych
 
 FILE = """
@@ -109,6 +111,17 @@ def test_an_application_that_is_not_of_the_file_is_refused(file: Path, change: d
     arguments = serve_config(file)["applications"][0]["args"] | change
     with pytest.raises(ConfigError, match=message):
         chosen({name: value for name, value in arguments.items() if value is not None})
+
+
+def test_the_documented_file_is_one() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (example,) = (block for block in blocks if "groups:" in block)
+    found = options.from_mapping(yaml.safe_load(example), "example")
+    config = serving.configuration(found.models, found.settings, found.groups)
+    (group,) = config.groups
+    assert (group.route, group.scaling.least, group.scaling.most) == ("/chat", 1, 3)
+    assert [spec.engine.max_num_seqs for spec in (*config.models, *group.models)] == [32, 32, 32]
 
 
 # Ray changes the process that imports it: not this one.
