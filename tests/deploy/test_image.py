@@ -85,6 +85,11 @@ def test_its_bill_of_materials_is_the_lock(image: str) -> None:
     assert any(one["purl"].startswith("pkg:deb/") for one in bill["components"])
 
 
+def test_it_can_send_traces(image: str) -> None:
+    make = "from service.tracing import Tracer; Tracer.to('http://127.0.0.1:9', 'x'); print('made')"
+    assert inside(image, f'python -c "{make}"') == "made\n"
+
+
 def test_all_three_forms_answer(service: Container) -> None:
     def generate(**body: object) -> httpx.Response:
         return httpx.post(f"{service.url}/generate", json=body, timeout=60)
