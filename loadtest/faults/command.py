@@ -98,12 +98,14 @@ def _served(scenario: Scenario, model: str) -> Iterator[tuple[Site, Subject]]:
 
 def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> Row:
     """One scenario, on a site that does nothing else."""
-    before = site.memory_mb()
+    before, unanswered = site.memory_mb(), site.unanswered
     stages = tuple((round(share * capacity, 2), seconds) for share, seconds in scenario.stages)
     with Watch(site) as watch:
         seen = load.during(subject, stages, scenario.after_s, lambda: scenario.inject(site, subject.settings.model))
     records, injected = seen.records, seen.start + seen.fault
     served = outcomes.served_again_s(records, seen.fault)
+    lost = site.unanswered - unanswered
+    unheard = f"{lost} of the tool's own questions, each on a new connection, got no answer" if lost else ""
     times = [outcomes.first_token_p95_ms(records, *span) for span in ((1.0, seen.fault), (seen.fault, 1e9))]
     return Row(
         scenario.name,
@@ -114,7 +116,7 @@ def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> R
         served,
         (times[0], times[1]),
         (before, site.memory_mb() if site.running else None),
-        seen.remark,
+        "; ".join(filter(None, (seen.remark, unheard))),
         tuple(_problems(scenario, seen.records, served)),
     )
 

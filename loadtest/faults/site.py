@@ -48,6 +48,7 @@ class Site:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.unanswered = 0
         self.address = ("127.0.0.1", port)
         self.url = f"http://127.0.0.1:{port}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
@@ -91,14 +92,22 @@ class Site:
         return self.process.poll() is None
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> float:
-        """Seconds until `condition` held. Raises `ServerError` when it did not in time or the service ended."""
+        """Seconds until `condition` held; what it asks and gets no answer to is counted in `unanswered`. Raises
+        `ServerError` when it did not hold in time or the service ended."""
         began = time.monotonic()
-        while not condition():
+        while not self._holds(condition):
             if not self.running or time.monotonic() - began > seconds:
                 how = "did not come so far" if self.running else f"ended with {self.process.returncode}"
                 raise ServerError(f"the service {how} within {seconds:g} s; its log ends\n{self._last_lines()}")
             time.sleep(_POLL_S)
         return time.monotonic() - began
+
+    def _holds(self, condition: Callable[[], bool]) -> bool:
+        try:
+            return condition()
+        except httpx.TransportError:
+            self.unanswered += 1
+            return False
 
     def ready(self) -> bool:
         try:

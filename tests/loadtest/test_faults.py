@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from loadtest.errors import ServerError, UsageError
@@ -129,6 +130,20 @@ def test_only_its_own_processes_are_hurt(site: Site) -> None:
     with pytest.raises(ServerError, match="no process pytest"):
         site.signal("pytest", signal.SIGKILL)
     assert os.getpid() not in site.processes()
+
+
+def test_a_question_that_gets_no_answer_is_counted(site: Site) -> None:
+    answers = iter([httpx.RemoteProtocolError("gone"), False, True])
+
+    def condition() -> bool:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    before = site.unanswered
+    assert site.wait(condition, 5) >= 0.0
+    assert site.unanswered == before + 1
 
 
 def shortened(name: str, seconds: float) -> Scenario:
