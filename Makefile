@@ -20,7 +20,7 @@ help:
 	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
 	@echo "make audit       ask a vulnerability service about the lock"
-	@echo "make faults      what clients see while something goes wrong; a quarter of an hour (ARGS='--only killed')"
+	@echo "make faults      what clients see while something goes wrong; twenty minutes (ARGS='--only killed')"
 	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
 
 install: .venv/.service

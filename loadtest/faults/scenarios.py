@@ -85,13 +85,14 @@ def _hostile(runtime: str) -> list[Scenario]:
     return [Scenario(never, hostile.never_read, runtime, quick, stages=stages), *rest]
 
 
-_UP_AND_DOWN = ((0.1, 25.0), (0.7, 25.0), (0.1, 40.0))  # measuring the capacity has scaled it out
+_UP_AND_DOWN = ((0.02, 25.0), (0.7, 25.0), (0.02, 40.0))  # measuring the capacity has scaled it out
 
 
 def _of_ray() -> list[Scenario]:
     two = ("--replicas", "2")
     scales = (
-        *("--replicas", "1-3", "--scale-target", "0.2", "--max-num-seqs", "4"),
+        # One request at a time fills a replica, so that even what a busy machine can do asks for three.
+        *("--replicas", "1-3", "--scale-target", "0.1", "--max-num-seqs", "1", "--max-queued-requests", "64"),
         *("--scale-up-delay", "1", "--scale-down-delay", "3"),
     )
     return [
