@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from loadtest import targets
-from loadtest.connections import Connections
+from loadtest.connections import Connection, Connections, Sink
 from loadtest.records import Outcome, Record
 from loadtest.settings import Settings
 from loadtest.sse import EventParser
@@ -60,11 +60,11 @@ class Client:
         record.attempts += 1
         record.sent = self.now()
         try:
-            async with self._patience(record, item), self._connections.post(body) as response:
-                record.status = response.status_code
-                if response.status_code != 200:
-                    return await self._refused(record, response)
-                await self._read(record, item, response, said)
+            async with self._patience(record, item), self._connections.post(body) as reply:
+                record.status = reply.status
+                if reply.status != 200:
+                    return await self._refused(record, reply)
+                await self._read(record, item, reply, said)
                 record.outcome = Outcome.ERROR if record.error else Outcome.OK
         except (_LeftError, TimeoutError):
             record.outcome = Outcome.CANCELLED
@@ -78,39 +78,49 @@ class Client:
         leaves = record.habit == "cancel" and not self._settings.streams
         return asyncio.timeout(item.leave_at * _UNSTREAMED_PATIENCE_S if leaves else None)
 
-    async def _refused(self, record: Record, response: httpx.Response) -> float | None:
-        content = await response.aread()
+    async def _refused(self, record: Record, reply: Connection) -> float | None:
+        content = await reply.read()
         seconds = self.now() - record.sent
-        rejected = response.status_code in REJECTIONS
-        record.retry_after = "retry-after" in response.headers
+        rejected = reply.status in REJECTIONS
+        record.retry_after = "retry-after" in reply.headers
         record.outcome = Outcome.REJECTED if rejected else Outcome.ERROR
-        record.rejects.append((response.status_code, seconds))
+        record.rejects.append((reply.status, seconds))
         try:
-            record.error = targets.decode(content).failure or f"HTTP {response.status_code}"
+            record.error = targets.decode(content).failure or f"HTTP {reply.status}"
         except msgspec.DecodeError:
-            record.error = f"HTTP {response.status_code}"
-        return _retry_after(response) if rejected else None
+            record.error = f"HTTP {reply.status}"
+        return _retry_after(reply) if rejected else None
 
-    async def _read(self, record: Record, item: Item, response: httpx.Response, said: list[str]) -> None:
+    async def _read(self, record: Record, item: Item, reply: Connection, said: list[str]) -> None:
         record.error = ""
-        if "text/event-stream" not in response.headers.get("content-type", ""):
-            self._absorb(record, targets.decode(await response.aread()), said, None)
+        if "text/event-stream" not in reply.headers.get("content-type", ""):
+            self._absorb(record, targets.decode(await reply.read()), said, None)
             return
-        parser = EventParser()
+        await reply.each(self._sink(record, item, said))  # to its end behind [DONE]: the connection can be used again
+        if not record.done and not record.error:
+            record.error = "stream ended without [DONE]"
+
+    def _sink(self, record: Record, item: Item, said: list[str]) -> Sink:
+        """What takes a stream's pieces, in whatever sizes they come."""
+        feed = EventParser().feed
+        since = time.monotonic() - self.now()  # of the run's start, by the clock of the pieces
         leave_after = 1 + int(item.leave_at * max(0, record.planned_output_tokens - 1))
-        async for chunk in response.aiter_raw():  # to its end behind [DONE], so that the connection can be used again
-            at = self.now()
-            for data in parser.feed(chunk):
+        cancels = record.habit == "cancel"
+        pause = 1 / self._settings.clients.slow_rate if record.habit == "slow" else 0.0
+
+        def take(piece: bytes, at: float) -> float:
+            events = 0
+            for data in feed(piece):
                 if data == b"[DONE]":
                     record.done = True
                     continue
-                self._absorb(record, targets.decode(data), said, at)
-                if record.habit == "cancel" and len(record.token_times) >= leave_after:
+                events += 1
+                self._absorb(record, targets.decode(data), said, at - since)
+                if cancels and len(record.token_times) >= leave_after:
                     raise _LeftError
-                if record.habit == "slow":
-                    await asyncio.sleep(1 / self._settings.clients.slow_rate)
-        if not record.done and not record.error:
-            record.error = "stream ended without [DONE]"
+            return pause * events
+
+        return take
 
     def _absorb(self, record: Record, reply: Reply, said: list[str], at: float | None) -> None:
         """Note what a reply or event says; `at`: when an event came, None of an unstreamed reply."""
@@ -133,9 +143,9 @@ class Client:
             record.server_ttft_ms, record.server_total_ms = times.ttft_ms, times.total_ms
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(reply: Connection) -> float:
     """Seconds to wait before a refused request is sent again, a little spread so that not all come back at once."""
-    text = response.headers.get("retry-after", "1")
+    text = reply.headers.get("retry-after", "1")
     seconds = float(text) if text.isdigit() else 1.0
     return min(seconds, _LONGEST_WAIT_S) * random.uniform(1.0, 1.1)
 

@@ -18,6 +18,8 @@ class EventParser:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The `data` of every event that ends in `chunk`, in order, UTF-8."""
+        if self._is_one_event(chunk):
+            return [chunk[6:-2]]
         if self._after_cr and chunk:
             chunk = chunk.removeprefix(b"\n")
             self._after_cr = False
@@ -30,6 +32,19 @@ class EventParser:
         for line in lines:
             self._line(line.rstrip(b"\r\n"), found)
         return found
+
+    def _is_one_event(self, chunk: bytes) -> bool:
+        """Whether it is nothing but one line of data and a blank one, as most servers send each token."""
+        return (
+            self._begun
+            and not self._rest
+            and not self._data
+            and not self._after_cr
+            and chunk.startswith(b"data: ")
+            and chunk.find(b"\n") == len(chunk) - 2
+            and chunk.endswith(b"\n")
+            and b"\r" not in chunk
+        )
 
     def _line(self, line: bytes, found: list[bytes]) -> None:
         if not self._begun:
