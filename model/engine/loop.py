@@ -49,6 +49,8 @@ class EngineLoop:
     def _serve(self) -> None:
         while True:
             commands = self.channel.receive(self._patience)
+            if commands is None and not self._has_work:
+                self._check_idle()
             events = Events()
             while commands is not None:  # all that has come: no request and no abort waits for more than a step
                 if commands.close:
@@ -59,8 +61,6 @@ class EngineLoop:
             for model in self.models.values():
                 model.check()
             events.stats = [self._stats(model) for model in self.models.values()]
-            if not self._has_work:
-                self._check_idle()
             self.channel.send(events)
 
     @property
@@ -117,7 +117,11 @@ class EngineLoop:
         return stats
 
     def _check_idle(self) -> None:
-        """The cheap invariants, in production too: with nothing to do, every block is free."""
+        """The cheap invariants, in production too: with nothing to do, every block is free.
+
+        Looked at when there was nothing to do for a heartbeat: it takes a millisecond and more, and whoever got a last
+        token or sends the next request would wait for it.
+        """
         for model in self.models.values():
             if model.generate is not None:
                 model.generate.check_invariants()
