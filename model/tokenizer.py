@@ -36,6 +36,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._alone: dict[tuple[int, bool], str] = {}  # texts of single tokens, which streams ask for all the time
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -69,7 +70,13 @@ class Tokenizer:
         return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) != 1:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        key = (ids[0], skip_special_tokens)
+        text = self._alone.get(key)
+        if text is None:
+            text = self._alone[key] = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
 
     def decode_batch(self, outputs: Sequence[Sequence[int]]) -> list[str]:
         """Each decoded without its special tokens."""
@@ -87,7 +94,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text; bytes of a split character appear as replacement characters."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id], skip_special_tokens=False)
 
 
 class Detokenizer:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from loadtest.connections import Connection, Connections
+from loadtest.connections import Connections
 from tests.engine.front import async_test
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -180,10 +180,12 @@ async def test_what_a_sink_raises_ends_the_reply() -> None:
     def sink(piece: bytes, at: float) -> float:
         raise KeyError(piece)
 
+    async def give_to_it(connections: Connections) -> None:
+        async with connections.post(b"{}") as reply:
+            await reply.each(sink)
+
     async with talking([STREAM], [SIZED]) as (connections, server):
         with pytest.raises(KeyError):
-            async with connections.post(b"{}") as reply:
-                assert isinstance(reply, Connection)
-                await reply.each(sink)
+            await give_to_it(connections)
         assert await body_of(connections) == b"abcdefg"
         assert server.connections == 2
