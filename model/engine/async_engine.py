@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Protocol
@@ -22,11 +21,10 @@ from model.engine.admission import Admission
 from model.engine.errors import EngineDeadError
 from model.engine.protocol import Abort, Commands, Events, ModelSpec
 from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.request import EncodeOutput, EncodeRequest, FinishReason, Request, TokenOutput
-from model.tokenizer import Detokenizer, Tokenizer
+from model.engine.streams import GenerationStream
+from model.request import EncodeOutput, EncodeRequest, FinishReason, Request
+from model.tokenizer import Tokenizer
 
-_EVENT_BYTES = 200  # of an output as an event, beside its text and log-probabilities
-_LOGPROB_BYTES = 48
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
@@ -48,93 +46,6 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class GenerationStream:
-    """Outputs of one or more requests, merged, until each of their sequences has ended.
-
-    Iterate it, and close it (`aclose`) however that ended: what is not finished is then aborted. So is what nobody
-    reads: once more than `max_unread_bytes` wait, every open sequence ends as cancelled.
-    """
-
-    def __init__(
-        self, engine: AsyncEngine, requests: Sequence[Request], tokenizer: Tokenizer | None, max_unread_bytes: int
-    ) -> None:
-        self._engine = engine
-        self.model = requests[0].model
-        self._requests = {request.request_id: request for request in requests}
-        self._open = {(r.request_id, index) for r in requests for index in range(r.params.n)}
-        self._detokenizers: dict[tuple[str, int], Detokenizer] = {}
-        if tokenizer is not None:
-            self._detokenizers = {key: Detokenizer.of(tokenizer, self._requests[key[0]].params) for key in self._open}
-        self._outputs: deque[TokenOutput] = deque()
-        self._unread_bytes = 0
-        self._max_unread_bytes = max_unread_bytes
-        self._failure: EngineDeadError | None = None
-        self._changed = asyncio.Event()
-
-    def deadline(self, request_id: str) -> float | None:
-        return self._requests[request_id].deadline
-
-    def __aiter__(self) -> GenerationStream:
-        return self
-
-    async def __anext__(self) -> TokenOutput:
-        while not self._outputs:
-            if self._failure is not None:
-                raise self._failure
-            if not self._open:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        output = self._outputs.popleft()
-        self._unread_bytes -= _size(output)
-        return output
-
-    async def aclose(self) -> None:
-        self.end(FinishReason.CANCELLED, tell_engine=True)
-
-    def push(self, output: TokenOutput) -> None:
-        """Take an output from the engine; what belongs to an ended sequence is dropped."""
-        key = (output.request_id, output.index)
-        if key not in self._open:
-            return
-        detokenizer = self._detokenizers.get(key)
-        if detokenizer is not None and detokenizer.fill(output):
-            self._engine.abort(self.model, output.request_id, output.index, FinishReason.STOP)
-        self._outputs.append(output)
-        self._unread_bytes += _size(output)
-        if output.finish_reason is not None:
-            self._close(key)
-        elif self._unread_bytes > self._max_unread_bytes:
-            self.end(FinishReason.CANCELLED, tell_engine=True)
-        self._changed.set()
-
-    def end(self, reason: FinishReason, *, tell_engine: bool, only: str | None = None) -> bool:
-        """End what is open (of request `only`); False if nothing was."""
-        ending = sorted(key for key in self._open if only in (None, key[0]))
-        for request_id in {key[0] for key in ending} if tell_engine else ():
-            self._engine.abort(self.model, request_id, None, reason)
-        for request_id, index in ending:
-            self.push(TokenOutput(request_id, index, finish_reason=reason))
-        return bool(ending)
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._failure = error
-        for key in list(self._open):
-            self._close(key)
-        self._changed.set()
-
-    def _close(self, key: tuple[str, int]) -> None:
-        self._open.discard(key)
-        if all(request_id != key[0] for request_id, _ in self._open):
-            self._engine.forget(key[0])
-
-
-def _size(output: TokenOutput) -> int:
-    """About its bytes as an event. Log-probabilities of the prompt come once and do not count."""
-    entries = sum(1 + len(one.top) for one in output.logprobs or ())
-    return _EVENT_BYTES + len(output.text) + _LOGPROB_BYTES * entries
-
-
 class AsyncEngine:
     """The engines of one or more models behind one transport."""
 
@@ -145,15 +56,18 @@ class AsyncEngine:
         tokenizers: Mapping[str, Tokenizer | None],
         stall_seconds: float = 30.0,
         max_unread_bytes: int = 1 << 20,
+        stream_interval: float = 0.0,
     ) -> None:
         """`stall_seconds`: without a sign of life for so long, the loop counts as hanging and is replaced.
-        `max_unread_bytes`: of output that may wait for the reader of one stream."""
+        `max_unread_bytes`: of output that may wait for the reader of one stream. `stream_interval`: seconds as of
+        `GenerationStream`."""
         self._specs = list(specs)
         self._new_transport = transport
         self._transport: Transport | None = None
         self._tokenizers = tokenizers
         self._stall_seconds = stall_seconds
         self._max_unread_bytes = max_unread_bytes
+        self._stream_interval = stream_interval
         self._models: dict[str, ModelInfo] = {}
         self._stats: dict[str, EngineStats] = {spec.name: EngineStats(spec.name) for spec in specs}
         self._admission = {spec.name: Admission(spec.engine) for spec in specs}
@@ -209,7 +123,9 @@ class AsyncEngine:
             {r.request_id: len(r.prompt_token_ids) + len(r.decoder_token_ids) for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
         )
-        stream = GenerationStream(self, requests, self._tokenizers.get(model), self._max_unread_bytes)
+        stream = GenerationStream(
+            self, requests, self._tokenizers.get(model), self._max_unread_bytes, self._stream_interval
+        )
         for request in requests:
             self._streams[request.request_id] = stream
         self._queue().generate.extend(requests)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from model.engine.async_engine import AsyncEngine, GenerationStream, Transport
+from model.engine.async_engine import AsyncEngine, Transport
 from model.engine.config import EngineConfig
 from model.engine.protocol import ModelSpec
+from model.engine.streams import GenerationStream
 from model.engine.thread import ThreadTransport
 from model.request import FinishReason, TokenOutput
 from model.transformer import StackInput, Transformer
