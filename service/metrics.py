@@ -76,13 +76,9 @@ class Metrics:
             self._ttft.labels(model).observe(timings.ttft_ms / 1000)
             self._decode.labels(model).observe(timings.decode_ms / 1000)
 
-    def generated(self, model: str, tokens: int, seconds_each: float | None) -> None:
-        """`tokens` came, so long after those before them (None: they are the first of their sequence)."""
-        self._generation_tokens.labels(model).inc(tokens)
-        if seconds_each is not None:
-            histogram = self._inter_token.labels(model)
-            for _ in range(tokens):
-                histogram.observe(seconds_each)
+    def generated(self, model: str) -> Generated:
+        """Where the tokens of one request of `model` are counted."""
+        return Generated(self._generation_tokens.labels(model), self._inter_token.labels(model))
 
     def tokenized(self, model: str, seconds: float) -> None:
         self._tokenize.labels(model).observe(seconds)
@@ -206,6 +202,21 @@ class Metrics:
         self._load_seconds = self._gauge("model_load_seconds", "How long loading took.", over_replicas="max")
         labels = ("version", "form", "dtype", "attention")
         self._build_info = self._gauge("build_info", "What runs; always 1.", *labels, over_replicas="max")
+
+
+class Generated:
+    """Counts the tokens of one model, whose label is looked up once and not for every token."""
+
+    def __init__(self, tokens: Counter, gaps: Histogram) -> None:
+        self._tokens = tokens
+        self._gaps = gaps
+
+    def __call__(self, tokens: int, seconds_each: float | None) -> None:
+        """`tokens` came, so long after those before them (None: they are the first of their sequence)."""
+        self._tokens.inc(tokens)
+        if seconds_each is not None:
+            for _ in range(tokens):
+                self._gaps.observe(seconds_each)
 
 
 class _Families(Collector):

@@ -33,7 +33,7 @@ class Generation:
     def __init__(self, plan: GeneratePlan, job: Job, metrics: Metrics) -> None:
         self._plan = plan
         self._job = job
-        self._metrics = metrics
+        self._generated = metrics.generated(plan.served.name)
         self._prompt_index = {request.request_id: at for at, request in enumerate(plan.requests)}
         self._last_seen: dict[int, float] = {}
         self._reasons: dict[int, FinishReason] = {}
@@ -103,7 +103,7 @@ class Generation:
         now, tokens = time.monotonic(), len(output.token_ids)
         if tokens:
             before = self._last_seen.get(index)
-            self._metrics.generated(self._plan.served.name, tokens, None if before is None else (now - before) / tokens)
+            self._generated(tokens, None if before is None else (now - before) / tokens)
             self._job.observe(output.scheduled_time, now)
         self._last_seen[index] = now
         self.completion_tokens += tokens

@@ -25,6 +25,8 @@ from service.http import cancel_all, until_disconnect
 from service.jobs import Job
 from service.replies import Generation, Rendering
 
+Chunk = tuple[bytes, bool]  # one or more whole frames, and whether there will be more
+DIRECT = "triptych.send"  # of a scope: the server's own `send`, outside of every middleware
 _KEEPALIVE = b": keep-alive\n\n"
 
 
@@ -35,34 +37,32 @@ def frame(value: object) -> bytes:
 
 async def generation_events(
     generation: Generation, stream: GenerationStream, job: Job, rendering: Rendering
-) -> AsyncIterator[bytes]:
-    """The frames of a generation: those for each output, an error's, the end."""
+) -> AsyncIterator[Chunk]:
+    """The frames of a generation: those for each output together, an error's, the end with the last of them."""
     failure: ApiError | None = None
+    head = generation.head()
     try:
         async for output in stream:
             delta = generation.absorb(output)
             if output.finish_reason is FinishReason.ERROR:
                 failure = generation.failure or engine_failed()
                 break
-            event = {**generation.head(), "choices": [delta]}
+            event = {**head, "choices": [delta]}
             if generation.ended:
                 event |= generation.tail()
-            for shown in rendering.events(event):
-                yield frame(shown)
+            shown = b"".join([frame(one) for one in rendering.events(event)])
             if generation.ended:
-                break
+                yield shown + rendering.done, False
+                return
+            if shown:
+                yield shown, True
     except EngineError:
         failure = engine_failed()
     except Exception as error:
         log_unexpected(error)
         failure = internal()
-    if failure is None and not generation.ended:
-        failure = engine_failed()
-    if failure is not None:
-        job.end(FinishReason.ERROR)
-        yield frame(failure.body())
-    if rendering.done:
-        yield rendering.done
+    job.end(FinishReason.ERROR)
+    yield frame((failure or engine_failed()).body()) + rendering.done, False
 
 
 class EventStream(Response):
@@ -70,15 +70,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], job: Job, limits: Limits) -> None:
+    def __init__(self, events: AsyncIterator[Chunk], job: Job, limits: Limits) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._events = events
         self._job = job
         self._limits = limits
-        self._lock = asyncio.Lock()
         self._last_sent = time.monotonic()
+        self._begun: float | None = None  # when the message being sent was handed over
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     def init_headers(self, headers: object = None) -> None:
@@ -88,8 +88,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks: list[asyncio.Task[None]] = []
+        direct: Send = scope.get(DIRECT, send)
         try:
-            work = (self._pump(send), self._keep_alive(send), until_disconnect(receive))
+            work = (self._pump(send, direct), self._watch(direct), until_disconnect(receive))
             tasks = [asyncio.create_task(one) for one in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -99,26 +100,36 @@ class EventStream(Response):
                 await self._job.aclose()
         for task in done:
             error = task.exception()
-            if error is not None and not isinstance(error, OSError):  # TimeoutError (a stall) is one
+            if error is not None and not isinstance(error, OSError):
                 raise error
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, direct: Send) -> None:
+        """`direct` takes the body: nothing around the application looks at that."""
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
-        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _keep_alive(self, send: Send) -> None:
-        interval = self._limits.stream_keepalive_s
-        while True:
-            idle = time.monotonic() - self._last_sent
-            if idle >= interval:
-                await self._send(send, {"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
-                idle = 0.0
-            await asyncio.sleep(interval - idle)
+        async for event, more in self._events:
+            await self._send(direct, {"type": "http.response.body", "body": event, "more_body": more})
 
     async def _send(self, send: Send, message: Message) -> None:
-        """Raises `TimeoutError` when the client has taken nothing for `stream_stall_s`."""
-        async with asyncio.timeout(self._limits.stream_stall_s), self._lock:
-            await send(message)
-            self._last_sent = time.monotonic()
+        self._begun = time.monotonic()
+        await send(message)
+        self._last_sent, self._begun = time.monotonic(), None
+
+    async def _watch(self, direct: Send) -> None:
+        """Return when the client has taken nothing for `stream_stall_s`; until then comment on a silence.
+
+        One look at the clock now and then, as a timer for each event costs as much as the event.
+        """
+        stall, interval = self._limits.stream_stall_s, self._limits.stream_keepalive_s
+        while True:
+            now = time.monotonic()
+            if self._begun is not None:
+                left = self._begun + stall - now
+                if left <= 0:
+                    return
+            else:
+                left = self._last_sent + interval - now
+                if left <= 0:
+                    async with asyncio.timeout(stall):
+                        await direct({"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
+                    self._last_sent, left = time.monotonic(), interval
+            await asyncio.sleep(min(left, stall))

@@ -49,6 +49,48 @@ def test_a_stream_arrives_piece_by_piece() -> None:
     settled(app)
 
 
+def test_each_event_is_one_piece_and_the_end_comes_with_the_last() -> None:
+    app = make_app(delay_s=0.001)
+    with live(app) as url:
+        connection = _post(url, "/generate", {**LONG, "max_tokens": 10, "stream": True})
+        raw = b""
+        while not raw.endswith(b"0\r\n\r\n"):
+            raw += connection.recv(65536)
+        connection.close()
+        settled(app)
+    body = raw.partition(b"\r\n\r\n")[2]
+    pieces = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        pieces.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    assert pieces.pop() == b""
+    assert len(pieces) == 10
+    assert all(piece.startswith(b"data: {") and piece.endswith(b"}\n\n") for piece in pieces[:-1])
+    assert pieces[-1].count(b"data: ") == 2
+    assert pieces[-1].endswith(b"\n\ndata: [DONE]\n\n")
+
+
+def test_a_stream_passes_the_layers_around_it_by() -> None:
+    app = make_app()
+    seen: list[str] = []
+    inner = app.app.build_middleware_stack()
+
+    async def stack(scope: Any, receive: Any, send: Any) -> None:
+        async def noted(message: Any) -> None:
+            seen.append(message["type"])
+            await send(message)
+
+        await inner(scope, receive, noted)
+
+    app.app.middleware_stack = stack
+    with live(app) as url:
+        text = httpx.post(f"{url}/generate", json={**LONG, "max_tokens": 10, "stream": True}).text
+        assert len(events(text)) == 11
+        settled(app)
+    assert [one for one in seen if one.startswith("http.")] == ["http.response.start"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
     app = make_app(delay_s=0.02)
