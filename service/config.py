@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from model.config import ConfigError
 
+_LONGEST_INTERVAL = 10.0  # seconds without an event, by our own doing
+
 LogFormat = Literal["auto", "plain", "json"]
 
 
@@ -69,6 +71,7 @@ class ServiceSettings:
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without a sign of the step loop: the engine is replaced
+    stream_interval_s: float = 0.0  # least time between a stream's events; 0: each token leaves at once
     vllm_metrics: bool = False  # the figures under vLLM's names too
     otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: none are made
 
@@ -81,6 +84,9 @@ class ServiceSettings:
             check_key(key, "an API key")
         if self.drain_timeout_s < 0:
             raise ConfigError(f"drain_timeout_s must not be negative, found {self.drain_timeout_s}")
+        if not 0 <= self.stream_interval_s <= _LONGEST_INTERVAL:
+            found = self.stream_interval_s
+            raise ConfigError(f"stream_interval_s must be 0 to {_LONGEST_INTERVAL:g}, found {found}")
         for name in ("tokenizer_threads", "stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")

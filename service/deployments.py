@@ -45,6 +45,7 @@ from service.runtime import (
     build_registry,
     exit_code,
     listening,
+    settle,
 )
 from service.scaling import SATURATION, Scaling
 from service.serve_config import DEPLOYMENT, chosen
@@ -83,6 +84,7 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         lifespan = self._app.router.lifespan_context(self._app)
         await lifespan.__aenter__()
+        settle()
         return _Mounted(self._app, lifespan)
 
     async def check_health(self) -> None:

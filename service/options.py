@@ -193,6 +193,14 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "stall_timeout", float, _SERVICE.stall_timeout_s, "silence of an engine after which it is replaced", "SECONDS"
     ),
+    Option(
+        "stream_interval",
+        float,
+        _SERVICE.stream_interval_s,
+        "least time between a stream's events, which then hold several tokens",
+        "SECONDS",
+        "0, each token at once",
+    ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "threads that turn texts into tokens"),
     Option("metrics", one_of("triptych", "vllm"), "triptych", "vllm: its names beside ours", "triptych|vllm"),
     Option("otlp_endpoint", str, "", "collector of OpenTelemetry traces (triptych[otel])", "URL", "no traces"),

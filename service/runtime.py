@@ -9,6 +9,7 @@ a success; whatever else a signal ends is not. Imports no Ray: that is `service.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -42,6 +43,7 @@ from service.scaling import Scaling
 from service.state import service_of
 
 KEEP_ALIVE_SECONDS = 75  # an idle connection is kept so long
+_YOUNG_OBJECTS = 5_000  # that are new before a collection looks at them
 _CLOSE_SECONDS = 5  # what is still being answered after the drain gets so long
 
 
@@ -125,8 +127,20 @@ def build_app(config: ServeConfig) -> FastAPI:
         tokenizers,
         stall_seconds=config.settings.stall_timeout_s,
         max_unread_bytes=config.settings.limits.stream_unread_bytes,
+        stream_interval=config.settings.stream_interval_s,
     )
     return create_app(client, registry, config.settings)
+
+
+def settle() -> None:
+    """What is there once the models are loaded stays: no later collection of garbage has to look at it.
+
+    Going through the objects of all libraries took a fifth of this process's time at 64 streams. Tokens under way are
+    soon gone by themselves: young objects are looked at less often than Python would.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS)
 
 
 @contextmanager
@@ -189,6 +203,7 @@ async def _serve(config: ServeConfig, on_ready: OnReady) -> int:
         async with _http(app, listener, config.settings.limits):
             if await _unless(signals.asked, lifespan.__aenter__()):
                 try:
+                    settle()
                     url = base_url(config.settings.host, listener.getsockname()[1])
                     on_ready(Ready(url, "uvicorn", service_of(app).client.models))
                     await signals.asked.wait()

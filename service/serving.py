@@ -31,6 +31,7 @@ _SERVICE_SETTINGS = {  # by option name
     },
     "drain_timeout": "drain_timeout_s",
     "stall_timeout": "stall_timeout_s",
+    "stream_interval": "stream_interval_s",
 }
 _SCALING_SETTINGS = {"scale_target": "target", "scale_up_delay": "up_delay_s", "scale_down_delay": "down_delay_s"}
 _EXAMPLES = {  # by form: what the curl line at the end asks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from model.config import ConfigError
 from model.engine.protocol import ModelSpec
 from service import ray_environment
 from service.config import Limits, ServiceSettings
-from service.runtime import ServeConfig, base_url, listening
+from service.runtime import ServeConfig, base_url, listening, settle
 from service.scaling import Scaling
 from tests.service.processes import ROOT
 
@@ -41,6 +42,18 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_configuration_that_cannot_be_served_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_what_is_there_when_models_are_loaded_is_no_garbage_to_look_for() -> None:
+    before = gc.get_threshold()
+    try:
+        settle()
+        assert gc.get_freeze_count() > 10_000
+        assert gc.isenabled()
+        assert gc.get_threshold()[0] > before[0]
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 def test_a_port_that_is_taken_is_a_configuration_error() -> None:
