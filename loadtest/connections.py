@@ -2,8 +2,8 @@
 
 A connection is an asyncio protocol around httptools, llhttp's parser: what comes is parsed and handed on in the
 callback that the event loop makes for it, so no task is woken for a piece of a stream, and its time is taken when it
-was read. (httpx with h11 spent six times as much on each event.) A free connection is taken from the top of a stack:
-the one that was used last, hence the least likely to have been closed by the server.
+was read. (By httpx and h11 a client's token cost three times as much.) A free connection is taken from the top of a
+stack: the one that was used last, hence the least likely to have been closed by the server.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The engine runs in this process, the service and the clients in their own, all on the same cores, which is how a small
 machine is used. One stream tells how much later the first token comes, many streams tell what share of the engine's
-output is left. Prompts are new in each run: none finds another's blocks.
+output is left, and where the processors' time went, which other work on the machine blurs less than seconds. Prompts
+are new in each run: none finds another's blocks.
 """
 
 from __future__ import annotations
@@ -12,33 +13,40 @@ import asyncio
 import os
 import random
 import statistics
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from loadtest import machine, options, output
 from loadtest.errors import ServerError
-from loadtest.faults.load import meet, run_to_the_end
+from loadtest.faults.load import meet
 from loadtest.faults.site import Site
+from loadtest.fleet import Fleet
 from loadtest.records import Outcome, Record
 from loadtest.run import Subject
-from loadtest.settings import Arrivals, Workload
+from loadtest.settings import Arrivals, Settings, Workload
 from model.engine.sockets import SPIN_COUNT
 
 RUNTIMES = ("local", "ray")
 PROMPT = 64  # tokens
 OUTPUT = 192  # tokens of each of many streams
 SINGLE = 20  # requests one after the other
+_ENGINE = "model.engine.process"  # in its command line
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One turn of the engine and one of the service."""
+    """One turn of the engine and one of the service. `_us`: processor microseconds for each token of many streams."""
 
     engine_tokens_per_s: float
     service_tokens_per_s: float
     engine_first_ms: float
     service_first_ms: float
+    engine_alone_us: float
+    engine_us: float  # in the service
+    service_us: float  # the rest of the service
+    clients_us: float
 
 
 def add_command(commands: Any) -> None:
@@ -47,7 +55,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="what is served")
     parser.add_argument("--runtime", choices=RUNTIMES, default="", help="only this one; none: both")
     parser.add_argument("--streams", type=options.whole, default=64, metavar="N", help="of many")
+    parser.add_argument("--output-tokens", type=options.whole, default=OUTPUT, metavar="N", help="of each of many")
     parser.add_argument("--pairs", type=options.whole, default=5, metavar="N", help="turns of each")
+    help_text = "the service's setting; several: one after the other"
+    parser.add_argument("--stream-interval", type=float, nargs="+", default=[0.0], metavar="SECONDS", help=help_text)
     parser.set_defaults(command=_command)
 
 
@@ -55,35 +66,65 @@ def _command(asked: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the service's engine has it
     results = {}
     for runtime in [asked.runtime] if asked.runtime else RUNTIMES:
-        pairs = _pairs(asked.model, runtime, asked.streams, asked.pairs)
-        share = statistics.median(pair.service_tokens_per_s / pair.engine_tokens_per_s for pair in pairs)
-        added = statistics.median(pair.service_first_ms - pair.engine_first_ms for pair in pairs)
-        engine = statistics.median(pair.engine_tokens_per_s for pair in pairs)
-        print(
-            f"{runtime}: {100 * share:.1f} % of the engine's {engine:,.0f} tokens/s at {asked.streams} streams; "
-            f"the first token of one comes {added:.1f} ms later",
-            flush=True,
-        )
-        results[runtime] = {"share": share, "added_ms": added, "pairs": [asdict(pair) for pair in pairs]}
+        for interval in asked.stream_interval:
+            name = f"{runtime}, an event each {interval:g} s" if interval else runtime
+            pairs = _pairs(asked, runtime, interval)
+            results[name] = _summary(pairs) | {"pairs": [asdict(pair) for pair in pairs]}
+            print(f"{name}: {_words(results[name], asked.streams)}", flush=True)
     about = {"kind": "overhead", "commit": machine.commit(), "machine": machine.describe()}
     print(output.line(about | {"model": asked.model, "streams": asked.streams, "results": results}), flush=True)
     return 0
 
 
-def _pairs(model: str, runtime: str, streams: int, count: int) -> list[Pair]:
-    engine = _Engine(model)
-    with Site([model, "--runtime", runtime], every_core=True) as site:
-        subject = meet(site.url, model.partition("=")[0], Workload())
+def _summary(pairs: list[Pair]) -> dict[str, Any]:
+    """Medians: `share` and `added_ms` of the pairs', and each figure's own."""
+    return {
+        "share": statistics.median(pair.service_tokens_per_s / pair.engine_tokens_per_s for pair in pairs),
+        "added_ms": statistics.median(pair.service_first_ms - pair.engine_first_ms for pair in pairs),
+        **{one.name: statistics.median(getattr(pair, one.name) for pair in pairs) for one in fields(Pair)},
+    }
+
+
+def _words(found: dict[str, Any], streams: int) -> str:
+    return (
+        f"{100 * found['share']:.1f} % of the engine's {found['engine_tokens_per_s']:,.0f} tokens/s at {streams} "
+        f"streams; the first token of one comes {found['added_ms']:.1f} ms later; processor time a token: engine "
+        f"{found['engine_us']:.0f} us (alone {found['engine_alone_us']:.0f}), service {found['service_us']:.0f}, "
+        f"clients {found['clients_us']:.0f}"
+    )
+
+
+def _pairs(asked: argparse.Namespace, runtime: str, interval: float) -> list[Pair]:
+    engine = _Engine(asked.model)
+    arguments = [asked.model, "--runtime", runtime, "--stream-interval", f"{interval:g}"]
+    with Site(arguments, every_core=True) as site:
+        service = _Service(site, meet(site.url, asked.model.partition("=")[0], Workload()))
         found = []
-        for number in range(count + 1):  # the first is not counted
+        for number in range(asked.pairs + 1):  # the first is not counted
+            alone = engine.many(asked.streams, asked.output_tokens)
+            served = service.many(asked.streams, asked.output_tokens, number)
             pair = Pair(
-                engine.tokens_per_s(streams),
-                _tokens_per_s(_through(subject, streams, OUTPUT, streams, number)),
-                engine.first_ms(),
-                _first_ms(_through(subject, 1, 2, SINGLE, number + 1000)),
+                engine_tokens_per_s=alone.tokens_per_s,
+                service_tokens_per_s=served.tokens_per_s,
+                engine_first_ms=engine.first_ms(),
+                service_first_ms=service.first_ms(number + 1000),
+                engine_alone_us=alone.engine_us,
+                engine_us=served.engine_us,
+                service_us=served.service_us,
+                clients_us=served.clients_us,
             )
             found += [pair] if number else []
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Many:
+    """A run of many streams."""
+
+    tokens_per_s: float
+    engine_us: float
+    service_us: float = 0.0
+    clients_us: float = 0.0
 
 
 class _Engine:
@@ -99,8 +140,10 @@ class _Engine:
         self._engine = Ours(Path(path) if path else embedded.get(name, Path(name)), EngineConfig())
         self._rng = random.Random(0)
 
-    def tokens_per_s(self, streams: int) -> float:
-        return streams * OUTPUT / self._run(streams, OUTPUT).seconds
+    def many(self, streams: int, wanted: int) -> _Many:
+        tokens, before = streams * wanted, time.process_time()
+        seconds = self._run(streams, wanted).seconds
+        return _Many(tokens / seconds, 1e6 * (time.process_time() - before) / tokens)
 
     def first_ms(self) -> float:
         return 1e3 * statistics.median(self._run(1, 2).first_token_seconds[0] for _ in range(SINGLE))
@@ -113,28 +156,53 @@ class _Engine:
         return self._engine.run(Workload("streams", tuple(asks)))
 
 
-def _through(subject: Subject, streams: int, wanted: int, requests: int, seed: int) -> list[Record]:
-    """So many requests by so many clients over HTTP. Raises `ServerError` where one is not answered."""
-    settings = replace(
-        subject.settings,
-        workload=Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}"),
-        arrivals=Arrivals(kind="closed", concurrency=streams),
-        duration_s=0.0,
-        requests=requests,
-        seed=seed,
-    )
-    records = asyncio.run(run_to_the_end(subject, settings))
-    failed = [record for record in records if record.outcome is not Outcome.OK]
-    if failed:
-        raise ServerError(f"{len(failed)} of {len(records)} requests: {failed[0].outcome} {failed[0].error}")
-    return records
+class _Service:
+    """The engine through HTTP."""
 
+    def __init__(self, site: Site, subject: Subject) -> None:
+        self._site = site
+        self._subject = subject
 
-def _tokens_per_s(records: list[Record]) -> float:
-    """Output tokens over the time from the first request to the last token."""
-    seconds = max(record.ended for record in records) - min(record.sent for record in records)
-    return sum(record.completion_tokens for record in records) / seconds
+    def many(self, streams: int, wanted: int, seed: int) -> _Many:
+        """Output tokens over the time from the first request to the last token."""
+        spent: dict[str, float] = {}
+        records = self._answered(streams, wanted, streams, seed, spent)
+        seconds = max(record.ended for record in records) - min(record.sent for record in records)
+        tokens = sum(record.completion_tokens for record in records)
+        engine, service = spent[_ENGINE], spent[""] - spent[_ENGINE]
+        return _Many(tokens / seconds, *(1e6 * one / tokens for one in (engine, service, spent["clients"])))
 
+    def first_ms(self, seed: int) -> float:
+        records = self._answered(1, 2, SINGLE, seed, {})
+        return 1e3 * statistics.median(record.ttft for record in records if record.ttft is not None)
 
-def _first_ms(records: list[Record]) -> float:
-    return 1e3 * statistics.median(record.ttft for record in records if record.ttft is not None)
+    def _answered(self, streams: int, wanted: int, requests: int, seed: int, spent: dict[str, float]) -> list[Record]:
+        """So many requests by so many clients; `spent` gets processor seconds. Raises `ServerError` where one is not
+        answered.
+        """
+        settings = replace(
+            self._subject.settings,
+            workload=Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}"),
+            arrivals=Arrivals(kind="closed", concurrency=streams),
+            duration_s=0.0,
+            requests=requests,
+            seed=seed,
+        )
+        records = asyncio.run(self._run(settings, spent))
+        failed = [record for record in records if record.outcome is not Outcome.OK]
+        if failed:
+            raise ServerError(f"{len(failed)} of {len(records)} requests: {failed[0].outcome} {failed[0].error}")
+        return records
+
+    async def _run(self, settings: Settings, spent: dict[str, float]) -> list[Record]:
+        fleet = Fleet(settings, self._subject.vocabulary, "")
+        try:
+            await fleet.start()
+            before = {name: self._site.cpu_s(name) for name in ("", _ENGINE)}
+            fleet.go()
+            await fleet.gather(lambda: None)
+            spent |= {name: self._site.cpu_s(name) - seconds for name, seconds in before.items()}
+            spent["clients"] = sum(fleet.gathered.cpu_s)
+        finally:
+            await fleet.aclose()
+        return fleet.gathered.records

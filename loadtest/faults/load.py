@@ -62,11 +62,6 @@ def during(subject: Subject, stages: Stages, after_s: float, fault: Callable[[],
     return asyncio.run(_Run(subject, settings).with_fault(after_s, fault))
 
 
-async def run_to_the_end(subject: Subject, settings: Settings) -> list[Record]:
-    """All requests of these settings, answered or not."""
-    return await _Run(subject, settings).records()
-
-
 class _Run:
     def __init__(self, subject: Subject, settings: Settings) -> None:
         self._fleet = Fleet(settings, subject.vocabulary, "")

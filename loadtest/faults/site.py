@@ -136,6 +136,11 @@ class Site:
                 todo.append(pid)
         return found
 
+    def cpu_s(self, name: str = "") -> float:
+        """Processor seconds so far of its processes that live and whose command line holds `name`."""
+        lines = {self.process.pid: "", **self.processes()}
+        return sum(_cpu_s(pid) for pid, line in lines.items() if name in line)
+
     def signal(self, name: str, number: signal.Signals) -> int:
         """To one process whose command line holds `name`; its pid. Raises `ServerError` where there is none."""
         pid = next((pid for pid, line in self.processes().items() if name in line), None)
@@ -207,6 +212,11 @@ def send(pid: int, number: signal.Signals) -> None:
 def _parent(entry: Path) -> int | None:
     stat = _read(entry / "stat")
     return int(stat.rpartition(")")[2].split()[1]) if stat else None
+
+
+def _cpu_s(pid: int) -> float:
+    stat = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK") if stat else 0.0
 
 
 def _read(path: Path) -> str:
