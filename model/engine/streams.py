@@ -77,7 +77,7 @@ class GenerationStream:
 
     async def __anext__(self) -> TokenOutput:
         while not self._ready:
-            if self._come and self._hold is None:
+            if self._come and not self._interval:
                 self._take()
             elif self._failure is not None:
                 raise self._failure
@@ -146,11 +146,12 @@ class GenerationStream:
         self._ready.extend(come)
 
     def _release(self) -> None:
-        """Give out what waits, whenever the last was."""
+        """Give out what waits, whenever the last was: what comes from now on cannot hold it back again."""
         if self._hold is not None:
             self._hold.cancel()
             self._hold = None
         self._given = self._loop.time()
+        self._take()
         self._wake()
 
     def _wake(self) -> None:

@@ -138,6 +138,15 @@ async def test_an_interval_holds_back_all_but_the_first_and_the_last() -> None:
 
 
 @async_test
+async def test_what_was_let_go_is_not_held_again_by_what_came_before_it_was_read() -> None:
+    stream = opened(Keeper(), asked(), interval=LONG)
+    for token_id in IDS[:3]:
+        stream.push(token(token_id))
+    assert (await anext(stream)).token_ids == [IDS[0]]
+    assert await waits(stream)
+
+
+@async_test
 async def test_what_is_held_comes_when_its_time_has_even_if_the_engine_pauses() -> None:
     stream = opened(Keeper(), asked(), interval=0.1)
     stream.push(token(IDS[0]))
