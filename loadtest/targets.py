@@ -118,4 +118,6 @@ def body(settings: Settings, turn: Turn, history: list[str], *, stream: bool) ->
         fields["ignore_eos"] = True
     if stream and settings.target.startswith("openai"):
         fields["stream_options"] = {"include_usage": True}
+    elif stream:
+        fields["return_token_ids"] = True  # tell how many tokens an event holds
     return msgspec.json.encode(fields | settings.clients.extra)
