@@ -72,6 +72,7 @@ class EncodeEngine:
         batch, outputs = self._next_batch(began)
         if not batch:
             return outputs, None
+        batch.sort(key=self._length, reverse=True)  # threads that take inputs one by one end together
         for part, found in in_parts(batch, self._encode, self._probe):
             if found is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]

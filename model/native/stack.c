@@ -13,6 +13,7 @@
 
 #define CHUNK 256      /* rows that go through an MLP together */
 #define GROUP_ROWS 128 /* rows of whole segments that one thread takes through all layers: they stay near it */
+#define LEAST_ROWS 64  /* of the last groups, for which threads would wait */
 
 typedef struct {
     Norm attn_in, attn_out, cross_in, cross_out, ffn_in, ffn_out, q_norm, k_norm;
@@ -289,10 +290,11 @@ static void run_layers(const Team *t) {
     norm_in_place(t, &t->stack->final, t->x, t->stack->hidden, t->step->rows);
 }
 
-/* Segments from `first` on that make a group; returns the one behind the last. */
-static int64_t group_end(const Segments *s, int64_t first) {
-    int64_t last = first + 1;
-    while (last < s->segments && last - first < GROUP_ROWS && s->q_starts[last] - s->q_starts[first] < GROUP_ROWS) last++;
+/* Segments from `first` on that make a group, towards the end a smaller one; returns the one behind the last. */
+static int64_t group_end(const Segments *s, int64_t first, int64_t threads) {
+    int64_t last = first + 1, share = (s->q_starts[s->segments] - s->q_starts[first]) / (3 * threads);
+    int64_t rows = share > GROUP_ROWS ? GROUP_ROWS : larger(share, LEAST_ROWS);
+    while (last < s->segments && last - first < GROUP_ROWS && s->q_starts[last] - s->q_starts[first] < rows) last++;
     return last;
 }
 
@@ -322,7 +324,7 @@ void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int
 #pragma omp critical(groups)
             {
                 first = last = next;
-                if (first < step->self.segments) next = last = group_end(&step->self, first);
+                if (first < step->self.segments) next = last = group_end(&step->self, first, threads);
             }
             if (first == last) break;
             run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
