@@ -72,7 +72,6 @@ class EncodeEngine:
         batch, outputs = self._next_batch(began)
         if not batch:
             return outputs, None
-        batch.sort(key=self._length, reverse=True)  # threads that take inputs one by one end together
         for part, found in in_parts(batch, self._encode, self._probe):
             if found is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
@@ -109,10 +108,14 @@ class EncodeEngine:
     @torch.inference_mode()
     def _encode(self, batch: Rows[EncodeRequest]) -> list[Tensor]:
         causal = self.model.encoder is None
-        inputs = self._packed(batch, causal)
+        lengths = [self._length(request) for request in batch]
+        order = sorted(
+            range(len(batch)), key=lengths.__getitem__, reverse=True
+        )  # threads that take some each end together
+        inputs = self._packed([batch[i] for i in order], causal)
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
-        segments = hidden.split([self._length(request) for request in batch])
-        return [self._finish(request, segment) for request, segment in zip(batch, segments, strict=True)]
+        segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))
+        return [self._finish(request, segments[i]) for i, request in enumerate(batch)]
 
     def _probe(self) -> None:
         """The smallest pass there is."""
