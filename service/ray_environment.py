@@ -7,6 +7,7 @@ that the user has set stays as it is.
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shlex
 import shutil
@@ -27,6 +28,7 @@ from service.metrics import MULTIPROCESS_FOLDER
 if TYPE_CHECKING:
     from service.runtime import ServeConfig
 
+_PORTS_FROM = 20000  # Ray's workers take 10002 to 19999
 _LONGEST_TEMP = 16  # characters: Ray and HAProxy put Unix sockets of up to 85 more below, of 107 allowed
 _HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # it finds replicas on 127.0.0.1, and they listen where it does
 _HEAD_MARGIN = 4  # times `max_header_bytes`: what is shorter is the application's to refuse, as under `BoundedProtocol`
@@ -174,10 +176,26 @@ def _temp_dir() -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that still is free seconds later, when it is bound: below those that the system gives to connections of its
+    own, above those of Ray's workers."""
+    ports = list(range(_PORTS_FROM, _first_ephemeral()))
+    random.shuffle(ports)
+    for port in (*ports, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no port is free")
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 32768  # Linux's own choice
 
 
 def _python_path(current: str) -> str:

@@ -208,3 +208,15 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
 """
     with open("/dev/full", "w") as full:
         subprocess.run([sys.executable, "-c", parent], cwd=ROOT, stderr=full, timeout=60, check=True)
+
+
+def test_ports_of_haproxy_are_none_that_a_connection_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ray_environment._first_ephemeral()
+    ports = {ray_environment._free_port() for _ in range(50)}
+    assert len(ports) > 25  # sessions that start together choose differently
+    assert all(ray_environment._PORTS_FROM <= port < first for port in ports)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports.pop()))
+        monkeypatch.setattr(ray_environment, "_PORTS_FROM", taken.getsockname()[1])
+        monkeypatch.setattr(ray_environment, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
+        assert ray_environment._free_port() not in (0, taken.getsockname()[1])
