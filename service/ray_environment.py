@@ -16,13 +16,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from service.config import Limits
-from service.errors import unavailable
+from service.errors import request_too_slow, unavailable
 from service.metrics import MULTIPROCESS_FOLDER
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _LONGEST_TEMP = 16  # characters: Ray and HAProxy put Unix sockets of up to 85 m
 _HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # it finds replicas on 127.0.0.1, and they listen where it does
 _HEAD_MARGIN = 4  # times `max_header_bytes`: what is shorter is the application's to refuse, as under `BoundedProtocol`
 _UNREACHABLE = "503.http"
+_TOO_SLOW = "408.http"
 _TIMEOUT_MARGIN = 60.0  # seconds by which the layers in front wait longer than the service itself
 
 
@@ -51,7 +53,7 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
     Path(os.environ[MULTIPROCESS_FOLDER]).mkdir(exist_ok=True)
     if uses_haproxy(config, os.environ):
         _haproxy_folder(folder).mkdir()
-        _write_error_page(_haproxy_folder(folder))
+        _write_error_pages(_haproxy_folder(folder), config.settings.limits)
         _start_haproxy_by(_haproxy_folder(folder) / "haproxy")
     os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
     try:
@@ -126,6 +128,9 @@ def _haproxy(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _defaults(config.settings.limits, folder),
         # A datagram for every request, parsed in Python, for metrics that nobody scrapes.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # What got no byte of an answer goes to another replica: a killed one had it, or a leaving one closed the
+        # connection at that moment. Computing it twice does no harm.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         # How long a leaving replica stays reachable: on one machine HAProxy learns of it in well under a second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         # A worker that a reload replaced may finish the streams it has.
@@ -141,17 +146,24 @@ def _defaults(limits: Limits, folder: Path) -> str:
         "leastconn",  # Serve's own choice
         f"timeout http-request {max(1, round(1000 * limits.receive_s))}ms",
         "option http-ignore-probes",  # who asked nothing is told nothing
+        "option http-buffer-request",  # only what has come as a whole can be asked of another replica
         *(f"errorfile {status} {folder / _UNREACHABLE}" for status in (502, 503, 504)),
+        f"errorfile 408 {folder / _TOO_SLOW}",  # of a body: of a head HAProxy sends its own
     ]
     return "\n    ".join(lines)
 
 
-def _write_error_page(folder: Path) -> None:
-    error = unavailable("no replica takes requests at the moment", "not_ready")
-    body = msgspec.json.encode(error.body())
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
-    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-    (folder / _UNREACHABLE).write_bytes("\r\n".join(lines).encode() + body)
+def _write_error_pages(folder: Path, limits: Limits) -> None:
+    pages = {
+        _UNREACHABLE: unavailable("no replica takes requests at the moment", "not_ready"),
+        _TOO_SLOW: request_too_slow(limits.receive_s),
+    }
+    for name, error in pages.items():
+        body = msgspec.json.encode(error.body())
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
+        status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+        lines = [status, *(f"{header}: {value}" for header, value in headers.items()), "", ""]
+        (folder / name).write_bytes("\r\n".join(lines).encode() + body)
 
 
 def _start_haproxy_by(script: Path) -> None:

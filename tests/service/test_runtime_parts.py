@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -83,7 +86,8 @@ def test_haproxy_gets_files_of_its_own_and_outlasts_every_request(clean: pytest.
     assert [value for value in files if not value.startswith("/tmp/t/h")] == ["service.edge:middlewares"]
 
 
-# HAProxy as Serve starts it, without a cluster, before a replica that is gone. It ends when its standard input does.
+# HAProxy as Serve starts it, without a cluster: before a replica that is gone, and below /two before a pair of which
+# one closes connections unanswered. It ends when its standard input does.
 HAPROXY = """
 import asyncio, sys
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -92,7 +96,9 @@ from ray.serve.config import HTTPOptions
 async def main():
     options = HTTPOptions(host="127.0.0.1", port=int(sys.argv[1]))
     gone = BackendConfig("gone", "/", servers=[ServerConfig("gone", "127.0.0.1", 1)])
-    api = HAProxyApi(HAProxyConfig(http_options=options), {"gone": gone})
+    pair = [ServerConfig(f"replica{port}", "127.0.0.1", int(port)) for port in sys.argv[2:]]
+    two = BackendConfig("two", "/two", servers=pair)
+    api = HAProxyApi(HAProxyConfig(http_options=options), {"gone": gone, "two": two})
     await api.start()
     print("started", flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -102,14 +108,49 @@ asyncio.run(main())
 """
 
 
+class Staying(BaseHTTPRequestHandler):
+    """A replica that answers."""
+
+    protocol_version = "HTTP/1.1"
+    asked = 0
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Length", "7")
+        self.end_headers()
+        self.wfile.write(b"success")
+
+    def do_POST(self) -> None:
+        type(self).asked += 1
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Leaving(Staying):
+    """One that closes its connection instead, though it is well."""
+
+    def do_POST(self) -> None:
+        type(self).asked += 1
+        self.close_connection = True
+
+
 @pytest.fixture(scope="module")
 def haproxy() -> Iterator[tuple[str, int]]:
     """Its address, with heads of 1 s and 64 KiB."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     before = dict(os.environ)
-    with ray_environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))):
-        command = [sys.executable, "-W", "ignore", "-c", HAPROXY, str(port)]
+    with (
+        ray_environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))),
+        ThreadingHTTPServer(("127.0.0.1", 0), Staying) as staying,
+        ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as leaving,
+    ):
+        for replica in (staying, leaving):
+            threading.Thread(target=replica.serve_forever, daemon=True).start()
+        ports = (str(port), str(staying.server_port), str(leaving.server_port))
+        command = [sys.executable, "-W", "ignore", "-c", HAPROXY, *ports]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -118,6 +159,8 @@ def haproxy() -> Iterator[tuple[str, int]]:
         finally:
             process.stdin.close()
             process.wait(20)
+            staying.shutdown()
+            leaving.shutdown()
             os.environ.clear()
             os.environ.update(before)
 
@@ -156,6 +199,24 @@ def test_haproxy_says_in_the_contracts_shape_that_no_replica_is_there(haproxy: t
     assert (reply.status_code, reply.headers["content-type"]) == (503, "application/json")
     assert reply.json()["error"]["code"] == "not_ready"
     assert int(reply.headers["retry-after"]) > 0
+
+
+def test_haproxy_says_in_the_contracts_shape_that_a_body_is_late(haproxy: tuple[str, int]) -> None:
+    with socket.create_connection(haproxy) as connection:
+        connection.settimeout(5)
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(body)["error"]["code"] == "request_too_slow"
+
+
+def test_haproxy_asks_another_replica_where_one_closes_without_a_word(haproxy: tuple[str, int]) -> None:
+    with httpx.Client(base_url="http://{}:{}/two".format(*haproxy)) as client:
+        while client.get("/info").status_code != 200:  # until both are seen to be well
+            time.sleep(0.1)
+        replies = [client.post("/generate", json={"prompt": "a" * 1000}) for _ in range(12)]
+    assert [reply.status_code for reply in replies] == [200] * 12
+    assert Leaving.asked > 0 and Staying.asked == 12
 
 
 @pytest.mark.parametrize("why", ["asked for", "told Ray", "no binary", "address"])
