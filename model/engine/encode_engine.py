@@ -109,9 +109,8 @@ class EncodeEngine:
     def _encode(self, batch: Rows[EncodeRequest]) -> list[Tensor]:
         causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
-        order = sorted(
-            range(len(batch)), key=lengths.__getitem__, reverse=True
-        )  # threads that take some each end together
+        # Longest first: threads that take some each then end together.
+        order = sorted(range(len(batch)), key=lengths.__getitem__, reverse=True)
         inputs = self._packed([batch[i] for i in order], causal)
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
         segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))

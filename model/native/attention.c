@@ -17,10 +17,6 @@ typedef struct {
     int together; /* whether GROUP keys from a multiple of GROUP lie one after the other */
 } Source;
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t size_of(int64_t kind) { return kind == F32 ? 4 : kind == BF16 ? 2 : 1; }
-
 /* The memory's row of key `at` of the segment. */
 INLINE int64_t row_of(const Source *s, int64_t at) {
     const Segments *g = s->segments;
@@ -96,12 +92,12 @@ INLINE void visit(const Source *s, const Single *one, const char *base, int64_t 
 
 INLINE void decode_scores(int kind, int64_t dim, const Source *s, const Single *one) {
     const Memory *m = s->memory;
-    int64_t head_bytes = dim * size_of(kind), numbers[GROUP];
+    int64_t head_bytes = dim * element_bytes(kind), numbers[GROUP];
     const char *base = (const char *)m->keys + one->first * head_bytes, *rows[GROUP];
     const void *keys[GROUP];
     float scales[GROUP];
     for (int64_t at = one->begin; at < one->to; at += GROUP) {
-        visit(s, one, base, m->key_stride * size_of(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
+        visit(s, one, base, m->key_stride * element_bytes(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
         for (int64_t g = one->first; g < one->last; g++) {
             for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + (g - one->first) * head_bytes;
             if (kind == INT8) scales_of(m->key_scales, numbers, s->shape->kv_heads, g, scales);
@@ -118,12 +114,12 @@ INLINE void decode_scores(int kind, int64_t dim, const Source *s, const Single *
 
 INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one) {
     const Memory *m = s->memory;
-    int64_t head_bytes = dim * size_of(kind), numbers[GROUP];
+    int64_t head_bytes = dim * element_bytes(kind), numbers[GROUP];
     const char *base = (const char *)m->values + one->first * head_bytes, *rows[GROUP];
     const void *values[GROUP];
     float scales[GROUP];
     for (int64_t at = one->begin; at < one->to; at += GROUP) {
-        visit(s, one, base, m->value_stride * size_of(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
+        visit(s, one, base, m->value_stride * element_bytes(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
         int count = (int)smaller(GROUP, one->to - at);
         for (int64_t g = one->first; g < one->last; g++) {
             for (int i = 0; i < GROUP; i++) values[i] = rows[i] + (g - one->first) * head_bytes;
@@ -173,7 +169,7 @@ INLINE void gather(int kind, const Source *s, const void *base, int64_t stride, 
     int64_t dim = s->shape->dim, padded = up_to(dim, LANES);
     for (int64_t at = begin; at < to; at++) {
         int64_t row = row_of(s, at);
-        const char *from = (const char *)base + (row * stride + head * dim) * size_of(kind);
+        const char *from = (const char *)base + (row * stride + head * dim) * element_bytes(kind);
         for (int64_t i = 0; i < padded; i += LANES)
             store(rows + (at - begin) * padded + i, load_head(kind, from, i, dim));
         if (kind == INT8) row_scales[at - begin] = scales[row * s->shape->kv_heads + head];

@@ -50,7 +50,6 @@ typedef struct {
     float *scratch, *line; /* this thread's */
 } Team;
 
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
 
 INLINE void share(const Team *t, int64_t rows, int64_t *first, int64_t *last) {

@@ -31,6 +31,9 @@ enum { F32 = 0, BF16 = 1, INT8 = 2 };
 #define ALL(x) {x, x, x, x}
 #define NUMBERS {0, 1, 2, 3}
 #endif
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec_u __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -118,23 +121,25 @@ INLINE vec smaller_of(vec a, vec b) { return choose(a < b, a, b); }
 INLINE float sum_of(vec v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
-#endif
+#else
     float x[LANES];
     store(x, v);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
+#endif
 }
 
 INLINE float largest_of(vec v) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)v);
-#endif
+#else
     float x[LANES], best;
     store(x, v);
     best = x[0];
     for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
     return best;
+#endif
 }
 
 /* The largest size among n floats; NaN where one is, as bits of sizes are in the order of sizes and NaN comes last. */

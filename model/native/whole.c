@@ -5,8 +5,6 @@
 #define BLOCK_ROWS 32 /* queries whose scores stay near */
 #define TASK_ROWS 256 /* queries for which keys are packed again, so that threads can share a long segment */
 
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct {
     const AttentionShape *shape;
