@@ -55,7 +55,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     generation = {key: raw[key] for key in _GENERATION if key in raw} | read_json(path / "generation_config.json")
     files = _weight_files(path)
     config = config_from_raw({**raw, **_token_ids(generation)}, tensor_names(files))
-    pooling, normalize = _pooling(path, config)
+    try:
+        pooling, normalize = _pooling(path, config)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{path.name}: modules.json has a value of the wrong kind: {error}") from None
     limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
     return Checkpoint(
         path=path,
@@ -85,7 +88,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 def _parse(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None
 
 
@@ -112,6 +115,10 @@ def _token_ids(generation: dict[str, Any]) -> dict[str, Any]:
 
 def _sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dict[str, Any]:
     """Defaults for fields a client leaves out: greedy unless the folder asks for sampling."""
+    for name in set(_GENERATION) - {"do_sample", "early_stopping"}:
+        value = generation.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"generation_config.json: {name} must be a number, found {value!r}")
     sampled = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
     wanted = (*_ALWAYS_DEFAULTS, *sampled)
     chosen = {name: generation[name] for name in wanted if generation.get(name) is not None}

@@ -35,8 +35,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             made.append(torch.compile(function, dynamic=True))
         try:
             return made[0](*args, **kwargs)
-        except RuntimeError:
-            if made[0] is function:
+        except RuntimeError as error:
+            if made[0] is function or isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("%s runs in several kernels: it could not be compiled", function.__name__, exc_info=True)
             made[0] = function

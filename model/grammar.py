@@ -7,11 +7,14 @@ what the text could not express; `model.engine.matching` compiles it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 # All tokens that a text may be spelt with stay possible, not only those that a tokenizer would have chosen.
 _HEAD = '%llguidance {"no_forcing": true}\n'
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_VERBOSE = re.compile(r"\(\?[A-Za-z]*x[A-Za-z]*(-[A-Za-z]*)?[:)]")  # the flag by which blanks and comments are no text
 _JSON = {"whitespace_pattern": "[ ]?"}  # between the parts; a model could go on with blanks forever
 
 
@@ -36,6 +39,8 @@ def choice_grammar(choices: Iterable[str]) -> str:
 
 def _delimited(pattern: str) -> str:
     """The pattern between slashes on one line, meaning the same."""
+    if ("\n" in pattern or "\r" in pattern) and _VERBOSE.search(_ESCAPE.sub("_", pattern)):
+        raise GrammarError("a line break is no text with the flag x and cannot be left out here; write it on one line")
     escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
     found = []
     characters = iter(pattern)

@@ -1,7 +1,7 @@
 """What is asked of an engine and what it answers, as plain data.
 
 Everything here crosses the process boundary between the service and its engines, so the types hold only numbers,
-strings, bytes, lists and each other. Nothing is validated here: `service.schemas` (or `model.engine.llm` offline) has
+strings, bytes, lists and each other. Nothing is validated here: `service.schemas` (or `model.bounds` offline) has
 done that before one of these exists. Times are seconds of `time.monotonic()`, which all processes of a host share.
 """
 

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.drawing import draw
+from model.ranking import rank
 from model.request import SamplingParams, TokenLogprob
 from model.transfer import on_device, sent
 
 _MASK = (1 << 64) - 1
+_FEW_BANS = 64  # that a list of candidates may be longer by
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +146,21 @@ def _impose(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> N
 
 
 def _needs_processing(row: SamplingRow) -> bool:
+    return bool(row.banned_token_ids) or _rescores(row)
+
+
+def _rescores(row: SamplingRow) -> bool:
+    """Whether more is done to the row's logits than banning some."""
     p = row.params
     penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    imposed = row.banned_token_ids or row.forced_token_id is not None or row.allowed is not None
-    return bool(penalties or p.logit_bias or imposed)
+    return bool(penalties or p.logit_bias or row.forced_token_id is not None or row.allowed is not None)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: Rows[int]) -> list[TokenLogprob]:
     """Tokens `[N]` under the model's own distribution (logits `[N, V]`), each with the `top[i]` likeliest."""
     logits = logits.float()
-    mass = _log_mass(logits)  # [N, 1]; the order is that of the logits, so no second table of them is made
+    values, ids, mass = rank(logits, max(top))  # the order is that of the logits, so no second table of them is made
     chosen = (logits.gather(1, tokens[:, None]) - mass)[:, 0]
-    values, ids = logits.topk(min(max(top), logits.shape[1]), dim=-1)
     values = values - mass
     ranked = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
@@ -164,27 +169,20 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: Rows[int]) -> list[TokenLog
     ]
 
 
-def _log_mass(logits: Tensor) -> Tensor:
-    """log sum exp of each row, `[N, 1]`, the same alone as among others: torch shares a sum among threads, in another
-    order, only if it is the only one."""
-    if len(logits) > 1:
-        return logits.logsumexp(dim=-1, keepdim=True)
-    return logits.expand(2, -1).logsumexp(dim=-1, keepdim=True)[:1]
-
-
 def likeliest(logits: Tensor, rows: Rows[SamplingRow], counts: Rows[int]) -> list[list[tuple[int, float]]]:
     """For each beam of logits `[B, V]` its `counts[i]` likeliest tokens with their log-probabilities, best first.
 
     Bans and penalties act on log-probabilities, as they do in the reference library's beam search.
     """
-    count = min(max(counts), logits.shape[1])
-    if any(map(_needs_processing, rows)):
-        values, tokens = _process(logits.float().log_softmax(dim=-1), rows).topk(count, dim=-1)
-    else:  # the same order, without a second table of the vocabulary's size
-        logits = logits.float()
-        values, tokens = logits.topk(count, dim=-1)
-        values = values - _log_mass(logits)
+    bans: list[set[int]] = [set(row.banned_token_ids) for row in rows]
+    if any(map(_rescores, rows)) or max(map(len, bans)) > _FEW_BANS:
+        _, _, mass = rank(logits, 1)
+        values, tokens, _ = rank(_process(logits - mass, rows), max(counts))
+        bans = [set() for _ in rows]  # they have come last
+    else:  # what is banned is left out of a longer list, without a second table of the vocabulary's size
+        values, tokens, mass = rank(logits, max(counts) + max(map(len, bans)))
+        values = values - mass
     return [
-        list(zip(ids[:count], found[:count], strict=True))
-        for ids, found, count in zip(tokens.tolist(), values.tolist(), counts, strict=True)
+        [(token, value) for token, value in zip(ids, found, strict=True) if token not in banned][:count]
+        for ids, found, banned, count in zip(tokens.tolist(), values.tolist(), bans, counts, strict=True)
     ]

@@ -18,6 +18,9 @@ import tokenizers
 from model.config import ConfigError
 from model.request import FinishReason, SamplingParams, TokenOutput
 
+_SHORT = 256  # tokens that are decoded at once, in some 0.1 ms
+_HELD = 16  # tokens whose text is held back whole
+_CHARACTER = 4  # bytes of the longest
 _REPLACEMENT = "\ufffd"  # what a byte-level decoder shows for an incomplete character
 
 
@@ -30,12 +33,18 @@ class Encoded:
 
 
 class Tokenizer:
-    """A checkpoint's own tokenizer, without truncation or padding. Safe to share between threads."""
+    """A checkpoint's own tokenizer, without truncation or padding. Safe to share between threads.
+
+    Other threads run while a text is encoded or many ids are decoded: of the library's calls only those for batches let
+    go of the interpreter's lock.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(token for token, known in added if known.special)
         self._alone: dict[tuple[int, bool], str] = {}  # texts of single tokens, which streams ask for all the time
 
     @classmethod
@@ -62,7 +71,8 @@ class Tokenizer:
         return next((token for token, known in added.items() if known.content == text), None)
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
-        encoding = self._tokenizer.encode(text, pair, add_special_tokens=add_special_tokens)
+        given = text if pair is None else (text, pair)
+        [encoding] = self._tokenizer.encode_batch([given], add_special_tokens=add_special_tokens)
         return Encoded(tuple(encoding.ids), tuple(encoding.type_ids))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoded]:
@@ -70,6 +80,9 @@ class Tokenizer:
         return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if len(ids) > _SHORT:
+            [whole] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            return whole
         if len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         key = (ids[0], skip_special_tokens)
@@ -89,8 +102,7 @@ class Tokenizer:
 
     def token_names(self, count: int) -> list[str | None]:
         """The tokens 0 to `count - 1` as the vocabulary spells them; None for a special one and for none at all."""
-        special = {token for token, known in self._tokenizer.get_added_tokens_decoder().items() if known.special}
-        return [None if token in special else self._tokenizer.id_to_token(token) for token in range(count)]
+        return [None if token in self.special_ids else self._tokenizer.id_to_token(token) for token in range(count)]
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text; bytes of a split character appear as replacement characters."""
@@ -102,6 +114,9 @@ class Detokenizer:
 
     `push` returns the text that is certain by now; after `stopped` is set nothing more comes. The text ends before the
     stop string, or after it with `include_stop`.
+
+    The text is what ids taken one by one make certain, however many come at once, and taking one costs the same however
+    many came before.
     """
 
     def __init__(
@@ -118,9 +133,10 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip = skip_special_tokens
         self._min_tokens = min_tokens  # before so many tokens no stop string counts
-        self._ids: list[int] = []
-        self._prefix = 0  # ids[prefix:read] give the decoder context: some strip or join at the beginning of a text
-        self._read = 0  # ids[:read] have become text
+        self._count = 0  # of the tokens taken
+        self._context: list[int] = []  # the last that have become text: some decoders strip or join where one begins
+        self._held: list[int] = []  # taken since
+        self._known = ""  # of the text of both, what was sent
         self._pending = ""  # text that may be the beginning of a stop string
         self.stopped: str | None = None
 
@@ -153,27 +169,93 @@ class Detokenizer:
         """Text that `ids` make certain; with `final` nothing is held back."""
         if self.stopped is not None:
             return ""
-        ignored = self._min_tokens - len(self._ids)  # of the ids, so many cannot stop it
+        ignored = self._min_tokens - self._count  # of the ids, so many cannot stop it
         if self._stop and 0 < ignored < len(ids):
             return self.push(ids[:ignored]) + self.push(ids[ignored:], final=final)
-        self._ids.extend(ids)
-        text = self._pending + self._new_text(final)
+        self._count += len(ids)
+        text = self._pending + self._new_text(ids) + (self._rest() if final else "")
         self._pending = ""
-        if not self._stop or len(self._ids) <= self._min_tokens:
+        if not self._stop or self._count <= self._min_tokens:
             return text
         return self._cut(text, final)
 
-    def _new_text(self, final: bool) -> str:
-        known = self._decode(self._ids[self._prefix : self._read])
-        whole = self._decode(self._ids[self._prefix :])
-        if whole.endswith(_REPLACEMENT) and not final:
-            return ""
-        if len(whole) <= len(known) and not final:
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
+    def _new_text(self, ids: Sequence[int]) -> str:
+        if self._skip:
+            ids = [token for token in ids if token not in self._tokenizer.special_ids]
+        taken, text = self._plain_text(ids) if len(ids) > 1 else (0, "")
+        for token in ids[taken:]:
+            text += self._next_text(token)
+        return text
+
+    def _plain_text(self, ids: Sequence[int]) -> tuple[int, str]:
+        """How many of the ids can be taken at once, and their text: all of it certain, the last two have some alone.
+
+        Taken one by one they would then leave just the last as context, too.
+        """
+        plain = (end for end in range(len(ids), 1, -1) if self._is_plain(ids[end - 1]) and self._is_plain(ids[end - 2]))
+        end = next(plain, 0)
+        whole = self._decode([*self._context, *self._held, *ids[:end]]) if end else _REPLACEMENT
+        if _REPLACEMENT in whole:
+            return 0, ""
+        text = whole[len(self._known) :]
+        self._follow([ids[end - 1]])
+        return end, text
+
+    def _is_plain(self, token: int) -> bool:
+        text = self._decode([token])
+        return bool(text) and _REPLACEMENT not in text
+
+    def _next_text(self, token: int) -> str:
+        self._held.append(token)
+        known, whole = self._looked_at()
+        if len(whole) <= len(known) or whole.endswith(_REPLACEMENT):
+            return self._old_text(known, whole) if len(self._held) > _HELD else ""
+        self._follow(self._held)
         return whole[len(known) :]
 
-    def _decode(self, ids: list[int]) -> str:
+    def _rest(self) -> str:
+        """What is held back."""
+        known, whole = self._looked_at()
+        self._follow(self._held)
+        return whole[len(known) :]
+
+    def _looked_at(self) -> tuple[str, str]:
+        """The text of what is held, and what of its beginning was sent before."""
+        whole = self._decode([*self._context, *self._held])
+        if _REPLACEMENT in whole and not whole.startswith(self._known):
+            # Byte fallback spoils a whole run of bytes for a wrong one, and these were text already.
+            return "", self._decode(self._held)
+        return self._known, whole
+
+    def _old_text(self, known: str, whole: str) -> str:
+        """Of what is held, the text that nothing to come can change: no character is longer than its last tokens."""
+        held, context = self._held, self._context if known else []
+        for end in range(len(held) - _CHARACTER + 1, 0, -1):
+            text = self._decode([*context, *held[:end]])
+            if len(text) >= len(known) and whole.startswith(text):
+                if len(text) > len(known):
+                    self._follow(held[:end])
+                self._held = held[end:]
+                return text[len(known) :]
+        last = self._decode(held[-_CHARACTER:])
+        if not (last.endswith(_REPLACEMENT) and whole.endswith(_REPLACEMENT)):
+            self._follow(held)
+            return whole[len(known) :]
+        # Each token ends amid a character.
+        self._context, self._held, self._known = [], held[-_CHARACTER:], last[:-1]
+        return whole[len(known) : -1]
+
+    def _follow(self, ids: list[int]) -> None:
+        """These have become text, and nothing is held back."""
+        known = self._decode(ids)
+        if known:
+            self._context, self._known = ids, known
+        else:  # a blank that the decoder strips where a text begins
+            self._context = [*self._context, *ids][-_HELD:]
+            self._known = self._decode(self._context)
+        self._held = []
+
+    def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _cut(self, text: str, final: bool) -> str:

@@ -114,25 +114,42 @@ def test_policy_and_the_front_import_no_torch() -> None:
     assert imported_by(", ".join(NO_TORCH), {"torch", "transformers", "ray"}) == set()
 
 
-def test_the_engine_needs_neither_web_nor_ray() -> None:
-    assert imported_by("model.engine.llm, model.engine.thread", {*WEB, "torch"}) == {"torch"}
+# What torch comes with, in one process, as torch takes seconds: the names that are loaded after each step.
+WITH_TORCH = """
+import sys
+import model.engine.llm, model.engine.thread
+print(*sys.modules)
+import loadtest.bench.gpu
+print(*sys.modules)
+from loadtest.bench.models import CONFIGS
+from model.attention.sdpa import SdpaBackend
+from model.families import config_from_raw
+from model.loader import build_model
+build_model(config_from_raw({**CONFIGS["N1"]}, None), SdpaBackend())
+print(*sys.modules)
+"""
 
 
-def test_loading_a_model_does_not_load_torchs_compiler() -> None:
+@pytest.fixture(scope="module")
+def with_torch() -> list[set[str]]:
+    """Modules of the engine; of the GPU bench too; and of both when a model has been built."""
+    done = subprocess.run([sys.executable, "-c", WITH_TORCH], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+def test_the_engine_needs_neither_web_nor_ray(with_torch: list[set[str]]) -> None:
+    assert with_torch[0] & {*WEB, "torch"} == {"torch"}
+
+
+def test_a_bare_gpu_machine_runs_the_gpu_bench(with_torch: list[set[str]]) -> None:
+    absent = {*WEB, "PIL", "msgspec", "llguidance", "rich", "httpx"} - {"loadtest"}
+    assert with_torch[1] & {*absent, "torch"} == {"torch"}
+
+
+def test_loading_a_model_does_not_load_torchs_compiler(with_torch: list[set[str]]) -> None:
     """It takes seconds, and importing torch alone does not do it."""
-    build = "build_model(config_from_raw({**CONFIGS['N1']}, None), SdpaBackend())"
-    code = (
-        "import sys; from loadtest.bench.models import CONFIGS; from model.attention.sdpa import SdpaBackend;"
-        f"from model.families import config_from_raw; from model.loader import build_model; {build};"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_a_bare_gpu_machine_runs_the_gpu_bench() -> None:
-    absent = {*WEB, "PIL", "msgspec", "llguidance", "rich", "httpx"}
-    assert imported_by("loadtest.bench.gpu", {*absent, "torch"} - {"loadtest"}) == {"torch"}
+    assert "torch.nn" in with_torch[2]
+    assert "torch._dynamo" not in with_torch[2]
 
 
 def test_control_the_reader_sees_imports_inside_functions(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from model.config import ConfigError
 from model.engine.admission import Admission
-from model.engine.errors import EngineDeadError
+from model.engine.errors import EngineDeadError, EngineGoneError
 from model.engine.protocol import Abort, Commands, Events, ModelSpec
 from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.engine.streams import GenerationStream
@@ -115,7 +115,7 @@ class AsyncEngine:
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Accept all requests (of one model) or none.
 
-        Raises `QueueFullError` or `EngineDeadError` at once; nothing has been computed then.
+        Raises `QueueFullError` or `EngineGoneError` at once; nothing has been computed then.
         """
         self._check_alive()
         model = requests[0].model
@@ -200,7 +200,7 @@ class AsyncEngine:
 
     def _check_alive(self) -> None:
         if self._reason:
-            raise EngineDeadError(self._reason)
+            raise EngineGoneError(self._reason)
 
     def _hangs(self) -> str:
         """In what words; empty while the loop gives signs, and while there is none that should."""
@@ -278,11 +278,11 @@ class AsyncEngine:
         self._reason = "loading models"
         self._started = asyncio.get_running_loop().create_future()
         self._transport = self._new_transport()
-        await self._transport.start(self._on_events, self._on_lost)
-        self._transport.send(Commands(load=self._specs))
         try:
+            await self._transport.start(self._on_events, self._on_lost)
+            self._transport.send(Commands(load=self._specs))
             await self._started
-        except (ConfigError, EngineDeadError) as error:
+        except Exception as error:  # a system without descriptors or memory for a process among them
             self._reason = str(error)
             await self._transport.close()
             raise
@@ -296,7 +296,7 @@ class AsyncEngine:
             self._restarts += 1
             try:
                 await self._start_transport()
-            except (ConfigError, EngineDeadError) as error:
+            except Exception as error:
                 logger.error("the engine did not start again: %s", error)
             else:
                 logger.info("the engine runs again")

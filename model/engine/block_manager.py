@@ -74,9 +74,11 @@ class BlockManager:
             self._cached.pop(block, None)
             self._counts[block] += 1
         sequence.block_table.extend(found)
-        sequence.num_computed_tokens = sequence.num_cached_tokens = len(found) * self.block_size
-        self.num_queried_tokens += sequence.num_tokens
-        self.num_hit_tokens += sequence.num_cached_tokens
+        sequence.num_computed_tokens = len(found) * self.block_size
+        if sequence.scheduled_time is None and sequence.reuses_prefix:  # else it finds what it has computed itself
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_queried_tokens += sequence.num_prompt_tokens
+            self.num_hit_tokens += sequence.num_cached_tokens
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> dict[int, int]:
         """Extend the sequence's tables to hold `num_tokens` more computed tokens and its source.

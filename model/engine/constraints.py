@@ -43,7 +43,7 @@ def allowed_tokens(sequence: Sequence, banned: Iterable[int]) -> Mask | None:
     if sequence.matcher is None:
         return None
     may_stop = sequence.num_output_tokens >= sequence.params.min_tokens
-    allowed = sequence.matcher.allowed(sequence.stop_token_ids, may_stop=may_stop)
+    allowed = sequence.matcher.allowed(may_stop=may_stop)
     left = allowed.copy()
     left[list(banned)] = False
     return left if left.any() else allowed

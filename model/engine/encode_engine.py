@@ -18,6 +18,7 @@ from torch import Tensor
 from model.config import ImageConfig
 from model.engine.faults import in_parts
 from model.engine.model_runner import packed_input
+from model.engine.pacing import Pacing
 from model.engine.stats import StepStats
 from model.images import ImageProcessing
 from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
@@ -48,6 +49,7 @@ class EncodeEngine:
         self.normalize = normalize
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
+        self._pacing = Pacing()
 
     @property
     def has_work(self) -> bool:
@@ -81,25 +83,25 @@ class EncodeEngine:
                 outputs.append(
                     EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
                 )
-        tokens = sum(map(self._length, batch))
-        return outputs, StepStats(self.name, "encode", time.monotonic() - began, tokens, len(batch))
+        tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
+        self._pacing.observe(seconds, 0, tokens)
+        return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch))
 
     def _next_batch(self, now: float) -> tuple[list[EncodeRequest], list[EncodeOutput]]:
-        """Inputs from the front within the budget (at least one), and those whose deadline has passed."""
+        """Inputs from the front within the budget (at least one), and all those whose deadline has passed."""
         batch: list[EncodeRequest] = []
-        late: list[EncodeOutput] = []
-        budget = self.max_num_batched_tokens
+        late = [r for r in self._waiting if r.deadline is not None and r.deadline <= now]
+        if late:
+            self._waiting = deque(r for r in self._waiting if r.deadline is None or r.deadline > now)
+        budget, most = self.max_num_batched_tokens, self._pacing.most_tokens
+        if most is not None:
+            budget = min(budget, most)
         while self._waiting and len(batch) < self.max_num_seqs:
-            request = self._waiting[0]
-            if request.deadline is not None and request.deadline <= now:
-                late.append(EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE))
-            elif batch and self._length(request) > budget:
+            if batch and self._length(self._waiting[0]) > budget:
                 break
-            else:
-                batch.append(request)
-                budget -= self._length(request)
-            self._waiting.popleft()
-        return batch, late
+            batch.append(self._waiting.popleft())
+            budget -= self._length(batch[-1])
+        return batch, [EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE) for request in late]
 
     def _length(self, request: EncodeRequest) -> int:
         image = self.model.config.image

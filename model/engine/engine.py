@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from model.config import ConfigError
 from model.engine.block_manager import BlockManager
 from model.engine.faults import in_parts
-from model.engine.pacing import Pacing
+from model.engine.pacing import FIRST_TOKENS, Pacing
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.sequence import AWAITED, Beams, Sequence
 from model.engine.stats import EngineStats, StepStats
@@ -136,8 +136,7 @@ class Engine:
         if self._flight is not None and not self._flight.may_be_followed:
             stats = self._land(outputs)
         began = time.monotonic()
-        limit = self.pacing.prompt_limit(len(self.scheduler.waiting)) if self.pacing is not None else None
-        scheduled = self.scheduler.schedule(limit)
+        scheduled = self._schedule()
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
@@ -148,6 +147,12 @@ class Engine:
         else:
             stats = self._compute(scheduled, began, outputs)
         return outputs, stats
+
+    def _schedule(self) -> SchedulerOutput:
+        if self.pacing is None:
+            return self.scheduler.schedule()
+        limit, most = self.pacing.prompt_limit(len(self.scheduler.waiting)), self.pacing.most_tokens
+        return self.scheduler.schedule(limit, FIRST_TOKENS if most is None else most)
 
     def _compute(self, scheduled: SchedulerOutput, began: float, outputs: list[TokenOutput]) -> StepStats:
         """A step from its beginning to its end."""
@@ -317,7 +322,7 @@ class Engine:
         for prepared, sequences in done:
             waiting = [sequence for sequence in sequences if not sequence.finished]
             try:
-                matcher = prepared.result()
+                matcher = prepared.result().ended_by(sequences[0].stop_token_ids)
             except (GrammarError, ConfigError) as error:
                 outputs += self._end_all(waiting, FinishReason.ERROR, str(error))
                 continue

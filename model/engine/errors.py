@@ -2,7 +2,8 @@
 
 EngineError
 |- QueueFullError    refused now: nothing was computed, try again after `retry_after_s`
-`- EngineDeadError   the engine failed while the request was in it, or is gone
+`- EngineDeadError   the engine failed while the request was in it
+   `- EngineGoneError  it was gone before: nothing was computed
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class QueueFullError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine ended or broke; whoever waited on it is told so at once."""
+
+
+class EngineGoneError(EngineDeadError):
+    """There is no engine at the moment: refused now, as by a full queue."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from model.engine.decode_graph import CudaRecorder, DecodeGraphs
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
 from model.engine.matching import Grammars
+from model.engine.memory import available_memory
 from model.engine.model_runner import ModelRunner
 from model.engine.pacing import Pacing
 from model.engine.protocol import ModelSpec
@@ -307,8 +307,7 @@ def _pool_memory(engine: EngineConfig, model: Transformer, device: torch.device)
     if device.type == "cuda":
         gpus = [torch.cuda.mem_get_info(device), *(model.memory if isinstance(model, LeadingTransformer) else ())]
         return max(0, min(int(free - total * (1 - engine.gpu_memory_utilization)) for free, total in gpus))
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_DEFAULT_CPU_POOL, available // 4) // engine.tensor_parallel_size
+    return min(_DEFAULT_CPU_POOL, available_memory() // 4) // engine.tensor_parallel_size
 
 
 def _info(

@@ -82,17 +82,34 @@ class _Words:
 
 
 class Matcher:
-    """Where one output stands in its grammar."""
+    """Where one output stands in its grammar. The stop ids that end it are no text of it."""
 
-    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, *, begun: bool = False) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        matcher: llguidance.LLMatcher,
+        stop_token_ids: Iterable[int] = (),
+        *,
+        begun: bool = False,
+    ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
+        self._stops = list(stop_token_ids)
         self._begun = begun
         self._next: tuple[Mask, bool] | None = None
 
     def fork(self) -> Matcher:
         """The same, to go on from here in another way."""
-        return Matcher(self._vocabulary, self._matcher.deep_copy(), begun=self._begun)
+        copy = Matcher(self._vocabulary, self._matcher.deep_copy(), self._stops, begun=self._begun)
+        copy._next = self._next
+        return copy
+
+    def ended_by(self, stop_token_ids: Iterable[int]) -> Matcher:
+        """The same for an output that these end; raises `GrammarError` where it cannot begin."""
+        found = Matcher(self._vocabulary, self._matcher.deep_copy(), stop_token_ids, begun=self._begun)
+        if found.is_exhausted:
+            raise GrammarError("only the empty output would match" if found.is_complete else found.failure)
+        return found
 
     def accept(self, token_id: int) -> None:
         """Take a token that was allowed."""
@@ -105,14 +122,13 @@ class Matcher:
         """Which tokens go on with the text, `[V]`; not to be written to."""
         return self._state()[0]
 
-    def allowed(self, stop_token_ids: Iterable[int], *, may_stop: bool) -> Mask:
-        """`tokens` and, where the output is complete, what ends it: stop ids are no text of it.
+    def allowed(self, *, may_stop: bool) -> Mask:
+        """`tokens` and, where the output is complete, what ends it.
 
         Before it may stop it ends only when nothing can follow.
         """
-        stops = list(stop_token_ids)
         allowed = self.tokens.copy()
-        allowed[stops] = self.is_complete and (may_stop or self.is_exhausted)
+        allowed[self._stops] = self.is_complete and (may_stop or self.is_exhausted)
         return allowed
 
     @property
@@ -142,6 +158,7 @@ class Matcher:
                 bits[:] = 0
             found = np.unpackbits(bits, bitorder="little").view(np.bool_)
             text = found[: vocabulary.size] if self._begun else found[vocabulary.first_ids]
+            text[self._stops] = False
             self._next = text, bool(found[vocabulary.end])
         return self._next
 
@@ -153,10 +170,7 @@ def compiled(grammar: str, vocabulary: Vocabulary) -> Matcher:
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise GrammarError(_reason(matcher.get_error()))
-    found = Matcher(vocabulary, matcher)
-    if found.is_exhausted:
-        raise GrammarError("only the empty output would match" if found.is_complete else found.failure)
-    return found
+    return Matcher(vocabulary, matcher).ended_by(())
 
 
 def _reason(error: str) -> str:

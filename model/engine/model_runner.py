@@ -173,7 +173,7 @@ class ModelRunner:
         arriving = Fetched(tokens)
         logprobs: dict[int, TokenLogprob] = {}
         if wanted:
-            at = self._tensor(wanted)
+            at = self._tensor(wanted) if len(wanted) < len(rows) else slice(None)
             tops = [steps[i].sequence.params.logprobs or 0 for i in wanted]
             logprobs = dict(zip(wanted, logprobs_of(logits[at], tokens[at], tops), strict=True))
         forced = [row.forced_token_id is not None for row in rows]
@@ -187,7 +187,9 @@ class ModelRunner:
         if not beams:
             return {}
         counts = [s.beams.search.num_candidates for i in beams if (s := steps[i].sequence).beams is not None]
-        found = likeliest(logits[self._tensor(beams)], [rows[i] for i in beams], counts)
+        if len(beams) < len(rows):
+            logits = logits[self._tensor(beams)]
+        found = likeliest(logits, [rows[i] for i in beams], counts)
         return dict(zip(beams, found, strict=True))
 
     def _sampling_row(self, step: ScheduledSequence) -> SamplingRow:

@@ -4,13 +4,19 @@ A stream's next token comes when the step ends, so a long prompt is cut to piece
 times what it lasts without any; with a queue behind it some more, because a batch that is kept small for the sake of
 its pace lets the queue grow. Both costs are measured on the running engine: seconds of a step that only decodes, and
 seconds that each prompt token adds. When every step has had prompts for a while, one is left without, to measure what
-decoding alone costs now. Without running decodes nothing is held back.
+decoding alone costs now.
+
+Without running decodes prompts get all that they want, but for one bound: what they add to a step lasts
+`LONGEST_SECONDS` at most. Who cancels, and whose deadline has passed, is looked at between steps, and an engine that is
+silent for long is taken for one that hangs.
 """
 
 from __future__ import annotations
 
 STRETCH = 2.0
 MOST_STRETCH = 8.0
+LONGEST_SECONDS = 2.0
+FIRST_TOKENS = 256  # for prompts while nothing is known
 _WAITING_PER_STRETCH = 8  # so many waiting sequences are worth another decode's time
 _WEIGHT = 0.2  # of the newest measurement
 _RARE_WEIGHT = 0.5  # of one that had to be asked for
@@ -36,6 +42,13 @@ class Pacing:
         spare = (stretch - 1.0) * self._decode_seconds
         return max(_LEAST_TOKENS, int(spare / max(self._seconds_per_prompt_token, 1e-9)))
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Prompt tokens, sources' included, for a step, whatever else is in it; None while nothing is known."""
+        if self._seconds_per_prompt_token is None:
+            return None
+        return max(_LEAST_TOKENS, int(LONGEST_SECONDS / max(self._seconds_per_prompt_token, 1e-9)))
+
     def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
         """A step of `seconds` with so many sequences that decoded and so many other tokens."""
         if num_prompt_tokens == 0:
@@ -44,7 +57,7 @@ class Pacing:
             self._unmeasured = 0
             return
         self._unmeasured += bool(num_decodes)
-        if num_prompt_tokens >= _LEAST_TOKENS:
+        if num_prompt_tokens >= _LEAST_TOKENS // 2:  # of the least limit a prompt with others behind it takes half
             base = self._decode_seconds or 0.0 if num_decodes else 0.0
             each = max(seconds - base, 0.0) / num_prompt_tokens
             self._seconds_per_prompt_token = _mean(self._seconds_per_prompt_token, each, _WEIGHT)

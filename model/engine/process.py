@@ -22,6 +22,8 @@ import msgspec
 from model.engine.protocol import Commands, Events
 from model.engine.sockets import HEADER, FrameSocket, describe_exit, ignore_signals, start_child
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_SECONDS = 5.0  # a child that was told to close gets so long
 
 
@@ -30,12 +32,13 @@ class SocketChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._frames = FrameSocket(connection)
+        self._readable = select.poll()  # select itself knows only descriptors below 1024
+        self._readable.register(connection, select.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Commands)
 
     def receive(self, timeout: float) -> Commands | None:
-        readable, _, _ = select.select([self._frames], [], [], timeout)
-        return self._decoder.decode(self._frames.receive()) if readable else None
+        return self._decoder.decode(self._frames.receive()) if self._readable.poll(timeout * 1000) else None
 
     def send(self, events: Events) -> None:
         self._frames.send(self._encoder.encode(events))
@@ -99,6 +102,9 @@ class ProcessTransport:
             assert self._process is not None
             code = await asyncio.to_thread(self._process.wait)
             on_lost(f"the engine process ended {describe_exit(code)}")
+        except Exception as error:  # nothing more would be read, and everybody would wait
+            logger.exception("what the engine said could not be delivered")
+            on_lost(f"what the engine said could not be delivered: {type(error).__name__}")
 
 
 def main() -> None:

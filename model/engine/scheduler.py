@@ -87,18 +87,22 @@ class Scheduler:
         queue.remove(sequence)
         self.block_manager.free(sequence)
 
-    def schedule(self, prompt_limit: int | None = None) -> SchedulerOutput:
+    def schedule(self, prompt_limit: int | None = None, most_tokens: int | None = None) -> SchedulerOutput:
         """The next step; every sequence in it has its blocks. Empty only if nothing can run.
 
-        While sequences decode, prompts take at most `prompt_limit` tokens together (`model.engine.pacing`).
+        While sequences decode, prompts take at most `prompt_limit` tokens together. They and sources take at most
+        `most_tokens` each in any step, but for a token of each and a single source (`model.engine.pacing`).
         """
         output = SchedulerOutput()
-        budget, preempted = self._schedule_running(output, prompt_limit)
+        most = self.max_num_batched_tokens
+        if most_tokens is not None:
+            most = min(most, max(most_tokens, self.max_num_seqs))
+        budget, preempted = self._schedule_running(output, prompt_limit, most)
         if not preempted:
-            self._admit(output, budget)
+            self._admit(output, budget, most)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, prompt_limit: int | None) -> tuple[int, bool]:
+    def _schedule_running(self, output: SchedulerOutput, prompt_limit: int | None, most: int) -> tuple[int, bool]:
         """Continue what runs, oldest first; returns the budget left and whether someone was preempted.
 
         A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
@@ -106,7 +110,7 @@ class Scheduler:
         before = self.num_preemptions
         uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
         decoding = uncomputed.count(1)  # one token kept for each of them
-        budget = self.max_num_batched_tokens
+        budget = min(self.max_num_batched_tokens, decoding + most)
         if decoding and prompt_limit is not None:
             budget = min(budget, decoding + prompt_limit)
         contested = bool(self.waiting) or sum(left > 1 for left in uncomputed) > 1
@@ -144,17 +148,18 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, output: SchedulerOutput, budget: int) -> None:
+    def _admit(self, output: SchedulerOutput, budget: int, most: int) -> None:
         """Start waiting sequences in order until one does not fit."""
-        source_budget = self.max_num_batched_tokens  # of its own: a long source must not wait for an idle decoder
+        source_budget = most  # of its own: a long source must not wait for an idle decoder
         places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
         for sequence in list(self.waiting):
             if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
             places -= sum(one.width for one in together)
+            begun = source_budget < most  # a source is never split: the first goes, however long
             source_budget -= len(sequence.source_ids)
-            if places < 0 or budget < len(together) or source_budget < 0 or not self._fit(together):
+            if places < 0 or budget < len(together) or not self._fit(together) or (begun and source_budget < 0):
                 return
             for number, one in enumerate(together):
                 self.waiting.remove(one)

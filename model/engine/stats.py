@@ -67,6 +67,10 @@ class ModelInfo:
     tensor_parallel_size: int = 1
     versions: dict[str, str] = field(default_factory=dict)
 
+    def blocks_for(self, sequences: int, length: int, *, source: int = 0) -> int:
+        """Of the KV pool, for sequences of `length` tokens each and the `source` that all of them read."""
+        return sequences * -(-length // self.block_size) - (-source // self.block_size)
+
 
 @dataclass(slots=True)
 class Health:

@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {
 def family_of(raw: dict[str, Any]) -> Family:
     """The table for a raw config.json; raises `ConfigError` naming the type and those that are served."""
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not served; served are {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
 
@@ -36,7 +36,9 @@ def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -
         config = replace(config, generation=generation_rules(settings))
     except KeyError as error:
         raise ConfigError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}") from None
-    except (TypeError, ZeroDivisionError) as error:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ConfigError(f"config.json of a {raw['model_type']} has a value of the wrong kind: {error}") from None
     settings.refuse_unread()
     return config

@@ -103,7 +103,7 @@ def config(
 
 def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Its positions count from the padding id + 1, in sinusoids that end at exactly 10000."""
-    raw = raw.otherwise(pad_token_id=1)
+    raw = raw.otherwise(pad_token_id=1, scale_embedding=True, activation_function="relu")
     offset = raw["pad_token_id"] + 1
     return config(raw, names, offset=offset, inclusive=True, pre_norm=True, head_bias=False)
 

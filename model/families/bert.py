@@ -68,7 +68,7 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
-    width = raw.get("embedding_size", raw["hidden_size"])
+    width = raw.get("embedding_size", 128)
     return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False)
 
 

@@ -9,6 +9,7 @@ from model.families.common import affine
 from model.settings import Settings
 from model.weights import ClassifierTable, WeightRule
 
+_MOST_LABELS = 1_000_000  # a number beyond is a mistake, and would be counted up to
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
@@ -60,7 +61,10 @@ def _labels(raw: Settings) -> tuple[str, ...]:
     names = raw.get("id2label")
     if names:
         return tuple(str(names[key]) for key in sorted(names, key=int))
-    return tuple(f"LABEL_{i}" for i in range(raw.get("num_labels", 2)))
+    count = raw.get("num_labels", 2)
+    if not 0 < count <= _MOST_LABELS:
+        raise ConfigError(f"num_labels must be from 1 to {_MOST_LABELS}, found {count}")
+    return tuple(f"LABEL_{i}" for i in range(count))
 
 
 def classifier_rules(config: ModelConfig) -> Iterator[WeightRule]:

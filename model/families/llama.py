@@ -75,6 +75,7 @@ def _with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(sliding_window=4096, max_position_embeddings=131_072, num_key_value_heads=8)
     return _with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
@@ -89,20 +90,23 @@ def _full_attention(raw: Settings) -> None:
 
 def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     _full_attention(raw)
+    raw = raw.otherwise(max_position_embeddings=32_768)
     return _with_attention(config(raw, names), qkv_bias=True, out_bias=False)
 
 
 def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     _full_attention(raw)
-    return _with_attention(config(raw.otherwise(head_dim=128), names), qk_norm=True)
+    return _with_attention(config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names), qk_norm=True)
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw.get("original_max_position_embeddings")  # for rope types that `rotary` refuses
+    raw = raw.otherwise(max_position_embeddings=4096, rms_norm_eps=1e-5)
     return _with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
 def gemma(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(max_position_embeddings=8192)
     act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
     # The first folders say "gelu" and mean the tanh approximation, as the reference library has it.
     base = config(raw.but(hidden_act="gelu_pytorch_tanh" if act == "gelu" else act, head_dim=raw["head_dim"]), names)

@@ -23,6 +23,8 @@ _KNOWN = {
 def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 10_000.0) -> RotaryConfig:
     """The rotary settings of a raw config.json; `share` of a head turns where the folder does not say."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"rope settings must be an object, found {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _KNOWN:
         raise ConfigError(f"rope type {kind!r} is not served; served are {', '.join(_KNOWN)}")
@@ -35,10 +37,10 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
     if kind == "default":
         return RotaryConfig(dim, theta)
     longest = raw["max_position_embeddings"]
-    factor = scaling.get("factor")
     original = scaling.get("original_max_position_embeddings") or longest
+    factor = scaling.get("factor")
     if factor is None:
-        factor = longest / original
+        raise ConfigError(f"rope type {kind!r} lacks its factor")
     return RotaryConfig(
         dim,
         theta,

@@ -27,7 +27,7 @@ from model.weights import Family, WeightRule
 def _stack(raw: Settings, side: str) -> StackConfig:
     decoder = side == "decoder"
     heads = raw["num_heads"]
-    projection = raw.get("feed_forward_proj", "relu")
+    projection = raw.get("feed_forward_proj", "relu" if raw["model_type"] == "t5" else "gated-gelu")
     gated = projection.startswith("gated-")
     name = projection.removeprefix("gated-")
     act = {"act": "gelu_new" if gated and name == "gelu" else name}  # gated-gelu means the tanh approximation

@@ -16,6 +16,8 @@
 #endif
 #define PARTS (PANEL / LANES) /* registers that the outputs of a panel fill */
 #define L2_BYTES 524288 /* of weights that are used for all rows before the next */
+#define LINE 64         /* bytes that memory gives at once, and that a step in k takes of a panel */
+#define AHEAD (8 * LINE)
 
 #if defined(__AVX512BF16__)
 #define HAS_BF16_DOT 1
@@ -62,9 +64,29 @@ typedef vec Sums[ROWS][PANELS * PARTS];
 /* Where register j's weights are from the first's, at `step` elements an output, panels being `panel` apart. */
 INLINE int64_t at_part(int j, int64_t panel, int step) { return j / PARTS * panel + j % PARTS * LANES * step; }
 
+/* Where weights are, in bytes. */
+typedef struct {
+    const char *end; /* of the block's first panel */
+    int64_t panel;   /* from one panel to the next */
+} Place;
+
+/* Asks memory for weights a little before they are wanted: the block's panels, and towards their end what follows the
+ * last of them. */
+INLINE void fetch(int mr, int panels, const void *weights, Place place) {
+    const char *line = (const char *)weights + AHEAD;
+    if (line >= place.end) line += (panels - 1) * place.panel;
+#pragma GCC unroll 4
+    for (int j = 0; j < panels; j++, line += place.panel) {
+        if (mr > 2) __builtin_prefetch(line, 0, 3);
+        else __builtin_prefetch(line, 0, 2); /* a row or two are through before a line is there */
+    }
+}
+
 /* Sums over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
-INLINE void block_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count, Sums acc) {
+INLINE void block_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count,
+                      int cold, Place place, Sums acc) {
     for (int64_t k = 0; k < count; k++, b += PANEL) {
+        if (cold) fetch(mr, nv / PARTS, b, place);
         vec w[PANELS * PARTS];
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) w[j] = load(b + at_part(j, panel, 1));
@@ -78,8 +100,9 @@ INLINE void block_f32(int mr, int nv, const float *const *a, const float *b, int
 }
 
 INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
-                      Sums acc) {
+                      int cold, Place place, Sums acc) {
     for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL) {
+        if (cold) fetch(mr, nv / PARTS, b, place);
         uvec w[PANELS * PARTS];
 #pragma GCC unroll 4
         for (int j = 0; j < nv; j++) memcpy(w + j, b + at_part(j, panel, 2), sizeof *w);
@@ -118,8 +141,9 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 
 /* Integer sums in the bits of acc. */
 INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
-                      Sums acc) {
+                      int cold, Place place, Sums acc) {
     for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL) {
+        if (cold) fetch(mr, nv / PARTS, b, place);
         ivec w[PANELS * PARTS];
 #if !HAS_INT8_DOT
         ivec odd[PANELS * PARTS]; /* bytes 1 and 3 of each four, w keeping 0 and 2 */
@@ -148,15 +172,13 @@ INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, in
     }
 }
 
-INLINE void activate_all(int kind, int count, int registers, vec *sums, int64_t stride) {
-    for (int i = 0; i < count; i++)
-        for (int j = 0; j < registers; j++) sums[i * stride + j] = activate(kind, sums[i * stride + j]);
-}
+enum { FLOATS, ADDED, HALVES }; /* outputs: put, added to what is there, or rounded to bf16 and put */
 
 /* Up to LANES outputs to where they belong. */
-INLINE void put(const Target *to, int64_t row, int64_t column, int64_t left, vec sum) {
-    if (to->bf16_rows) {
-        bf16 *out = (bf16 *)to->rows + row * to->stride + column, rest[LANES];
+INLINE void put(const Target *to, int form, int64_t row, int64_t column, int64_t left, vec sum) {
+    int64_t at = row * to->stride + column;
+    if (form == HALVES) {
+        bf16 *out = (bf16 *)to->rows + at, rest[LANES];
         if (left >= LANES) {
             store_bf16(out, sum);
         } else {
@@ -165,13 +187,42 @@ INLINE void put(const Target *to, int64_t row, int64_t column, int64_t left, vec
         }
         return;
     }
-    float *out = (float *)to->rows + row * to->stride + column, rest[LANES];
+    float *out = (float *)to->rows + at, rest[LANES];
     if (left >= LANES) {
-        store(out, to->add ? load(out) + sum : sum);
+        store(out, form == ADDED ? load(out) + sum : sum);
         return;
     }
     store(rest, sum);
-    for (int64_t i = 0; i < left; i++) out[i] = to->add ? out[i] + rest[i] : rest[i];
+    for (int64_t i = 0; i < left; i++) out[i] = form == ADDED ? out[i] + rest[i] : rest[i];
+}
+
+/* Sums of `count` rows, of one activation and one form of outputs, which are constants. */
+INLINE void finish_as(int activation, int form, const Job *job, int64_t row, int count, int64_t column, int registers,
+                      const vec *sums, int64_t stride) {
+    const Linear *m = job->matrix;
+    Target to = job->to; /* a copy: what is stored could be it, for all that the compiler knows */
+    for (int j = 0; j < registers; j++, column += LANES) {
+        vec bias = m->bias ? load(m->bias + column) : splat(-0.0f); /* which changes nothing, not even a zero's sign */
+        int64_t left = m->n - column;
+        if (left >= LANES)
+            for (int i = 0; i < count; i++)
+                put(&to, form, row + i, column, LANES, activate(activation, sums[i * stride + j] + bias));
+        else
+            for (int i = 0; i < count; i++)
+                put(&to, form, row + i, column, left, activate(activation, sums[i * stride + j] + bias));
+    }
+}
+
+INLINE void finish_in(int form, const Job *job, int64_t row, int count, int64_t column, int registers, const vec *sums,
+                      int64_t stride) {
+    switch (job->to.activation) {
+    case RELU: finish_as(RELU, form, job, row, count, column, registers, sums, stride); break;
+    case GELU: finish_as(GELU, form, job, row, count, column, registers, sums, stride); break;
+    case GELU_TANH: finish_as(GELU_TANH, form, job, row, count, column, registers, sums, stride); break;
+    case SILU: finish_as(SILU, form, job, row, count, column, registers, sums, stride); break;
+    case TANH: finish_as(TANH, form, job, row, count, column, registers, sums, stride); break;
+    default: finish_as(NO_ACTIVATION, form, job, row, count, column, registers, sums, stride);
+    }
 }
 
 __attribute__((noinline)) void finish(const Job *job, int64_t row, int count, int64_t column, int registers, vec *sums,
@@ -187,32 +238,36 @@ __attribute__((noinline)) void finish(const Job *job, int64_t row, int count, in
             *sum = __builtin_convertvector((ivec)*sum - 128 * shift, vec) * scale * job->from.scale[row + i];
         }
     }
-    for (int j = 0; m->bias && j < registers; j++) {
-        vec bias = load(m->bias + column + j * LANES);
-        for (int i = 0; i < count; i++) sums[i * stride + j] += bias;
-    }
-    switch (job->to.activation) {
-    case RELU: activate_all(RELU, count, registers, sums, stride); break;
-    case GELU: activate_all(GELU, count, registers, sums, stride); break;
-    case GELU_TANH: activate_all(GELU_TANH, count, registers, sums, stride); break;
-    case SILU: activate_all(SILU, count, registers, sums, stride); break;
-    case TANH: activate_all(TANH, count, registers, sums, stride); break;
-    }
-    Target to = job->to; /* a copy: what is stored could be it, for all that the compiler knows */
-    for (int i = 0; i < count; i++)
-        for (int j = 0; j < registers; j++)
-            put(&to, row + i, column + j * LANES, m->n - column - j * LANES, sums[i * stride + j]);
+    if (job->to.bf16_rows)
+        finish_in(HALVES, job, row, count, column, registers, sums, stride);
+    else if (job->to.add)
+        finish_in(ADDED, job, row, count, column, registers, sums, stride);
+    else
+        finish_in(FLOATS, job, row, count, column, registers, sums, stride);
 }
 
-/* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop). */
+/* Asks for where a block's outputs go, so that they are there when its sums are: these are a few lines of each of many
+ * rows, which no prefetcher of the hardware foresees. */
+INLINE void expect(const Target *to, int mr, int nv, int64_t row, int64_t column) {
+    int64_t size = to->bf16_rows ? 2 : 4;
+    const char *at = (const char *)to->rows + (row * to->stride + column) * size;
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++, at += to->stride * size)
+        for (int64_t byte = 0; byte < nv * PANEL * size; byte += LINE) __builtin_prefetch(at + byte, 1, 3);
+}
+
+/* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop);
+ * cold: they may be in no cache yet. */
 INLINE void block(int dtype, int mr, int nv, const Job *job, int64_t row, int count, int64_t column, int64_t start,
-                  int64_t stop) {
+                  int64_t stop, int cold) {
     const Linear *m = job->matrix;
     int64_t panel = padded_k(dtype, m->k) * PANEL;
     const char *b = (const char *)m->data + (column / PANEL * panel + start * PANEL) * element_bytes(dtype);
+    Place place = {b + (stop - start) * PANEL * element_bytes(dtype), panel * element_bytes(dtype)};
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
     const void *a[ROWS];
     Sums acc;
+    if (mr == ROWS && count == ROWS && stop == m->k) expect(&job->to, mr, nv, row, column);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++) {
         int64_t at = row + (i < count ? i : count - 1);
@@ -222,11 +277,11 @@ INLINE void block(int dtype, int mr, int nv, const Job *job, int64_t row, int co
             acc[i][j] = start ? load(job->scratch + at * PANELS * PANEL + j * LANES) : splat(0.0f);
     }
     if (dtype == F32)
-        block_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, acc);
+        block_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, cold, place, acc);
     else if (dtype == BF16)
-        block_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, acc);
+        block_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, cold, place, acc);
     else
-        block_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, acc);
+        block_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, cold, place, acc);
     Sums done; /* a copy, so that acc stays in registers */
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
@@ -241,17 +296,18 @@ INLINE void block(int dtype, int mr, int nv, const Job *job, int64_t row, int co
 }
 
 INLINE void blocks(int dtype, int nv, const Job *job, int64_t rows, int64_t column, int64_t start, int64_t stop) {
-    int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop);
+    int64_t row = 0; /* the first block brings the weights for all others; of few rows it is the one below */
+    if (rows >= ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop, 1), row += ROWS;
+    for (; row + ROWS <= rows; row += ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop, 0);
     int left = (int)(rows - row);
     if (left > 4)
-        block(dtype, ROWS, nv, job, row, left, column, start, stop);
+        block(dtype, ROWS, nv, job, row, left, column, start, stop, 1);
     else if (left > 2)
-        block(dtype, 4, nv, job, row, left, column, start, stop);
+        block(dtype, 4, nv, job, row, left, column, start, stop, 1);
     else if (left == 2)
-        block(dtype, 2, nv, job, row, left, column, start, stop);
+        block(dtype, 2, nv, job, row, left, column, start, stop, 1);
     else if (left == 1)
-        block(dtype, 1, nv, job, row, left, column, start, stop);
+        block(dtype, 1, nv, job, row, left, column, start, stop, 1);
 }
 
 INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {

@@ -155,7 +155,7 @@ class Library:
         self._scratch = threading.local()
         for name in ("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes", "features", "start_tiles"):
             getattr(functions, name).restype = c_int64
-        for name in ("run_stack", "run_linear", "run_attention"):
+        for name in ("run_stack", "run_linear", "run_attention", "rank_rows"):
             getattr(functions, name).restype = None
         started = functions.start_tiles()
         self.tiles = bool(started == 1)
@@ -211,6 +211,20 @@ class Library:
             threads,
         )
 
+    def run_ranking(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of float32 rows `[B, V]` the `count` highest in order, their places, `[B, count]`, and log sum exp, `[B, 1]`.
+
+        A mass is NaN where a row has a NaN or nothing finite; what else is said of that row means nothing.
+        """
+        rows, size = logits.shape
+        values = torch.empty(rows, count)
+        tokens = torch.empty(rows, count, dtype=torch.int64)
+        mass = torch.empty(rows, 1)
+        sizes = (c_int64(rows), c_int64(size), c_int64(count))
+        threads = c_int64(torch.get_num_threads())
+        self._functions.rank_rows(_at(logits), *sizes, _at(values), _at(tokens), _at(mass), threads)
+        return values, tokens, mass
+
     def _scratch_of(self, needed: int) -> c_void_p:
         found: Tensor | None = getattr(self._scratch, "tensor", None)
         if found is None or found.numel() < needed:
@@ -237,3 +251,9 @@ def native() -> Library | str:
         except OSError as error:
             logger.warning("the library %s does not load: %s", built.origin, error)
     return "the compiled library does not load"
+
+
+def loaded() -> Library | None:
+    """The library if this process has it already: what can do without it makes nobody wait for a compiler."""
+    found = native() if native.cache_info().currsize else None
+    return found if isinstance(found, Library) else None

@@ -5,7 +5,6 @@
 #define BLOCK_ROWS 32 /* queries whose scores stay near */
 #define TASK_ROWS 256 /* queries for which keys are packed again, so that threads can share a long segment */
 
-
 typedef struct {
     const AttentionShape *shape;
     Operand queries;

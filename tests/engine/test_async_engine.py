@@ -12,7 +12,7 @@ from model.config import ConfigError
 from model.engine import async_engine
 from model.engine.async_engine import AsyncEngine
 from model.engine.config import EngineConfig
-from model.engine.errors import EngineDeadError, QueueFullError
+from model.engine.errors import EngineDeadError, EngineGoneError, QueueFullError
 from model.engine.protocol import ModelSpec
 from model.engine.thread import ThreadTransport
 from model.request import EncodeRequest, FinishReason
@@ -164,9 +164,9 @@ async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, m
 
 @async_test
 async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait(brake: Brake) -> None:
-    brake.seconds = 0.005  # who reads keeps up
+    brake.seconds = 0.02  # who reads keeps up
     async with served(LLAMA, max_unread_bytes=4096) as engine:
-        unread, read = engine.submit([endless("unread")]), engine.submit([endless("read")])
+        unread, read = engine.submit([endless("unread")]), engine.submit([request(LLAMA, "read", 4, max_tokens=40)])
         reading = asyncio.create_task(collect(read))
         await until(lambda: "unread" not in engine._streams)
         outputs = await collect(unread)
@@ -190,7 +190,7 @@ async def test_whatever_has_been_sent_is_taken_before_the_next_step(brake: Brake
         for at in range(40):
             engine.cancel(f"r{at}")
             await asyncio.sleep(0.001)
-        await until(lambda: idle(engine), 1.0)
+        await until(lambda: idle(engine), 2.0)
         assert {reason for one in streams for reason in ends_of(await collect(one)).values()} == {
             FinishReason.CANCELLED
         }
@@ -249,8 +249,10 @@ async def test_when_nothing_works_all_waiters_fail_at_once_and_the_engine_comes_
         assert all("secret" not in str(failure) for failure in failures)
         health = engine.health()
         assert (health.ready, health.reason != "") == (False, True)
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineGoneError):
             engine.submit([endless("refused")])
+        with pytest.raises(EngineGoneError):
+            await engine.encode([EncodeRequest("refused", LLAMA, prompt(3))])
         assert idle(engine)
         brake.failing, brake.seconds = False, 0.0
         await until(lambda: engine.health().ready)

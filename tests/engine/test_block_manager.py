@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.engine.block_manager import BlockManager
@@ -15,6 +15,7 @@ def sequence(prompt: int, source: int = 0) -> Sequence:
     return Sequence.of(request("r", prompt, source=source), 0, 0, ())
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 40), st.integers(1, 40), st.integers(0, 40))
 def test_a_yes_is_kept_and_a_no_means_too_few(size: int, blocks: int, prompt: int, source: int) -> None:
     manager, one = BlockManager(blocks, size), sequence(prompt, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import GenerationRules
@@ -43,6 +43,7 @@ def test_no_ngram_comes_twice(tokens: tuple[int, ...], size: int, expected: set[
     assert set(banned_tokens(sequence(tokens, no_repeat_ngram_size=size), NONE)) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=15), st.integers(2, 5))
 def test_no_ngram_comes_twice_by_the_definition(tokens: list[int], size: int) -> None:
     def repeats(token: int) -> bool:

@@ -25,7 +25,8 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: 
 
 @cache
 def alone(kind: str, way: str, backend: AttentionBackend) -> dict[str, list[int]]:
-    return {one.request_id: run_alone(kind, one, backend) for one in thirty_two(kind, way)}
+    """Of every third of the thirty-two: of all lengths and places in a batch."""
+    return {one.request_id: run_alone(kind, one, backend) for one in thirty_two(kind, way)[::3]}
 
 
 def run_alone(kind: str, one: Request, backend: AttentionBackend = BACKENDS[-1]) -> list[int]:
@@ -62,7 +63,7 @@ def test_chunked_preempted_and_in_another_order(kind: str, way: str, backend: At
 
 
 def test_each_of_n_draws_its_own_and_the_first_is_that_of_n_1() -> None:
-    one = thirty_two("llama-gqa", "sampled")[5]
+    one = thirty_two("llama-gqa", "sampled")[6]
     run = running("llama-gqa", backend=BACKENDS[-1])
     run.engine.add(replace(one, params=replace(one.params, n=4)))
     run.run()
@@ -72,7 +73,7 @@ def test_each_of_n_draws_its_own_and_the_first_is_that_of_n_1() -> None:
 
 
 def test_control_another_seed_gives_other_tokens() -> None:
-    one = thirty_two("llama-gqa", "sampled")[5]
+    one = thirty_two("llama-gqa", "sampled")[6]
     other = replace(one, params=replace(one.params, seed=12))
     assert run_alone("llama-gqa", other) != alone("llama-gqa", "sampled", BACKENDS[-1])[one.request_id]
 

@@ -141,6 +141,19 @@ def test_deadline_and_abort_end_what_waits() -> None:
     assert not made.has_work
 
 
+def test_a_deadline_is_heard_of_before_the_turn_comes() -> None:
+    made = engine(budget=8, seqs=1)
+    *ahead, last = inputs()
+    for request in (*ahead, replace(last, deadline=time.monotonic() - 1)):
+        made.add(request)
+    outputs, _ = made.step()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [
+        (last.request_id, FinishReason.DEADLINE),
+        (ahead[0].request_id, FinishReason.STOP),
+    ]
+    assert made.num_waiting == len(ahead) - 1
+
+
 def test_packed_input_numbers_each_segment_from_zero() -> None:
     packed = packed_input([(7, 8, 9), (4,), (5, 6)], CPU, causal=False)
     assert packed.input_ids.tolist() == [7, 8, 9, 4, 5, 6]

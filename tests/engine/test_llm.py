@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +12,22 @@ import torch
 
 from model.config import ConfigError
 from model.engine.config import EngineConfig
+from model.engine.errors import EngineDeadError
 from model.engine.llm import LLM
 from model.engine.loading import load, resolve_max_model_len
 from model.engine.protocol import ModelSpec
 from model.request import SamplingParams
 from tests.engine.support import request, running
-from tests.model.checkpoints import copied, loaded, prompt, reference_logits, saved
+from tests.model.checkpoints import VOCAB, copied, loaded, prompt, reference_logits, saved
 from tests.model.texts import bytes_tokenizer
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 SMALL = {"kv_cache_memory": 4 << 20, "device": "cpu", "dtype": "float32"}
+
+
+@cache
+def offline() -> LLM:
+    return LLM(saved("llama").path, EngineConfig(**SMALL))
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "marian"])
@@ -56,6 +64,69 @@ def test_what_never_fits_is_refused_offline() -> None:
     with pytest.raises(ConfigError, match="1 to 64"):
         reader.generate([prompt(65)], SamplingParams())
     assert reader.generate([prompt(64)], SamplingParams(max_tokens=2)) == [""]  # no tokenizer: ids only
+
+
+def test_nothing_of_one_call_is_left_for_the_next() -> None:
+    llm, params = LLM(saved("llama").path, EngineConfig(**SMALL)), SamplingParams(max_tokens=6, ignore_eos=True)
+    wanted = [output.token_ids for _, output in llm.stream([prompt(5)], params)]
+    for _ in llm.stream([prompt(7, 1), prompt(9, 2)], params):
+        break
+    with pytest.raises(ConfigError, match="1 to 127"):
+        llm.generate([prompt(7, 1), prompt(128)], params)
+    assert [output.token_ids for _, output in llm.stream([prompt(5)], params)] == wanted
+    alone = llm.encode([prompt(5)])
+    with pytest.raises(ConfigError, match="found 0"):
+        llm.encode([prompt(7, 1), ()])
+    assert np.array_equal(llm.encode([prompt(5)]), alone)
+
+
+def test_a_prompt_whose_step_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(saved("llama").path, EngineConfig(**SMALL))
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("model.engine.model_runner.ModelRunner.execute", fails)
+        broken.setattr("model.engine.model_runner.ModelRunner.launch", fails)
+        broken.setattr("model.engine.model_runner.ModelRunner.probe", lambda self: None)
+        with pytest.raises(EngineDeadError, match="failed while the prompt was in it"):
+            llm.generate([prompt(5)], SamplingParams(max_tokens=2))
+    assert llm.generate([prompt(5)], SamplingParams(max_tokens=2)) == [""]
+
+
+@pytest.mark.parametrize(
+    ("beams", "tokens", "settings", "message"),
+    [
+        (8, 4, {"max_num_seqs": 4}, "num_beams must be at most 4"),
+        (8, 100, {"kv_cache_memory": 128 << 10}, "8 beams of 105 tokens need 56 blocks of KV cache, of"),
+    ],
+)
+def test_beams_that_never_fit_are_refused_offline(
+    beams: int, tokens: int, settings: dict[str, int], message: str
+) -> None:
+    llm = LLM(saved("llama").path, EngineConfig(**{**SMALL, **settings}))
+    with pytest.raises(ConfigError, match=message):
+        llm.generate([prompt(5)], SamplingParams(max_tokens=tokens, num_beams=beams))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be 1 to"),
+        ({"temperature": float("nan")}, "temperature must be 0 to 100, found nan"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens \(9\) must be at most max_tokens \(8\)"),
+        ({"stop": ("a", "")}, "stop must be no empty text"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias must be -100 to 100"),
+        ({"stop_token_ids": (VOCAB,)}, f"stop_token_ids must be of token ids below {VOCAB}"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias must be of token ids"),
+    ],
+)
+def test_sampling_parameters_are_checked_offline(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offline().generate([prompt(3)], SamplingParams(**asked))
+    assert offline().generate([prompt(3)], SamplingParams(max_tokens=2, temperature=1e-30)) == [""]
 
 
 def test_an_encoder_does_not_generate() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.engine.pacing import STRETCH, Pacing
+from model.engine.pacing import FIRST_TOKENS, LONGEST_SECONDS, STRETCH, Pacing
 from tests.engine.scripted import Harness, expected_tokens
 
 
@@ -23,15 +23,21 @@ def paced(limit: int, **settings: int) -> Harness:
     return harness
 
 
+def measured() -> Pacing:
+    """Of an engine that decodes in 10 ms and takes 0.2 ms for a prompt token."""
+    pacing = Pacing()
+    for _ in range(60):
+        pacing.observe(0.010, 8, 0)
+        pacing.observe(0.010 + 100 * 0.0002, 8, 100)
+    return pacing
+
+
 def test_nothing_is_held_back_before_anything_is_known() -> None:
     assert Pacing().prompt_limit(0) is None
 
 
 def test_the_limit_lets_a_step_last_so_many_times_a_decode() -> None:
-    pacing = Pacing()
-    for _ in range(60):
-        pacing.observe(0.010, 8, 0)
-        pacing.observe(0.010 + 100 * 0.0002, 8, 100)
+    pacing = measured()
     limit = pacing.prompt_limit(0)
     assert limit is not None
     assert 0.010 + limit * 0.0002 == pytest.approx(STRETCH * 0.010, rel=0.05)
@@ -49,12 +55,24 @@ def test_the_limit_follows_what_steps_cost() -> None:
 
 
 def test_a_queue_lets_steps_last_longer_up_to_a_bound() -> None:
-    pacing = Pacing()
-    for _ in range(60):
-        pacing.observe(0.010, 8, 0)
-        pacing.observe(0.010 + 100 * 0.0002, 8, 100)
+    pacing = measured()
     limits = [pacing.prompt_limit(waiting) for waiting in (0, 8, 24, 1000)]
     assert limits == pytest.approx([50, 100, 200, 350], rel=0.05)
+
+
+def test_one_late_step_is_forgotten_where_prompts_share_the_least_limit() -> None:
+    """Of 16 tokens two prompts get 8 and 4, and no step has more while so little is believed to fit."""
+    pacing = measured()
+    known = pacing.prompt_limit(0)
+    pacing.observe(3.0, 8, 100)  # a container that was paused
+    assert pacing.prompt_limit(0) == 16
+    for _ in range(60):
+        limit = pacing.prompt_limit(0)
+        tokens = 0 if limit == 0 else 12 if limit == 16 else limit
+        assert tokens is not None
+        pacing.observe(0.010 + tokens * 0.0002, 8, tokens)
+    assert known is not None
+    assert pacing.prompt_limit(0) in (0, pytest.approx(known, rel=0.1))
 
 
 def test_under_lasting_load_the_cost_of_decoding_is_measured_again() -> None:
@@ -106,6 +124,49 @@ def test_alone_a_prompt_takes_the_whole_budget() -> None:
     harness.add("long", 50, max_tokens=1)
     harness.step()
     assert harness.runner.steps[0].scheduled[0].num_tokens == 50
+
+
+def test_a_step_of_prompts_alone_is_cut_by_time() -> None:
+    pacing = Pacing()
+    assert pacing.most_tokens is None
+    for _ in range(10):
+        pacing.observe(1.0, 0, 200)
+    assert pacing.most_tokens == pytest.approx(200 * LONGEST_SECONDS)
+    for _ in range(10):
+        pacing.observe(100.0, 0, 200)
+    assert pacing.most_tokens == 16
+
+
+def test_on_a_slow_machine_only_the_first_step_outlasts_the_bound() -> None:
+    class Slow(Pacing):
+        def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
+            super().observe(0.1 * (num_decodes + num_prompt_tokens), num_decodes, num_prompt_tokens)
+
+    harness = Harness(budget=512, num_blocks=128, max_num_seqs=4, max_model_len=512)
+    harness.engine.pacing = Slow()
+    long, short = harness.add("long", 300, max_tokens=1), harness.add("short", 60, max_tokens=1)
+    harness.run()
+    first, *others = [step.num_tokens for step in harness.runner.steps]
+    assert first == FIRST_TOKENS
+    assert 0.9 * LONGEST_SECONDS < 0.1 * max(others) <= LONGEST_SECONDS
+    assert harness.tokens("long") == expected_tokens(long)
+    assert harness.tokens("short") == expected_tokens(short)
+
+
+def test_a_long_source_begins_however_slow_the_machine_is_and_alone() -> None:
+    harness = Harness(budget=256, num_blocks=256)
+    for name in ("first", "second"):
+        harness.add(name, 1, source=100)
+    scheduled = [harness.engine.scheduler.schedule(most_tokens=16).scheduled for _ in range(2)]
+    names = [[step.sequence.request.request_id for step in one if step.encode_source] for one in scheduled]
+    assert names == [["first"], ["second"]]
+
+
+def test_a_step_has_room_for_a_token_of_each_however_slow_the_machine_is() -> None:
+    harness = Harness(budget=256, num_blocks=256, max_num_seqs=32)
+    for number in range(32):
+        harness.add(str(number), 1)
+    assert len(harness.engine.scheduler.schedule(most_tokens=16).scheduled) == 32
 
 
 def test_a_short_prompt_overtakes_a_long_one() -> None:

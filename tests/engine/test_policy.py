@@ -221,6 +221,15 @@ def test_when_a_sequence_ends(settings: dict[str, object], length: int, reason: 
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_prompt_that_fills_context_and_pool_still_gets_a_token(overlap: bool) -> None:
+    harness = Harness(num_blocks=10, block_size=4, budget=16, max_model_len=40, overlap=overlap)
+    made = harness.add("r", 40, max_tokens=1)
+    harness.run()
+    assert harness.tokens("r") == expected_tokens(made)
+    assert harness.ends()["r", 0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("source", [0, 40])
 def test_what_fits_in_an_empty_engine_finishes(source: int, overlap: bool) -> None:
     """Requests of the full context, each of which needs the whole pool, together with small ones."""

@@ -106,8 +106,21 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     made = [harness.add(name, 9, max_tokens=20) for name in ("a", "b")]
     harness.run()
     assert harness.engine.scheduler.num_preemptions > 0
-    assert harness.engine.block_manager.num_hit_tokens > 0
+    starts = [step.start for steps in harness.runner.steps for step in steps.scheduled]
+    assert starts.count(0) == 2  # each began once, and went on from what it had
     assert [harness.tokens(one.request_id) for one in made] == [expected_tokens(one) for one in made]
+
+
+def test_what_a_sequence_finds_of_its_own_is_no_hit() -> None:
+    harness = Harness(num_blocks=10)
+    for name, start in (("a", 100), ("b", 200)):
+        harness.add(name, range(start, start + 9), max_tokens=20)
+    harness.add("scored", range(100, 109), max_tokens=1, prompt_logprobs=0)  # looks for nothing
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    manager = harness.engine.block_manager
+    assert (manager.num_queried_tokens, manager.num_hit_tokens) == (18, 0)
+    assert all(output.cached_tokens == 0 for output in harness.outputs)
 
 
 def test_clearing_makes_every_block_free() -> None:

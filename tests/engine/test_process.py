@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from model.engine import async_engine
 from model.engine.errors import EngineDeadError
-from model.engine.process import ProcessTransport
+from model.engine.process import ProcessTransport, SocketChannel
+from model.engine.protocol import Commands, Events
+from model.engine.sockets import FrameSocket
 from model.engine.stats import Demand
+from model.engine.thread import ThreadTransport
 from model.request import EncodeRequest
 from tests.engine.front import async_test, collect, idle, ids_of, served, until
 from tests.engine.support import mixed, request, running
@@ -61,7 +70,7 @@ async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and
         os.kill(first, signal.SIGKILL)
         began = time.monotonic()
         failures = await asyncio.gather(*map(collect, streams), return_exceptions=True)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 5.0
         assert [str(failure) for failure in failures] == ["the engine process ended by signal SIGKILL"] * 3
         assert not engine.health().ready
         assert engine.restarts == 0
@@ -109,6 +118,66 @@ async def test_a_child_that_hangs_is_killed_and_replaced_but_not_for_what_its_fr
         assert not is_alive(transport.pid)
         outputs = await collect(engine.submit([request("llama-gqa", "again", 5)]))
         assert len(ids_of(outputs, "again")) == 12
+
+
+class Refusing(ThreadTransport):
+    """A transport that the system has no descriptors for the second time."""
+
+    made = 0
+
+    async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
+        Refusing.made += 1
+        if Refusing.made == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self.lose = on_lost
+        await super().start(on_events, on_lost)
+
+
+@async_test
+async def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    monkeypatch.setattr(Refusing, "made", 0)
+    async with served("llama-gqa", transport=Refusing) as engine:
+        transport = engine.transport
+        assert isinstance(transport, Refusing)
+        transport.lose("an accident")
+        await until(lambda: engine.restarts == 2 and engine.health().ready, 60.0)
+        assert len(ids_of(await collect(engine.submit([request("llama-gqa", "a", 5)])), "a")) == 12
+
+
+@async_test
+async def test_what_cannot_be_delivered_is_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    async with served("llama-gqa", transport=ProcessTransport) as engine:
+
+        def fails(step: object) -> None:
+            monkeypatch.setattr(engine, "_observers", [])
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(engine, "_observers", [fails])
+        (failure,) = await asyncio.gather(
+            collect(engine.submit([request("llama-gqa", "a", 5)])), return_exceptions=True
+        )
+        assert str(failure) == "what the engine said could not be delivered: ZeroDivisionError"
+        await until(lambda: engine.health().ready, 60.0)
+        assert len(ids_of(await collect(engine.submit([request("llama-gqa", "b", 5)])), "b")) == 12
+
+
+def test_the_childs_socket_may_have_any_number() -> None:
+    """A front with many connections has none below 1024 to give."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1100:
+        pytest.skip(f"this system allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1030)) as high:
+            channel = SocketChannel(high)
+            assert channel.receive(0.0) is None
+            FrameSocket(ours).send(msgspec.msgpack.encode(Commands(close=True)))
+            assert channel.receive(10.0) == Commands(close=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 PARENT = """

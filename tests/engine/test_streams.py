@@ -156,11 +156,14 @@ async def test_what_is_held_comes_when_its_time_has_even_if_the_engine_pauses() 
         stream.push(token(token_id))
     assert (await anext(stream)).token_ids == list(IDS[1:4])
     assert 0.09 < time.monotonic() - began < 5
-    await asyncio.sleep(0.12)
-    began = time.monotonic()
-    stream.push(token(IDS[4]))  # the last ones were given out longer ago
-    assert (await anext(stream)).token_ids == [IDS[4]]
-    assert time.monotonic() - began < 0.09
+    took = []
+    for token_id in IDS[4:7]:
+        await asyncio.sleep(0.12)
+        began = time.monotonic()
+        stream.push(token(token_id))  # the last ones were given out longer ago
+        assert (await anext(stream)).token_ids == [token_id]
+        took.append(time.monotonic() - began)
+    assert min(took) < 0.09  # at once; one of them may be when this process got no CPU
 
 
 @async_test

@@ -205,6 +205,31 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "tilt": 1}),
         "rope settings tilt",
     ),
+    "rope without factor": (
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn"}),
+        "rope type 'yarn' lacks its factor",
+    ),
+    "rope that is text": (lambda f: edit_json(f / "config.json", rope_parameters="linear"), "must be an object"),
+    "theta that is text": (
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "rope_theta": "x"}),
+        "of the wrong kind",
+    ),
+    "a type that is a list": (lambda f: edit_json(f / "config.json", model_type=[]), r"model_type \[\] is not served"),
+    "an architecture that is a number": (lambda f: edit_json(f / "config.json", architectures=[1]), "wrong kind"),
+    "labels beyond counting": (
+        lambda f: edit_json(f / "config.json", architectures=["LlamaForSequenceClassification"], num_labels=10**30),
+        "num_labels must be from 1 to 1000000",
+    ),
+    "labels without numbers": (
+        lambda f: edit_json(f / "config.json", architectures=["LlamaForSequenceClassification"], id2label={"a": "b"}),
+        "of the wrong kind",
+    ),
+    "nested beyond reading": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+    "a module of no type": (lambda f: (f / "modules.json").write_text('[{"type": null}]'), "modules.json.*wrong kind"),
+    "a length that is text": (
+        lambda f: (f / "generation_config.json").write_text('{"max_new_tokens": "x"}'),
+        "generation_config.json: max_new_tokens must be a number, found 'x'",
+    ),
     "unknown activation": (lambda f: edit_json(f / "config.json", hidden_act="snake"), "hidden_act 'snake'"),
     "a size that is text": (lambda f: edit_json(f / "config.json", hidden_size="32"), "config.json"),
     "no heads": (lambda f: edit_json(f / "config.json", num_attention_heads=0, head_dim=8), "num_heads"),

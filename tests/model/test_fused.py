@@ -49,6 +49,10 @@ def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-unt
         torch.testing.assert_close(compiled(*inputs), plain(*inputs))
 
 
+class Elsewhere(torch.Tensor):
+    is_cuda = True
+
+
 def test_what_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,9 +65,6 @@ def test_what_cannot_be_compiled_runs_as_it_is(
 
         return run
 
-    class Elsewhere(torch.Tensor):
-        is_cuda = True
-
     monkeypatch.setattr(torch, "compile", broken)
     double = fused.fused(lambda x: x + x)
     x = torch.ones(3).as_subclass(Elsewhere)
@@ -71,3 +72,24 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         assert [double(x).sum().item() for _ in range(3)] == [6.0] * 3
     assert len(calls) == 1  # tried once
     assert "could not be compiled" in caplog.text
+
+
+def test_memory_that_is_out_says_nothing_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [torch.OutOfMemoryError("for now"), None]
+
+    def scarce(function, **_):  # type: ignore[no-untyped-def]
+        def run(x: torch.Tensor) -> torch.Tensor:
+            failure = failures.pop(0)
+            if failure is not None:
+                raise failure
+            return function(x)  # type: ignore[no-any-return]
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", scarce)
+    double = fused.fused(lambda x: x + x)
+    x = torch.ones(3).as_subclass(Elsewhere)
+    with pytest.raises(torch.OutOfMemoryError):
+        double(x)
+    assert double(x).sum().item() == 6.0
+    assert not failures  # it was asked again

@@ -254,7 +254,7 @@ def test_logprobs_are_the_models_own_distribution_best_first() -> None:
     assert found.top[0][0] == scores[2].argmax()
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 10**6))
 def test_uniform_is_a_function_into_the_unit_interval(seed: int, index: int, counter: int) -> None:
     value = uniform(seed, index, counter)

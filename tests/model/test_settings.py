@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,10 +34,36 @@ def defaults(name: str) -> dict[str, Any]:
     return found
 
 
+def read_without(raw: dict[str, Any], key: str) -> ModelConfig | None:
+    """None where the key is asked for."""
+    try:
+        return config_from_raw({other: value for other, value in raw.items() if other != key})
+    except ConfigError as error:
+        if key not in str(error):
+            raise
+        return None
+
+
+def mathematics(model: ModelConfig) -> ModelConfig:
+    return replace(model, bos_token_id=None, eos_token_ids=(), pad_token_id=None, decoder_start_token_id=0)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_reference_librarys_own_defaults_are_understood(name: str) -> None:
     raw = defaults(name)
     assert config_from_raw(raw).model_type == raw["model_type"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_a_folder_does_not_say_is_as_in_the_reference_library_or_refused(name: str) -> None:
+    """But for what tensors and `*_token_id` say: those that a folder does not name, it does not have."""
+    raw = defaults(name)
+    full = mathematics(config_from_raw(raw))
+    for key in raw:
+        if key == "tie_word_embeddings" or key.endswith("_token_id"):
+            continue
+        found = read_without(raw, key)
+        assert found is None or mathematics(found) == full, key
 
 
 def test_these_are_all_the_types_that_are_served() -> None:

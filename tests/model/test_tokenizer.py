@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,19 @@ from hypothesis import strategies as st
 from model.config import ConfigError
 from model.request import FinishReason, SamplingParams, TokenOutput
 from model.tokenizer import Detokenizer, Tokenizer
-from tests.model.texts import CHARACTERS, CORPUS, bytes_tokenizer, words_tokenizer
+from tests.model.texts import (
+    CHARACTERS,
+    CORPUS,
+    bytes_tokenizer,
+    fallback_tokenizer,
+    literal_tokenizer,
+    words_tokenizer,
+)
 
 TEXT = st.one_of(st.sampled_from(CORPUS), st.text(st.sampled_from(CHARACTERS), max_size=30))
 
 
-TOKENIZERS = {"bytes": bytes_tokenizer, "words": words_tokenizer}
+TOKENIZERS = {"bytes": bytes_tokenizer, "words": words_tokenizer, "fallback": fallback_tokenizer}
 
 
 def chunks(ids: tuple[int, ...], sizes: list[int]) -> list[tuple[int, ...]]:
@@ -63,10 +73,76 @@ def test_control_characters_are_split_over_tokens() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(2, 290), max_size=30), sizes=SIZES)
-def test_any_ids_join_to_their_decoding_even_where_it_is_no_text(ids: list[int], sizes: list[int]) -> None:
+@given(
+    runs=st.lists(st.tuples(st.integers(2, 290), st.sampled_from([1, 1, 1, 2, 40])), max_size=30),
+    sizes=st.lists(st.sampled_from([1, 2, 3, 5, 30]), max_size=20),
+)
+def test_any_ids_join_to_their_decoding_even_where_it_is_no_text(runs: list[tuple[int, int]], sizes: list[int]) -> None:
     tokenizer = bytes_tokenizer()
+    ids = [token for token, count in runs for _ in range(count)]
     assert "".join(stream(Detokenizer(tokenizer), tuple(ids), sizes)) == tokenizer.decode(ids)
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 332), st.sampled_from([1, 1, 1, 1, 2, 40])), max_size=30)  # 331: no token
+
+
+@pytest.mark.parametrize("make", [bytes_tokenizer, fallback_tokenizer, literal_tokenizer])
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(runs=RUNS, sizes=st.lists(st.sampled_from([1, 2, 3, 5, 30]), max_size=20))
+def test_ids_that_are_no_text_come_out_the_same_at_any_chunking(  # type: ignore[no-untyped-def]
+    make, skip: bool, runs: list[tuple[int, int]], sizes: list[int]
+) -> None:
+    tokenizer = make()
+    ids = tuple(token % (tokenizer.vocab_size + 2) for token, count in runs for _ in range(count))
+    one_by_one = "".join(stream(Detokenizer(tokenizer, skip_special_tokens=skip), ids))
+    assert "".join(stream(Detokenizer(tokenizer, skip_special_tokens=skip), ids, sizes)) == one_by_one
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 5), max_size=6), sizes=SIZES)
+def test_a_replacement_character_that_a_token_spells_is_text(ids: list[int], sizes: list[int]) -> None:
+    tokenizer = literal_tokenizer()
+    assert "".join(stream(Detokenizer(tokenizer), tuple(ids), sizes)) == tokenizer.decode(ids)
+
+
+class Counting(Tokenizer):
+    """Counts the ids that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded += len(ids)
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("</s>", ""), ("<0xAB>", "\ufffd"), ("", ""), ("\u2581", " ")])
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_long_run_of_what_is_no_text_costs_the_same_at_each_token(name: str, shown: str, size: int) -> None:
+    tokenizer = Counting(fallback_tokenizer()._tokenizer)
+    token = {"": 900, "</s>": tokenizer.special_token_id("</s>")}.get(name)
+    ids = (tokenizer.token_names(330).index(name) if token is None else token,) * 2_000
+    text = "".join(stream(Detokenizer(tokenizer), ids, [size] * 2_000))
+    assert text == (shown * 2_000).removeprefix(" ")
+    assert tokenizer.decoded < 60 * len(ids)  # with all before it, it would be 1,000 a token
+
+
+@pytest.mark.parametrize(
+    ("spelled", "text"),
+    [
+        ("54 AB CD", "T\ufffd\ufffd"),  # the decoder alone takes the T back
+        ("E6 97 A5 AB", "\u65e5\ufffd"),
+        ("E6 97 A5 AB \u2581The\u2581", "\u65e5\ufffd The "),
+        ("AB \u2581The\u2581 E6 97 A5", "\ufffd The \u65e5"),
+        ("The\u2581 20 AB", "The  \ufffd"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_a_wrong_byte_takes_no_text_back(spelled: str, text: str, size: int) -> None:
+    tokenizer = fallback_tokenizer()
+    names = {name: token for token, name in enumerate(tokenizer.token_names(330))}
+    ids = tuple(names[one if len(one) > 2 else f"<0x{one}>"] for one in spelled.split())
+    assert "".join(stream(Detokenizer(tokenizer), ids, [size] * 9)) == text
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -161,6 +237,47 @@ def test_batches_and_pairs_encode_like_single_texts() -> None:
     tokenizer = bytes_tokenizer()
     assert tokenizer.encode_batch(CORPUS) == [tokenizer.encode(text) for text in CORPUS]
     assert set(tokenizer.encode("ab", "cd").type_ids) == {0, 1}
+
+
+def gives_way(work: Callable[[], object]) -> bool:
+    """Whether another thread can run while `work` does: none takes the interpreter's lock from its holder here."""
+    work()  # the first time a tokenizer is trained
+    ran: list[bool] = []
+    go = threading.Lock()
+    go.acquire()
+    other = threading.Thread(target=lambda: ran.append(go.acquire()))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        other.start()
+        go.release()
+        return any(work() is not None and ran for _ in range(2_000))
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda: bytes_tokenizer().encode("lorem ipsum " * 20), True),
+        (lambda: bytes_tokenizer().encode("lorem", "ipsum " * 40), True),
+        (lambda: bytes_tokenizer().decode([40] * 600), True),
+        (lambda: bytes_tokenizer().decode([40] * 5), False),
+    ],
+    ids=["text", "pair", "ids", "few ids"],
+)
+def test_a_long_text_does_not_stop_other_threads(work: Callable[[], object], expected: bool) -> None:
+    assert gives_way(work) is expected
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_many_ids_read_as_few_do(skip: bool) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = [*tokenizer.encode("na\u00efve caf\u00e9").ids, 1]
+    assert tokenizer.decode(ids * 100, skip_special_tokens=skip) == 100 * tokenizer.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 def test_a_broken_tokenizer_file_is_a_configuration_error(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -13,72 +11,31 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.base import AttentionMetadata, DeviceLengths, SegmentGroup
+from model.attention.base import DeviceLengths
 from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
-from model.attention.triton import Tiles, TritonBackend
+from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
-from model.config import AttentionConfig, PositionConfig, PositionKind
 from model.kv_cache import LayerCache
-from model.positions import BucketBias, StepBias
-from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
+from tests.model.attention_cases import Case, assert_finite_and_close, problem, tolerance
+from tests.model.triton_cases import (
+    DECODE,
+    DEVICES,
+    MIXED,
+    SMALL,
+    Cut,
+    check,
+    clone_pair,
+    fill,
+    load,
+    no_gpu,
+    padded,
+    real_problem,
+    run,
+    static_step,
+)
 
-CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-DEVICES = [
-    pytest.param(CPU, marks=interpreted, id="interpreter"),
-    pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, no_gpu], id="gpu"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
-
-class Cut(TritonBackend):
-    """Tiles and parts as a test wants them."""
-
-    def __init__(self, tiles: Tiles | None = None, parts: int | None = None) -> None:
-        self.cut, self.split = tiles, parts
-
-    def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
-        return self.cut or super().tiles(rows, head_dim, dtype, biased=biased, paged=paged)
-
-    def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
-        return self.split or super().parts(programs, max_kv_len, device)
-
-
-SMALL = Tiles(16, 16, 4, 2)  # so that few keys are many tiles
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Every `torch.empty` is NaN: what a kernel leaves out or reads too much of shows."""
-    torch.set_deterministic_debug_mode("warn")
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.set_deterministic_debug_mode("default")
-
-
-def run(backend: SdpaBackend, given: Problem) -> Tensor:
-    return backend.forward(
-        given.query, given.key, given.value, given.cache, given.metadata, given.case.config, given.bias
-    )
-
-
-def check(backend: SdpaBackend, case: Case, device: torch.device) -> None:
-    given = problem(case, device)
-    pages = None if given.cache is None else [given.cache.keys.clone(), given.cache.values.clone()]
-    out = run(backend, given)
-    assert out.dtype is case.dtype
-    assert out.is_contiguous()
-    assert_finite_and_close(out, given.expected, tolerance(case))
-    if given.cache is not None and pages is not None:
-        for before, after in zip(pages, (given.cache.keys, given.cache.values), strict=True):
-            kept = given.untouched.to(device)
-            same = [x.flatten(0, 1)[kept] for x in (before, after)]
-            torch.testing.assert_close(*same, rtol=0, atol=0, equal_nan=True)
-
-
-DECODE = ((1, 1), (1, 37), (1, 16))
-MIXED = ((1, 33), (21, 21), (1, 3), (5, 40), (2, 2))
 CASES = [
     Case(DECODE),
     Case(DECODE, window=7),
@@ -178,45 +135,6 @@ def test_real_sizes(
             assert_finite_and_close(run(TritonBackend(), given), expected.cpu().double(), tolerance(case))
 
 
-def clone_pair(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    return None if pair is None else (pair[0].clone(), pair[1].clone())
-
-
-def real_problem(case: Case, device: torch.device) -> Problem:
-    """A problem without its solution, made on the device."""
-    torch.manual_seed(0)
-    q_lens, kv_lens = zip(*case.segments, strict=True)
-    widths = [-(-kv_len // case.block_size) for kv_len in kv_lens]
-    blocks = torch.randperm(sum(widths)).split(widths)
-    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
-    new = [
-        tables[b, torch.arange(k - q, k) // case.block_size] * case.block_size
-        + torch.arange(k - q, k) % case.block_size
-        for b, (q, k) in enumerate(case.segments)
-    ]
-    shape = (sum(widths), case.block_size, case.kv_heads, case.dim)
-    pages = [torch.randn(shape, device=device).to(case.dtype) for _ in range(2)]
-    cache = LayerCache(pages[0], pages[1])
-    if case.int8:
-        empty = [torch.zeros(shape, dtype=torch.int8, device=device) for _ in range(2)]
-        cache = LayerCache(
-            empty[0], empty[1], (torch.zeros(shape[:3], device=device), torch.zeros(shape[:3], device=device))
-        )
-        cache.write(torch.arange(shape[0] * shape[1], device=device), *(x.flatten(0, 1) for x in pages))
-    rows = sum(q_lens)
-    query, key, value = (
-        torch.randn(rows, heads, case.dim, device=device).to(case.dtype)
-        for heads in (case.heads, case.kv_heads, case.kv_heads)
-    )
-    bias = None
-    if case.buckets:
-        config = PositionConfig(PositionKind.T5_BUCKETS)
-        bias = BucketBias(config, case.heads, bidirectional=not case.causal).requires_grad_(False).to(device)
-        bias.weight.normal_()
-    metadata = AttentionMetadata(q_lens, kv_lens, case.causal, device, tables.to(device), torch.cat(new).to(device))
-    return Problem(case, query, key, value, cache, metadata, bias, torch.empty(0), torch.empty(0))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_pages_are_what_the_cache_itself_would_write(dtype: torch.dtype, device: torch.device) -> None:
@@ -233,31 +151,6 @@ def test_int8_pages_are_what_the_cache_itself_would_write(dtype: torch.dtype, de
         assert (ours == theirs).float().mean() > 0.999
     for ours, theirs in zip(given.cache.scales, written.scales, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-def static_step(given: Problem, max_kv_len: int) -> AttentionMetadata:
-    """The problem's metadata as a captured step has it: buffers and bounds, the lens of nobody."""
-    known = given.metadata.on_device()
-    count, width = len(known.kv_lens), -(-max_kv_len // given.case.block_size)
-    assert given.metadata.block_tables is not None
-    tables = given.metadata.block_tables.new_zeros(count, width)
-    tables[:, : given.metadata.block_tables.shape[1]] = given.metadata.block_tables
-    assert given.metadata.slot_mapping is not None
-    slots = given.metadata.slot_mapping.clone()
-    lengths = DeviceLengths(known.cu_seqlens_q.clone(), known.kv_lens.clone(), 1, max_kv_len)
-    return AttentionMetadata((), (), given.case.causal, known.kv_lens.device, tables, slots, lengths)
-
-
-def padded(given: Problem) -> Problem:
-    """The last two segments are there to fill up: without keys, and with one that is not theirs."""
-    assert given.metadata.slot_mapping is not None and given.cache is not None
-    given.metadata.slot_mapping[-2:] = -1
-    lengths = given.metadata.on_device()
-    lengths.kv_lens[-2] = 0
-    lengths.kv_lens[-1] = 1
-    given.expected = given.expected[:-1]
-    given.expected[-1] = 0.0
-    return given
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -293,15 +186,6 @@ def test_static_buffers_serve_steps_of_other_lengths(buckets: bool, device: torc
     assert (static.q_lens, static.kv_lens) == ((), ())
 
 
-def fill(static: AttentionMetadata, given: Problem) -> None:
-    assert static.device_lengths is not None and static.block_tables is not None and static.slot_mapping is not None
-    assert given.metadata.block_tables is not None and given.metadata.slot_mapping is not None
-    static.device_lengths.kv_lens.copy_(given.metadata.on_device().kv_lens)
-    static.block_tables.zero_()
-    static.block_tables[:, : given.metadata.block_tables.shape[1]] = given.metadata.block_tables
-    static.slot_mapping.copy_(given.metadata.slot_mapping)
-
-
 @pytest.mark.gpu
 @no_gpu
 @pytest.mark.parametrize("parts", [1, 8])
@@ -328,15 +212,6 @@ def test_a_captured_step_is_replayed_over_other_lengths(parts: int) -> None:
         fill(static, given)
         graph.replay()
         assert_finite_and_close(out, given.expected, 3e-6)
-
-
-def load(into: Problem, given: Problem) -> None:
-    """The problem's tensors into those that were captured."""
-    assert into.cache is not None and given.cache is not None
-    for name in ("query", "key", "value"):
-        getattr(into, name).copy_(getattr(given, name))
-    into.cache.keys[: len(given.cache.keys)] = given.cache.keys
-    into.cache.values[: len(given.cache.values)] = given.cache.values
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -372,86 +247,7 @@ def test_control_a_wrong_page_changes_its_row_alone(device: torch.device) -> Non
     assert (wrong[1] - right[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64), (32, 1000)])
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_the_table_by_distance_is_the_bias(buckets: int, far: int, bidirectional: bool) -> None:
-    config = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=buckets, max_distance=far)
-    bias = BucketBias(config, 3, bidirectional=bidirectional).requires_grad_(False)
-    bias.weight.normal_()
-    table = StepBias(bias).by_distance()
-    assert table is not None
-    assert table.shape == (3, 2 * far + 1)
-    distance = torch.arange(-3 * far, 3 * far + 1)
-    expected = bias.weight[bias.bucket(distance)].T
-    assert torch.equal(table[:, distance.clamp(-far, far) + far], expected)
-
-
-def of_the_query(query: Tensor, group: SegmentGroup) -> Tensor:
-    """A bias as XLNet's: of the query and the key's position, `[B, Q, H, D]` to `[B, H, Q, S]`."""
-    return query[..., 0].transpose(1, 2)[..., None] * group.k_positions
-
-
-class Refusing(TritonBackend):
-    """Whose kernels must not be reached."""
-
-    def _attend(self, *arguments: Any) -> Tensor:
-        raise AssertionError("this was for torch")
-
-
-@pytest.mark.parametrize("wrap", [lambda bias: bias, StepBias])
-def test_a_bias_of_more_than_the_distance_goes_to_torch(wrap: Any) -> None:
-    torch.manual_seed(0)
-    config = AttentionConfig(2, 2, 8, 8**-0.5)
-    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    metadata = AttentionMetadata((4, 5), (4, 5), causal=True)
-    arguments: tuple[Any, ...] = (query, key, value, None, metadata, config, wrap(of_the_query))
-    expected = ReferenceBackend().forward(*arguments)
-    torch.testing.assert_close(Refusing().forward(*arguments), expected, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(((2, 4), (3, 3)), dim=264),
-        Case(((2, 4), (3, 3)), heads=33, kv_heads=1),
-        Case(((2, 4), (3, 3)), dtype=torch.float64),
-    ],
-    ids=str,
-)
-def test_shapes_beyond_the_tiles_go_to_torch(case: Case) -> None:
-    given = problem(case, CPU)
-    assert given.cache is not None
-    given.cache.keys.nan_to_num_()  # torch's masks let a page's unused slots through
-    given.cache.values.nan_to_num_()
-    assert_finite_and_close(run(Refusing(), given), given.expected, 3e-6)
-
-
-def test_gradients_flow() -> None:
-    config = AttentionConfig(2, 1, 8, 8**-0.5)
-    query = torch.randn(6, 2, 8, requires_grad=True)
-    key, value = torch.randn(6, 1, 8), torch.randn(6, 1, 8)
-    metadata = AttentionMetadata((2, 4), (2, 4), causal=True)
-    Refusing().forward(query, key, value, None, metadata, config).sum().backward()
-    assert query.grad is not None
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_group_as_large_as_a_tile(device: torch.device) -> None:
     check(TritonBackend(), Case(((1, 20), (1, 3)), heads=32, kv_heads=1), device)
     check(TritonBackend(), Case(((3, 20), (1, 3)), heads=64, kv_heads=1, dtype=torch.bfloat16), device)
-
-
-def test_parts_follow_bounds_alone_and_are_powers_of_two() -> None:
-    backend = TritonBackend()
-    parts = {
-        (programs, longest): backend.parts(programs, longest, CPU)
-        for programs in (1, 2, 8, 40, 132, 264, 4000)
-        for longest in (1, 255, 256, 600, 5000, 131_072)
-    }
-    assert all(count & (count - 1) == 0 and 1 <= count <= 64 for count in parts.values())
-    assert parts[1, 131_072] == 64
-    assert parts[8, 5000] == 16  # 19 times 256 keys
-    assert parts[40, 131_072] == 4  # 6 programs for each of two a processor
-    assert parts[8, 256] == parts[8, 1] == 1
-    assert parts[8, 600] == 2
-    assert parts[264, 131_072] == 1

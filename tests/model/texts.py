@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from model.tokenizer import Tokenizer
 
@@ -44,4 +45,33 @@ def words_tokenizer() -> Tokenizer:
         vocab_size=300, special_tokens=["<unk>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
     raw.train_from_iterator(CORPUS, trainer)
+    return Tokenizer(raw)
+
+
+@cache
+def fallback_tokenizer() -> Tokenizer:
+    """Pieces as Llama's: a character that is none of them becomes its bytes, and a text's first space is stripped."""
+    taught = [text for text in CORPUS if text.isascii()]
+    raw = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "</s>"],
+        show_progress=False,
+    )
+    raw.train_from_iterator([text.replace(" ", "\u2581") for text in taught], trainer)
+    spelled = json.loads(raw.to_str())
+    spelled["added_tokens"] = [token for token in spelled["added_tokens"] if not token["content"].startswith("<0x")]
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spelled)))
+
+
+@cache
+def literal_tokenizer() -> Tokenizer:
+    """Metaspace pieces some of which spell U+FFFD; id 5 adds nothing."""
+    words = ["a", "\u2581", "\u2581\u2581", "\u2581\ufffd", "\ufffd", ""]
+    raw = tokenizers.Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
+    raw.decoder = decoders.Metaspace()
     return Tokenizer(raw)
