@@ -33,8 +33,8 @@ def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
             for one in maps
         ],
     }
-    # "</" would end the script element whatever it stands in.
-    script = json.dumps(data).replace("</", "<\\/")
+    # "</script" would end the element whatever it stands in; after "<!--<script" its own end tag would not.
+    script = json.dumps(data).replace("<", "\\u003c")
     return template.replace("@@TITLE@@", escape(f"{model}: attention")).replace("@@DATA@@", script)
 
 

@@ -8,17 +8,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from model.bounds import check_value
 from model.config import ConfigError
+from model.engine.errors import EngineError
 from service import options
 
 if TYPE_CHECKING:
     from model.engine.llm import LLM
 
 _MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, or the name of an embedded model"
+_SAMPLING: dict[str, tuple[Callable[[str], Any], float, str]] = {  # flags of `generate`: type, default, meaning
+    "max_tokens": (int, 128, ""),
+    "temperature": (float, 0.0, "0 is greedy "),
+    "top_k": (int, 0, "0 is off "),
+    "top_p": (float, 1.0, ""),
+    "min_p": (float, 0.0, ""),
+    "seed": (int, 0, ""),
+    "repetition_penalty": (float, 1.0, ""),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(f"triptych: {error}", file=sys.stderr)
         code = 2
+    except EngineError as error:
+        if arguments.verbose:
+            raise
+        print(f"triptych: {error}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -64,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="start the HTTP service", description="Start the HTTP service.")
     parser.add_argument(
-        "models", nargs="*", metavar="[NAME=]PATH", help="checkpoint folders (default: the embedded models)"
+        "models",
+        nargs="*",
+        metavar="[NAME=]PATH",
+        help="checkpoint folders (default: those in the file of --config, else the embedded models)",
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="settings and models of a file (TRIPTYCH_CONFIG)")
     options.add_arguments(parser, options.OPTIONS)
@@ -85,13 +104,9 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue or translate a text, offline")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
     parser.add_argument("prompt", metavar="PROMPT")
-    parser.add_argument("--max-tokens", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is off (default: 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(default: 1)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="(default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="(default: 1)")
+    for name, (parse, default, text) in _SAMPLING.items():
+        flag, shown = "--" + name.replace("_", "-"), f"{text}(default: {default:g})"
+        parser.add_argument(flag, type=_bounded(name, parse), default=default, help=shown)
     structure = parser.add_mutually_exclusive_group()
     structure.add_argument("--json", action="store_true", help="hold the output to a JSON object")
     structure.add_argument("--json-schema", metavar="FILE|JSON", help="hold the output to a JSON schema")
@@ -99,10 +114,33 @@ def _add_generate(commands: Any) -> None:
     structure.add_argument(
         "--choice", action="append", metavar="TEXT", help="hold the output to one of such texts (repeatable)"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    parser.add_argument(
+        "--stop", type=_stop, action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
+    )
     _add_engine(parser)
     _add_verbose(parser)
     parser.set_defaults(command=_generate, flags=_flags(parser))
+
+
+def _bounded(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse`, and the bounds of this sampling parameter."""
+
+    def read(text: str) -> Any:
+        value = parse(text)
+        try:
+            check_value(name, value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    read.__name__ = parse.__name__  # which argparse shows
+    return read
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a text that is not empty")
+    return text
 
 
 def _add_encode(commands: Any) -> None:
@@ -143,8 +181,6 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from service import serving
-
     file = arguments.config or os.environ.get("TRIPTYCH_CONFIG")
     found = options.from_file(Path(file)) if file else options.FileSettings()
     settings = found.settings | options.from_environment(os.environ)
@@ -152,6 +188,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     models = {name: {"path": path} for name, path in (_named(text) for text in arguments.models)}
     if len(models) < len(arguments.models):
         raise ConfigError("two models have the same name: give them others with NAME=PATH")
+    if models and (found.models or found.groups):
+        raise ConfigError(f"{file} has models and {arguments.models[0]} is one more: name all of them in one place")
+    from service import serving  # after what a mistake could be in, as it takes a second
+
     if models:
         return serving.serve(models, settings)
     return serving.serve(found.models or _embedded(), settings, found.groups)
@@ -172,13 +212,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from model.request import SamplingParams
 
     params = SamplingParams(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        repetition_penalty=arguments.repetition_penalty,
+        **{name: getattr(arguments, name) for name in _SAMPLING},
         stop=tuple(arguments.stop),
         grammar=_grammar(arguments),
     )
@@ -190,12 +224,13 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _llm(arguments: argparse.Namespace, default: str) -> LLM:
+    folder, engine = Path(_named(arguments.model or default)[1]), _engine(arguments)
     from model.engine.sockets import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it as torch loads: with the next import
     from model.engine.llm import LLM
 
-    return LLM(Path(_named(arguments.model or default)[1]), _engine(arguments))
+    return LLM(folder, engine)
 
 
 def _grammar(arguments: argparse.Namespace) -> str:
@@ -240,14 +275,16 @@ def _encode(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from service import inspection
-
     if arguments.attention is not None:
         name, path = _named(arguments.model or "embed")
+        from service import inspection
+
         inspection.write_attention(name, Path(path), arguments.attention, Path(arguments.out))
         return 0
     memory = options.Option("memory", options.byte_size, None, "").read(arguments.memory, "--memory")
     wanted = dict([_named(arguments.model)]) if arguments.model else {n: m["path"] for n, m in _embedded().items()}
+    from service import inspection
+
     for name, path in wanted.items():
         report = inspection.print_json if arguments.json else inspection.show
         report(name, Path(path), context=arguments.context, memory=memory)

@@ -46,10 +46,11 @@ class EngineClient(Protocol):
         """Fail whatever still runs and release the engines. Idempotent."""
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
-        """Queue all of `requests` at once, or raise `QueueFullError` or `EngineDeadError` with none queued."""
+        """Queue all of `requests` at once, or raise `QueueFullError` or `EngineGoneError` with none queued."""
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        """One output for each request, in order. Raises as `submit` does before any work; cancelling aborts all."""
+        """One output for each request, in order. Raises as `submit` does before any work, `EngineDeadError` later;
+        cancelling aborts all."""
 
     def cancel(self, request_id: str) -> bool:
         """End a running request of either kind with `FinishReason.CANCELLED`; False if there is none of that id."""

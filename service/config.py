@@ -6,6 +6,7 @@ that belong to one model (context, batch, queue) are in its `EngineConfig` and `
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -46,7 +47,9 @@ class Limits:
     prompt_characters_per_token: int = _limit(16, "a text of more than this x max_model_len is refused untokenised")
     default_max_tokens: int = _limit(256, "max_tokens where neither the client nor the checkpoint says")
     request_timeout_s: float = _limit(600.0, "seconds: default and upper bound of timeout_s")
-    stream_stall_s: float = _limit(30.0, "seconds in which a stream's client takes nothing until it is aborted")
+    stream_stall_s: float = _limit(
+        30.0, "seconds in which a client takes nothing of a reply or stream until it is aborted"
+    )
     stream_unread_bytes: int = _limit(1 << 20, "output that may wait for a stream's client until it is aborted")
     stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a stream gets a comment")
     max_chat_messages: int = _limit(1_000, "messages of a conversation")
@@ -54,8 +57,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) <= 0:
-                raise ConfigError(f"{item.name} must be positive, found {getattr(self, item.name)}")
+            if not 0 < getattr(self, item.name) < math.inf:
+                raise ConfigError(f"{item.name} must be positive and finite, found {getattr(self, item.name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,14 @@ class ServiceSettings:
             raise ConfigError(f"otlp_endpoint must begin with http:// or https://, found {self.otlp_endpoint!r}")
         for key in self.api_keys:
             check_key(key, "an API key")
-        if self.drain_timeout_s < 0:
-            raise ConfigError(f"drain_timeout_s must not be negative, found {self.drain_timeout_s}")
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise ConfigError(f"drain_timeout_s must not be negative, and finite, found {self.drain_timeout_s}")
         if not 0 <= self.stream_interval_s <= _LONGEST_INTERVAL:
             found = self.stream_interval_s
             raise ConfigError(f"stream_interval_s must be 0 to {_LONGEST_INTERVAL:g}, found {found}")
         for name in ("tokenizer_threads", "stall_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, found {getattr(self, name)}")
 
     @property
     def asks_for_key(self) -> bool:

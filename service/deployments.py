@@ -6,6 +6,7 @@ the replica. `service.ray_environment` must have prepared the environment before
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import math
@@ -34,6 +35,7 @@ from model.engine.errors import EngineDeadError
 from model.engine.stats import ModelInfo
 from service import log_pipe, logs
 from service.placement import check_gpus, gpus_of_replica
+from service.prefix import unprefixed
 from service.ray_environment import request_timeout_s
 from service.runtime import (
     KEEP_ALIVE_SECONDS,
@@ -55,6 +57,7 @@ _LOG = "log"  # the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # beyond what the engines queue: health, metrics, requests that will be refused
 _STOP_MARGIN = 15.0
 _CONTROL_SECONDS = 30.0  # for a question to the replicas
+_CANCEL_SECONDS = 5.0  # a replica that hangs must not hold the answer to who cancels
 _STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -80,6 +83,8 @@ class Replica:
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
         self._app = build_app(config)
         self._service = service_of(self._app)
+        self._service.cancel_elsewhere = self._cancel_elsewhere
+        self._siblings: DeploymentHandle[Any] | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         lifespan = self._app.router.lifespan_context(self._app)
@@ -98,9 +103,34 @@ class Replica:
     async def models(self) -> dict[str, ModelInfo]:
         return dict(self._service.client.models)
 
+    async def cancel(self, request_id: str, asked_by: str) -> int:
+        """`Jobs.cancel`, unless it is this replica that asks all."""
+        if asked_by == _replica_id():
+            return 0
+        return self._service.jobs.cancel(request_id)
+
+    async def _cancel_elsewhere(self, request_id: str) -> int:
+        """For `Service.cancel`: a request is known to one replica, and its DELETE comes to any."""
+        try:
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                if self._siblings is None:
+                    self._siblings = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
+                asked = self._siblings.broadcast("cancel", request_id, _replica_id())
+                answers = await asked.results_async(return_exceptions=True)
+        except (RayError, RayServeException) as error:
+            raise TimeoutError from error
+        ended = sum(answer for answer in answers if isinstance(answer, int))
+        if not ended and not all(isinstance(answer, int) for answer in answers):
+            raise TimeoutError
+        return ended
+
     async def drain(self) -> None:
         """Refuse new work, and return when what runs has ended or run out of time."""
         await self._service.drain()
+
+
+def _replica_id() -> str:
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 class _Mounted:
@@ -112,9 +142,7 @@ class _Mounted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            # Under a route prefix of Serve's the application is what it is at the root.
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            await self._app({**scope, "path": path or "/", "root_path": ""}, receive, send)
+            await self._app(unprefixed(scope), receive, send)
             return
         await receive()
         await send({"type": "lifespan.startup.complete"})

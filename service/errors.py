@@ -29,6 +29,12 @@ from service.context import current
 logger = logging.getLogger("triptych.errors")
 
 NOT_SUPPORTED = "not_supported"  # a field of a dialect that would change the result
+OUR_FAULT = (
+    "internal",
+    "engine_failed",
+    "engine_dead",
+    "not_ready",
+)  # reasons that spend the error budget (rules.yaml)
 
 _SHOWN_ERRORS = 5
 _UNSAFE = re.compile(r"0x[0-9a-fA-F]{4,}|(?:/[\w.\-]+){2,}|[A-Za-z]:\\\S+")
@@ -108,6 +114,14 @@ def queue_full(error: QueueFullError) -> ApiError:
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(503, message, type="unavailable_error", code=code, headers=headers)
+
+
+def draining() -> ApiError:
+    return unavailable("the service is draining and takes no new requests", "draining")
+
+
+def engine_gone() -> ApiError:
+    return unavailable("the engine is gone; a new one is being started", "engine_dead")
 
 
 def internal(

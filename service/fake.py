@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from model.engine.errors import EngineDeadError, QueueFullError
+from model.engine.errors import EngineDeadError, EngineGoneError, QueueFullError
 from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.request import (
     EncodeOutput,
@@ -131,7 +131,7 @@ class FakeEngineClient:
 
     def _admit(self) -> None:
         if self.script.dead or self._closed:
-            raise EngineDeadError("scripted death")
+            raise EngineGoneError("scripted death")
         if self.script.queue_full is not None:
             raise QueueFullError(self.script.queue_full, self.script.retry_after_s)
 
@@ -241,8 +241,8 @@ class FakeStream:
         if params.logprobs is not None:
             output.logprobs = [_logprob(token, params.logprobs)]
         if params.prompt_logprobs is not None and sequence.emitted == 0:
-            known = [_logprob(one, params.prompt_logprobs) for one in sequence.request.prompt_token_ids[1:]]
-            output.prompt_logprobs = [None, *known]
+            given = sequence.request.decoder_token_ids or sequence.request.prompt_token_ids
+            output.prompt_logprobs = [None, *(_logprob(one, params.prompt_logprobs) for one in given[1:])]
 
     def _finish(self, sequence: _Sequence, output: TokenOutput, reason: FinishReason) -> TokenOutput:
         output.finish_reason = reason

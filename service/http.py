@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -73,7 +74,12 @@ def _keys(raw: bytes) -> list[str]:
     try:
         return list(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    try:  # as the models do: with NaN, which they then refuse by name
+        found = pydantic_core.from_json(raw)
+    except ValueError:
         return []
+    return list(found) if isinstance(found, dict) else []
 
 
 def _parse(raw: bytes, model: type[B]) -> B:

@@ -1,5 +1,5 @@
 """The requests that engines have accepted: each ends exactly once, can be cancelled by id, and is waited for in a
-drain.
+drain, as is what was taken and is still being planned.
 
 A `Job` is opened when the engine took the work and closed from one `finally`; whatever happened in between, it then
 has one outcome, and what it held of the engine is released.
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from model.request import FinishReason, Timings
 from service.client import EngineClient, GenerationStream
@@ -97,15 +98,35 @@ class Job:
 
 
 class Jobs:
-    """All accepted requests that have not ended."""
+    """All accepted requests that have not ended, and how many are on their way to be some."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self._client = client
         self._metrics = metrics
         self._tracer = tracer
         self._running: dict[Job, None] = {}
+        self._taken = 0  # requests that are being worked on, with a job or without one yet
+        self._given_up = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Work on a request that is not refused any more: planning it may take seconds, and until the block ends
+        `wait_idle` waits for it as for a job.
+        """
+        self._taken += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._taken -= 1
+            self._rest()
+
+    @property
+    def given_up(self) -> bool:
+        """What is no job yet must not become one."""
+        return self._given_up
 
     def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: GenerationStream | None = None) -> Job:
         """Work that an engine has (`accept` it then) or is about to get. The caller closes the job."""
@@ -124,10 +145,13 @@ class Jobs:
         found = [job for job in self._running if job.request_id == request_id]
         return sum(any([self._client.cancel(engine) for engine in job.engine_ids]) for job in found)
 
-    def cancel_all(self) -> None:
+    def give_up(self) -> None:
+        """Cancel all jobs; for what is none yet nobody waits any more."""
+        self._given_up = True
         for job in list(self._running):
             for engine in job.engine_ids:
                 self._client.cancel(engine)
+        self._rest()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -142,7 +166,10 @@ class Jobs:
             self._metrics.ended(job.context, job.outcome, job.timings(), job.has_output)
             if self._tracer is not None:
                 self._tracer.ended(job.context, job.outcome, job.timings(), job.has_output)
-        if not self._running:
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._running and (self._given_up or not self._taken):
             self._idle.set()
 
 

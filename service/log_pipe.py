@@ -7,6 +7,7 @@ Lines of up to 4096 bytes arrive whole, whoever else writes.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,13 +23,15 @@ def printing(path: Path) -> Iterator[None]:
     os.mkfifo(path, 0o600)
     # Reading and writing: the pipe then never ends because a writer left.
     pipe = os.open(path, os.O_RDWR)
-    thread = threading.Thread(target=_copy, args=(pipe,), name="log-pipe", daemon=True)
+    ended, end = os.pipe()  # beside it, as what is written into it may be anything
+    thread = threading.Thread(target=_copy, args=(pipe, ended), name="log-pipe", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        os.write(pipe, b"\0")
+        os.close(end)
         thread.join(timeout=5)
+        os.close(ended)
         os.close(pipe)
 
 
@@ -39,12 +42,17 @@ def adopt(path: Path) -> None:
     os.close(pipe)
 
 
-def _copy(pipe: int) -> None:
+def _copy(pipe: int, ended: int) -> None:
+    """Print what comes out of `pipe` until the other end of `ended` is closed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+    either = select.poll()
+    either.register(pipe, select.POLLIN)
+    either.register(ended, select.POLLHUP)
     while True:
-        data, end, _ = os.read(pipe, 1 << 16).partition(b"\0")
+        ready = {descriptor for descriptor, _ in either.poll()}
+        data = os.read(pipe, 1 << 16) if pipe in ready else b""  # all that a pipe holds
         with suppress(OSError):  # what a full disk does not take is lost; a pipe that nobody empties would stop all
             while data:
                 data = data[os.write(_STDERR, data) :]
-        if end:
+        if ended in ready:
             return

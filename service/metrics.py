@@ -20,10 +20,13 @@ from typing import Final, Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
 from prometheus_client.registry import Collector
 
+from model.config import ConfigError
 from model.engine.stats import EngineStats, ModelInfo, StepStats
 from model.request import FinishReason, Timings
 from service.client import EngineClient
 from service.context import RequestContext
+from service.errors import OUR_FAULT
+from service.registry import Task
 from service.vllm_metrics import vllm_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,11 +41,23 @@ _SECONDS = (
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
+def make_folder() -> None:
+    """Where processes are to share figures, make the folder; `ConfigError` where it cannot be had."""
+    folder = os.environ.get(MULTIPROCESS_FOLDER)
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{MULTIPROCESS_FOLDER} {folder}: {error.strerror}") from None
+
+
 class Metrics:
     """Counters and histograms fed by the application and the engines; gauges read when scraped."""
 
     def __init__(self, *, vllm_names: bool = False) -> None:
-        """`vllm_names`: show the figures under vLLM's names too."""
+        """`vllm_names`: show the figures under vLLM's names too. Raises as `make_folder`."""
+        make_folder()
         self.registry = CollectorRegistry()
         self._vllm_names = vllm_names
         self._models: Mapping[str, ModelInfo] = {}
@@ -92,6 +107,24 @@ class Metrics:
             self._replicas.labels(info.name).set(1)
             self._load_seconds.labels(info.name).set(info.load_seconds)
             self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
+
+    def expect(self, tasks: Iterable[tuple[str, Task]]) -> None:
+        """Begin at 0 what the objectives count, for each model with a task it serves.
+
+        `rate()` does not see how a series rises that is first scraped after it has risen: the batch that the first
+        lost engine of a process takes with it would cost no error budget.
+        """
+        for reason in OUR_FAULT:
+            self._rejections.labels("", reason)
+        for model, task in tasks:
+            self._received.labels(task)
+            for outcome in FinishReason:
+                self._requests.labels(model, task, outcome.value)
+            for reason in OUR_FAULT:
+                self._rejections.labels(model, reason)
+            if task is Task.GENERATE:
+                self._ttft.labels(model)
+                self._inter_token.labels(model)
 
     def step(self, stats: StepStats) -> None:
         self._step_seconds.labels(stats.model, stats.kind).observe(stats.seconds)

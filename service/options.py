@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,15 +22,17 @@ from service.scaling import Scaling
 
 PREFIX = "TRIPTYCH_"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_MOST_BYTES = 2**63
 _FOREIGN_VARIABLES = frozenset({"TRIPTYCH_CONFIG"})  # read elsewhere
 
 
 def byte_size(text: str) -> int:
     """`2GiB`, `500MB`, `1048576` as bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    size = float(match[1]) * _UNITS.get(match[2].upper(), math.inf) if match is not None else math.inf
+    if size >= _MOST_BYTES:
         raise ValueError("a size such as 2GiB, 500MB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(size)
 
 
 def _keys(text: str) -> tuple[str, ...]:

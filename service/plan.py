@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
+from model.bounds import GREEDY_BELOW
 from model.engine.stats import ModelInfo
 from model.request import Request, SamplingParams
 from service.client import EngineClient
@@ -34,7 +35,6 @@ _SAMPLING_FIELDS = (
     "no_repeat_ngram_size",
     "min_tokens",
 )
-_GREEDY_BELOW = 1e-4  # dividing logits by less overflows float32
 
 _numbers = count(1)
 
@@ -56,7 +56,7 @@ class GeneratePlan:
     n: int
     return_token_ids: bool
     skip_special_tokens: bool
-    echo: tuple[Source, ...]  # what goes before each prompt's output; empty: nothing
+    echo: tuple[str, ...]  # the text that goes before each prompt's output; empty: nothing
     structure: Structure | None = None  # what each output must match
 
     @property
@@ -121,7 +121,7 @@ class GeneratePlanner:
             n=body.n,
             return_token_ids=body.return_token_ids or served.tokenizer is None,
             skip_special_tokens=body.skip_special_tokens,
-            echo=_echo(body, served, prompts, prefix),
+            echo=await self._echo(body, served, prompts, prefix),
             structure=structure,
         )
 
@@ -145,7 +145,7 @@ class GeneratePlanner:
             request_id=name,
             model=served.name,
             prompt_token_ids=ids,
-            params=replace(_sampling(body, served, max_tokens), grammar=grammar),
+            params=replace(_sampling(body, served, max(1, max_tokens)), grammar=grammar),
             decoder_token_ids=forced,
             priority=body.priority,
             cache_salt=_salt(body.cache_salt),
@@ -197,7 +197,10 @@ class GeneratePlanner:
         return (start, *language, *ids)
 
     def _max_tokens(self, body: GenerateBody, served: ServedModel, info: ModelInfo, start: int, param: str) -> int:
-        """As asked, or the default cut to what the context leaves after `start` tokens."""
+        """As asked, or the default cut to what the context leaves after `start` tokens.
+
+        0, which only dialects ask for, wants no output: the engine makes a token all the same, and nothing after it.
+        """
         room = info.max_model_len - start
         field = "decoder_prompt" if served.is_encoder_decoder else param
         if body.max_tokens is None:
@@ -208,6 +211,24 @@ class GeneratePlanner:
         if body.max_tokens > room:
             raise _too_long(start, body.max_tokens, info.max_model_len, field if room < 1 else "max_tokens")
         return body.max_tokens
+
+    async def _echo(
+        self, body: GenerateBody, served: ServedModel, prompts: list[Source], prefix: Source | None
+    ) -> tuple[str, ...]:
+        if not body.echo:
+            return ()
+        if not served.is_encoder_decoder:
+            return tuple([await self._text(prompt, body, served) for prompt in prompts])
+        return (await self._text(prefix, body, served),) * len(prompts) if prefix is not None else ()
+
+    async def _text(self, source: Source, body: GenerateBody, served: ServedModel) -> str:
+        """What was sent, as text; ids have none where there is no tokenizer."""
+        if isinstance(source.value, str):
+            return source.value
+        if served.tokenizer is None:
+            return ""
+        skip = body.skip_special_tokens
+        return await self._threads.decoded(served.tokenizer, source.value, skip_special_tokens=skip)
 
 
 def _default_max_tokens(served: ServedModel, start: int, otherwise: int) -> int:
@@ -251,13 +272,12 @@ def _check_ids(body: GenerateBody, vocab_size: int) -> None:
 
 def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length: int, beams: int, param: str) -> None:
     """A source fits one step and the context; `beams` sequences of `length` fit an empty KV pool."""
-    blocks = beams * -(-length // info.block_size)
+    blocks = info.blocks_for(beams, length, source=prompt_tokens if served.is_encoder_decoder else 0)
     if served.is_encoder_decoder:
         bound = min(info.max_model_len, info.max_num_batched_tokens)
         if prompt_tokens > bound:
             message = f"{param} has {prompt_tokens} tokens, more than the {bound} that the encoder takes at once"
             raise invalid(message, param, "context_length_exceeded")
-        blocks += -(-prompt_tokens // info.block_size)
     if beams > info.max_num_seqs:
         raise invalid(f"num_beams must be at most {info.max_num_seqs}, the sequences of a step", "num_beams")
     if blocks > info.num_blocks:
@@ -323,7 +343,7 @@ def _sampling(body: GenerateBody, served: ServedModel, max_tokens: int) -> Sampl
     chosen = {name: served.checkpoint.sampling_defaults.get(name) for name in _SAMPLING_FIELDS}
     chosen |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     sampling = {name: value for name, value in chosen.items() if value is not None}
-    if sampling.get("temperature", 0.0) < _GREEDY_BELOW:
+    if sampling.get("temperature", 0.0) < GREEDY_BELOW:
         sampling["temperature"] = 0.0
     min_tokens = sampling.pop("min_tokens", 0)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
@@ -353,11 +373,3 @@ def _stop(body: GenerateBody, served: ServedModel) -> tuple[str, ...]:
     if stop:
         served.require_tokenizer("stop")
     return tuple(stop)
-
-
-def _echo(body: GenerateBody, served: ServedModel, prompts: list[Source], prefix: Source | None) -> tuple[Source, ...]:
-    if not body.echo:
-        return ()
-    if not served.is_encoder_decoder:
-        return tuple(prompts)
-    return (prefix,) * len(prompts) if prefix is not None else ()

@@ -1,8 +1,12 @@
-"""uvicorn's HTTP protocol with bounds on what comes before the application is asked, which uvicorn has none for."""
+"""uvicorn's HTTP protocol with bounds, which uvicorn has none for, on what comes before the application is asked and
+after it has answered.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from http import HTTPStatus
 from typing import Any
 
@@ -14,18 +18,26 @@ from service.errors import ApiError, headers_too_large, invalid, request_too_slo
 
 # Times `max_header_bytes`: what is no longer is refused by the application, which names the request. HAProxy's bound.
 _MARGIN = 4
+_NO_LINGERING = struct.pack("ii", 1, 0)  # on, for no second
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a head, or what follows a body, that never ends, in bytes (431) and in seconds (408), and then closes."""
+    """Refuses a head, or what follows a body, that never ends, in bytes (431) and in seconds (408), and then closes.
+    A body that goes on when its answer is complete has as many seconds: what is then read is thrown away. A reply of
+    which the client takes no byte for `stream_stall_s` is thrown away with its connection.
+    """
 
     def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._most = _MARGIN * limits.max_header_bytes
         self._seconds = limits.receive_s
+        self._stall_seconds = limits.stream_stall_s
         self._silent = 0  # bytes since the last complete head or message, or piece of a body
         self._progressed = False
+        self._head_is_complete = False  # and its message is not
         self._timer: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes of replies, when they were looked at last
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,6 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_watching()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -48,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self._progressed = True
+        self._progressed = self._head_is_complete = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -56,8 +69,21 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._stop_timer()
         self._progressed = True
+        self._head_is_complete = False
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._head_is_complete and self.cycle.response_complete:  # nobody awaits the rest
+            self._start_timer()
+        if self.transport.get_write_buffer_size():
+            self._watch_unread()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unread()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(invalid("this is not a valid HTTP request", code="invalid_http"))
@@ -77,11 +103,35 @@ class BoundedProtocol(HttpToolsProtocol):
         else:  # nothing was asked
             self.transport.close()
 
+    def _watch_unread(self) -> None:
+        """From now on, as nothing is added: the reply is complete, or what makes it waits for the client."""
+        self._stop_watching()
+        self._unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self._stall_seconds, self._look)
+
+    def _stop_watching(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _look(self) -> None:
+        self._unread_timer = None
+        unread = self.transport.get_write_buffer_size()
+        if not unread or not (self.cycle.response_complete or self.flow.write_paused):
+            return  # all was taken, or a stream goes on
+        if unread < self._unread:
+            self._watch_unread()
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None:  # reset: the system would go on holding the megabytes that it has taken
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+        self.transport.abort()
+
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close; where another answer is under way, that is cut."""
+        """Answer and close; where an answer is under way, or was given already, only close."""
         if self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._head_is_complete or (self.cycle is not None and not self.cycle.response_complete):
             self.transport.close()
             return
         body = msgspec.json.encode(error.body())

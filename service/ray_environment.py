@@ -24,7 +24,7 @@ import msgspec
 
 from service.config import Limits
 from service.errors import request_too_slow, unavailable
-from service.metrics import MULTIPROCESS_FOLDER
+from service.metrics import MULTIPROCESS_FOLDER, make_folder
 
 if TYPE_CHECKING:
     from service.runtime import ServeConfig
@@ -46,17 +46,20 @@ sed -i 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' "$3" && exec {binary} "$@"
 
 @contextmanager
 def prepared(config: ServeConfig) -> Iterator[Path]:
-    """Set the environment for a session; its folder, private to this user, which is deleted in the end."""
+    """Set the environment for a session; its folder, private to this user, which is deleted in the end.
+
+    Raises `ConfigError` where the environment names a folder for metrics that cannot be made.
+    """
     folder = Path(tempfile.mkdtemp(prefix="triptych-", dir=_temp_dir()))
     for name, value in variables(config, folder).items():
         os.environ.setdefault(name, value)
-    Path(os.environ[MULTIPROCESS_FOLDER]).mkdir(exist_ok=True)
-    if uses_haproxy(config, os.environ):
-        _haproxy_folder(folder).mkdir()
-        _write_error_pages(_haproxy_folder(folder), config.settings.limits)
-        _start_haproxy_by(_haproxy_folder(folder) / "haproxy")
-    os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
     try:
+        make_folder()
+        if uses_haproxy(config, os.environ):
+            _haproxy_folder(folder).mkdir()
+            _write_error_pages(_haproxy_folder(folder), config.settings.limits)
+            _start_haproxy_by(_haproxy_folder(folder) / "haproxy")
+        os.environ["PYTHONPATH"] = _python_path(os.environ.get("PYTHONPATH", ""))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -131,7 +134,13 @@ def _haproxy(config: ServeConfig, folder: Path) -> dict[str, str]:
         # What got no byte of an answer goes to another replica: a killed one had it, or a leaving one closed the
         # connection at that moment. Computing it twice does no harm.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        # How long a leaving replica stays reachable: on one machine HAProxy learns of it in well under a second.
+        # A replica that leaves stops listening, then closes its connections: each that HAProxy kept may cost a try. The
+        # first connection that is refused gives it up (on one machine nobody listens any more), and the next replica,
+        # or Serve's own proxy, needs a try that is left. Serve's three retries were too few.
+        "RAY_SERVE_HAPROXY_RETRIES": "30",
+        "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+        # How long a leaving replica stays reachable: HAProxy learns of it in well under a second where the machine is
+        # not busy.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         # A worker that a reload replaced may finish the streams it has.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(request_timeout_s(config))),

@@ -19,7 +19,7 @@ from service.encode_plan import EncodePlan
 from service.errors import ApiError
 from service.jobs import Job, worst
 from service.metrics import Metrics
-from service.plan import GeneratePlan, Source
+from service.plan import GeneratePlan
 from service.structure import refused
 
 Json = dict[str, Any]
@@ -85,7 +85,7 @@ class Generation:
 
     def echoed(self, index: int) -> str:
         """What stands before the output of choice `index`; empty where no echo was asked for."""
-        return self._source_text(self._plan.echo[index // self._plan.n]) if self._plan.echo else ""
+        return self._plan.echo[index // self._plan.n] if self._plan.echo else ""
 
     def tail(self) -> Json:
         """Usage and timings; they stand in the reply or in a stream's last event."""
@@ -120,17 +120,9 @@ class Generation:
         """Put the prompt (encoder-decoder: what follows the decoder's start token) before the output."""
         request = self._plan.requests[prompt_index]
         ids = request.decoder_token_ids[1:] or request.prompt_token_ids
-        delta["text"] = self._source_text(self._plan.echo[prompt_index]) + delta["text"]
+        delta["text"] = self._plan.echo[prompt_index] + delta["text"]
         if "token_ids" in delta:
             delta["token_ids"] = [*ids, *delta["token_ids"]]
-
-    def _source_text(self, source: Source) -> str:
-        return source.value if isinstance(source.value, str) else self._text(source.value)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        tokenizer = self._plan.served.tokenizer
-        skip = self._plan.skip_special_tokens
-        return tokenizer.decode(ids, skip_special_tokens=skip) if tokenizer is not None else ""
 
     def _logprob(self, one: TokenLogprob) -> Json:
         return {

@@ -6,6 +6,7 @@ KV cache, whichever is fuller (`AsyncEngine.demand`). The sum over replicas is t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,8 +31,8 @@ class Scaling:
             raise ConfigError(f"replicas must be N or LEAST-MOST from 1 up, found {self.least}-{self.most}")
         if not 0 < self.target <= 1:
             raise ConfigError(f"scale_target must be above 0 and at most 1, found {self.target}")
-        if min(self.up_delay_s, self.down_delay_s) < 0:
-            raise ConfigError("scale_up_delay and scale_down_delay must not be negative")
+        if not (0 <= self.up_delay_s < math.inf and 0 <= self.down_delay_s < math.inf):
+            raise ConfigError("scale_up_delay and scale_down_delay must not be negative, and finite")
 
 
 class Context(Protocol):

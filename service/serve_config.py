@@ -76,6 +76,9 @@ def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: floa
     }
     if num_cpus is None:
         return application
+    for spec in config.models:
+        if spec.engine.tensor_parallel_size > 1 and spec.engine.device == "auto":  # Serve takes these resources for all
+            raise ConfigError(f"model {spec.name}: with --num-cpus, device must say where its ranks go: cuda or cpu")
     gpus = gpus_of_replica([spec.engine for spec in config.models], 0.0)
     resources = {"num_cpus": num_cpus, **({"num_gpus": gpus} if gpus else {})}
     return application | {"deployments": [{"name": DEPLOYMENT, "ray_actor_options": resources}]}

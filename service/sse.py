@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from starlette.responses import Response
@@ -36,9 +36,15 @@ def frame(value: object) -> bytes:
 
 
 async def generation_events(
-    generation: Generation, stream: GenerationStream, job: Job, rendering: Rendering
+    generation: Generation,
+    stream: GenerationStream,
+    job: Job,
+    rendering: Rendering,
+    shown_error: Callable[[ApiError], ApiError],
 ) -> AsyncIterator[Chunk]:
-    """The frames of a generation: those for each output together, an error's, the end with the last of them."""
+    """The frames of a generation: those for each output together, an error's as `shown_error` makes of it, the end with
+    the last of them.
+    """
     failure: ApiError | None = None
     head = generation.head()
     try:
@@ -62,7 +68,7 @@ async def generation_events(
         log_unexpected(error)
         failure = internal()
     job.end(FinishReason.ERROR)
-    yield frame((failure or engine_failed()).body()) + rendering.done, False
+    yield frame(shown_error(failure or engine_failed()).body()) + rendering.done, False
 
 
 class EventStream(Response):

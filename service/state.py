@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 from fastapi import FastAPI
@@ -14,11 +16,11 @@ from service.chat_process import RenderPool
 from service.client import EngineClient
 from service.config import ServiceSettings
 from service.encode_plan import EncodePlanner
-from service.errors import scrub, unavailable
+from service.errors import draining, scrub, unavailable
 from service.jobs import Jobs
 from service.metrics import Metrics
 from service.plan import GeneratePlanner
-from service.registry import Registry
+from service.registry import Registry, Task
 from service.structure import GrammarTrials
 from service.tokenizing import TokenizerThreads
 from service.tracing import Tracer
@@ -42,6 +44,8 @@ class Service:
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.created = int(time.time())
+        # Set by a runtime with replicas: `Jobs.cancel` of the others, summed; TimeoutError if one may have missed it.
+        self.cancel_elsewhere: Callable[[str], Awaitable[int]] | None = None
         self._draining = False
 
     async def start(self) -> None:
@@ -49,6 +53,8 @@ class Service:
         self.client.on_step(self.metrics.step)
         await self.client.start()
         self.metrics.loaded(self.client.models, self.version)
+        counted = (Task.GENERATE, Task.ENCODE)
+        self.metrics.expect((one.name, task) for one in self.registry for task in counted if one.serves(task))
 
     async def close(self) -> None:
         self.threads.close()
@@ -59,18 +65,29 @@ class Service:
             await asyncio.to_thread(self.tracer.close)
 
     def begin_drain(self) -> None:
-        """Refuse new work from now on and turn /readyz red; what runs goes on."""
+        """Refuse new work from now on and turn /readyz red; what was taken goes on."""
         self._draining = True
 
     async def drain(self) -> None:
-        """`begin_drain`, then wait for what runs, at most `drain_timeout_s`; cancel the rest."""
+        """`begin_drain`, then wait for what was taken, at most `drain_timeout_s`; cancel the rest."""
         self.begin_drain()
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await self.jobs.wait_idle()
         except TimeoutError:
-            self.jobs.cancel_all()
+            self.jobs.give_up()
             await self.jobs.wait_idle()
+
+    async def cancel(self, request_id: str) -> int:
+        """As `Jobs.cancel`, in every replica; raises a 503 where one may have the request and did not answer."""
+        ended = self.jobs.cancel(request_id)
+        if self.cancel_elsewhere is not None:
+            try:
+                ended += await self.cancel_elsewhere(request_id)
+            except TimeoutError:
+                if not ended:
+                    raise unavailable("a replica that may run the request did not answer", "not_live") from None
+        return ended
 
     def model_info(self, name: str) -> ModelInfo:
         """What the engine knows of a served model; 503 while it is not loaded."""
@@ -79,13 +96,25 @@ class Service:
             raise unavailable(f"model {name} is not loaded yet", "not_ready")
         return info
 
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """`check_ready`, once: a request that is worked on in the block is not refused by a drain that begins then."""
+        self.check_ready()
+        with self.jobs.taken():
+            yield
+
     def check_ready(self) -> None:
         """Raise a 503 with the reason while no work is taken."""
         if self._draining:
-            raise unavailable("the service is draining and takes no new requests", "draining")
+            raise draining()
         health = self.client.health()
         if not health.ready:
             raise unavailable(scrub(health.reason) or "the models are not ready", "not_ready")
+
+    def check_not_given_up(self) -> None:
+        """Raise a 503 where a drain's time ran out before the request came to an engine."""
+        if self.jobs.given_up:
+            raise draining()
 
     def check_live(self) -> None:
         """Raise a 503 with the reason when the engines' step loop does not move."""

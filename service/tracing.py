@@ -19,12 +19,8 @@ from service.context import RequestContext
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/embeddings": "embeddings",
-    "/encode": "embeddings",
-    "/embed": "embeddings",
-}
+_OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the nearest for scores and labels too
+_CHAT = "/v1/chat/completions"
 
 
 class Tracer:
@@ -56,7 +52,7 @@ class Tracer:
 
         end = time.time_ns()
         start = end - round(timings.total_ms * 1e6)
-        operation = _OPERATIONS.get(context.path, "text_completion")
+        operation = "chat" if context.path == _CHAT else _OPERATIONS[context.task or "generate"]
         span = self._tracer.start_span(
             f"{operation} {context.model}",
             context=TraceContextTextMapPropagator().extract({"traceparent": context.traceparent}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -19,6 +20,9 @@ from service.schemas.types import Body
 B = TypeVar("B", bound=Body)
 
 _KEPT_SEED = 2**63  # native seeds are below it
+_MOST_LEVELS = 190  # of a schema: a body is read to 200, and a schema may stand deeper in the native one
+
+NATIVE_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class DialectBody(Body):
@@ -81,18 +85,22 @@ def speaking(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        raise _renamed(error, names) from None
+        raise renamed(error, names) from None
 
 
-def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """`error` naming the client's fields. What a message says behind `field: ` are words, which name none."""
+    if not names:
+        return error
     any_name = re.compile(rf"(?<![\w.'])({'|'.join(map(re.escape, names))})(?!\w| tokens)")
 
     def rename(text: str) -> str:
         return any_name.sub(lambda found: names[found[1]], text)
 
+    parts = [part.partition(": ") for part in error.message.split("; ")]
     return ApiError(
         error.status,
-        rename(error.message),
+        "; ".join(rename(head) + colon + words for head, colon, words in parts),
         type=error.type,
         code=error.code,
         param=None if error.param is None else rename(error.param),
@@ -105,13 +113,33 @@ Schema = Annotated[str | dict[str, Any], Field(union_mode="left_to_right")]  # a
 
 
 def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
-    """The native `response_format` of a JSON schema; raises `ApiError` naming `param` for a text that is none."""
-    if isinstance(schema, str):
-        try:
-            schema = msgspec.json.decode(schema, type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise invalid(f"{param} must be a JSON object, or one as text", param) from None
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
+    """The native `response_format` of a JSON schema; raises `ApiError` naming `param` for a text that is none and for
+    what is nested too deeply.
+    """
+    try:
+        found: Mapping[str, Any] = (
+            msgspec.json.decode(schema, type=dict[str, Any]) if isinstance(schema, str) else schema
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise invalid(f"{param} must be a JSON object, or one as text", param) from None
+    except RecursionError:
+        raise _too_deep(param) from None
+    if _levels(found) > _MOST_LEVELS:
+        raise _too_deep(param)
+    return {"type": "json_schema", "json_schema": {"schema": found}}
+
+
+def _levels(value: object) -> int:
+    """How deep objects and lists stand in each other."""
+    levels, within = 0, [value]
+    while within := [one for one in within if isinstance(one, dict | list)]:
+        levels += 1
+        within = [inner for one in within for inner in (one.values() if isinstance(one, dict) else one)]
+    return levels
+
+
+def _too_deep(param: str) -> ApiError:
+    return invalid(f"{param} has more than {_MOST_LEVELS} levels of objects and lists", param)
 
 
 def sampled(temperature: float | None, served: ServedModel) -> float | None:

@@ -46,9 +46,10 @@ def completion(asked: CompletionBody, served: ServedModel) -> GenerateBody:
     }
     if asked.echo and asked.logprobs is not None:
         fields["prompt_logprobs"] = asked.logprobs
-    if prompt_only(asked):
-        fields |= {"max_tokens": 1, "min_tokens": None}
-    return native(GenerateBody, fields)
+    if not prompt_only(asked):
+        return native(GenerateBody, fields)
+    found = native(GenerateBody, fields | {"max_tokens": 1, "min_tokens": None})
+    return found.model_copy(update={"max_tokens": 0})  # which a native body cannot say
 
 
 def prompt_only(asked: CompletionBody) -> bool:
@@ -90,7 +91,7 @@ def message(one: Message, param: str) -> Json:
 
 def embedding(asked: EmbeddingBody) -> EncodeBody:
     """What an embedding asks for."""
-    names = ("model", "input", "encoding_format", "dimensions", "timeout_s", "request_id")
+    names = ("model", "input", "encoding_format", "dimensions", "normalize", "timeout_s", "request_id")
     return native(EncodeBody, {name: getattr(asked, name) for name in names})
 
 

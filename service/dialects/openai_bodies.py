@@ -92,6 +92,8 @@ class Sampling(Extended):
     bad_words: NotFilled = None
     prompt_logprobs: Never = None
     logits_processors: NotFilled = None
+    return_token_ids: NotTrue = None
+    return_tokens_as_token_ids: NotTrue = None
 
 
 class CompletionBody(Sampling):
@@ -108,7 +110,7 @@ class CompletionBody(Sampling):
         examples=[2],
     )
     best_of: int | None = Field(None, description="Taken only if equal to `n`.", examples=[None])
-    return_token_ids: NotTrue = None
+    add_special_tokens: Annotated[Any, Refused(True)] = None
     suffix: Annotated[Any, Refused("")] = None
     prompt_embeds: Never = None
 
@@ -197,5 +199,7 @@ class EmbeddingBody(Extended):
         examples=["float"],
     )
     dimensions: int | None = Field(None, description="Keep only so many leading dimensions.", examples=[128])
+    normalize: bool | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[True])
+    add_special_tokens: Annotated[Any, Refused(True)] = None
     truncate_prompt_tokens: Never = None
     prompt_name: Never = None

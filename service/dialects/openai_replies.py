@@ -70,6 +70,7 @@ class Completions(_Rendering):
         self._logprobs = asked.logprobs
         self._echo = bool(asked.echo)
         self._prompt_only = prompt_only(asked)
+        self._tokenizer = generation.plan.served.tokenizer
         self._offsets: dict[int, _Offsets] = {}  # of each choice's output
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
@@ -95,10 +96,10 @@ class Completions(_Rendering):
             return None
         entries: list[Json] = []
         offsets: list[int] = []
-        if self._echo and choice.get("prompt_logprobs"):
+        if self._echo and choice.get("prompt_logprobs") and not self._generation.plan.served.is_encoder_decoder:
             first, *others = choice["prompt_logprobs"]
             entries = [first or self._first_token(choice["prompt_index"]), *others]
-            offsets = self._offsets_from(0).of(entries)
+            offsets = _Offsets.of_prompt(self._tokenizer, self._generation.echoed(choice["index"])).of(entries)
         if not self._prompt_only:
             output = choice.get("logprobs") or ()
             entries += output
@@ -114,26 +115,32 @@ class Completions(_Rendering):
         """The prompt's first token, which nothing predicts."""
         plan = self._generation.plan
         token_id = plan.requests[prompt_index].prompt_token_ids[0]
-        text = plan.served.tokenizer.token_text(token_id) if plan.served.tokenizer is not None else ""
+        text = self._tokenizer.token_text(token_id) if self._tokenizer is not None else ""
         return {"id": token_id, "text": text, "logprob": None, "top": []}
 
     def _offsets_of(self, index: int) -> _Offsets:
         """Of the output of choice `index`, which stands behind what was echoed."""
         if index not in self._offsets:
-            self._offsets[index] = self._offsets_from(len(self._generation.echoed(index)))
+            skip, at = self._generation.plan.skip_special_tokens, len(self._generation.echoed(index))
+            self._offsets[index] = _Offsets(self._tokenizer, skip_special_tokens=skip, at=at)
         return self._offsets[index]
-
-    def _offsets_from(self, at: int) -> _Offsets:
-        plan = self._generation.plan
-        return _Offsets(plan.served.tokenizer, plan.skip_special_tokens, at)
 
 
 class _Offsets:
     """Where the tokens of a growing text begin, in characters; all at its beginning where there is no tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, at: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool, at: int) -> None:
+        self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens) if tokenizer is not None else None
         self._at = at
+        self._shown: str | None = None  # the whole text, where it is known
+
+    @classmethod
+    def of_prompt(cls, tokenizer: Tokenizer | None, shown: str) -> _Offsets:
+        """Of a prompt as it is echoed: with the special tokens that its client wrote, without those put around it."""
+        found = cls(tokenizer, skip_special_tokens=False, at=0)
+        found._shown = shown
+        return found
 
     def of(self, entries: Iterable[Json]) -> list[int]:
         """Of the next tokens."""
@@ -141,9 +148,14 @@ class _Offsets:
 
     def _next(self, token_id: int) -> int:
         at = self._at
-        if self._text is not None:
+        if self._text is not None and not self._left_out(token_id):
             self._at += len(self._text.push([token_id]))
         return at
+
+    def _left_out(self, token_id: int) -> bool:
+        if self._shown is None or self._tokenizer is None or token_id not in self._tokenizer.special_ids:
+            return False
+        return not self._shown.startswith(self._tokenizer.token_text(token_id), self._at)
 
 
 class ChatCompletions(_Rendering):

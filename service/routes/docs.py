@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond the code: the errors of a route, and bodies that are read without FastAPI."""
+"""/docs, and what /openapi.json says beyond the code: errors of a route, and bodies that are read without FastAPI."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
+from service.prefix import prefix_of
 from service.schemas.bodies import DetokenizeBody, EncodeBody, GenerateBody, TokenizeBody
 from service.schemas.dialect_replies import (
     HuggingFaceClass,
@@ -137,14 +141,24 @@ def path_parameter(name: str, description: str) -> dict[str, Any]:
 
 
 def install(app: FastAPI, *, with_keys: bool) -> None:
-    """Make `app.openapi` describe bodies, streams and keys."""
+    """The routes /docs and /openapi.json, which describes bodies, streams and keys too."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _build(app, with_keys)
         return app.openapi_schema
 
+    async def described(request: Request) -> Response:
+        prefix = prefix_of(request.scope)
+        return JSONResponse({**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi())
+
+    async def page(request: Request) -> Response:
+        # Relative: FastAPI's own page would show the root's description below a prefix.
+        return get_swagger_ui_html(openapi_url="openapi.json", title=f"{app.title} - Swagger UI")
+
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_route("/openapi.json", described, include_in_schema=False)
+    app.add_route("/docs", page, include_in_schema=False)
 
 
 def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.engine.errors import EngineError, QueueFullError
+from model.engine.errors import EngineError, EngineGoneError, QueueFullError
 from model.request import EncodeOutput, FinishReason
 from service.dialects import huggingface, sglang
 from service.dialects.common import speaking
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.sglang import SglangEncodeBody
 from service.encode_plan import EncodePlan
-from service.errors import cancelled, deadline_passed, engine_failed, queue_full
+from service.errors import cancelled, deadline_passed, engine_failed, engine_gone, queue_full
 from service.http import context_of_request, json_response, named, read_one_of, unless_gone
 from service.jobs import Job, worst
 from service.replies import Json, encode_reply
@@ -61,12 +61,12 @@ async def encode(request: Request) -> Response:
 
     A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's: both answer in their own shape.
     """
-    asked = await read_one_of(request, EncodeBody, _BODIES)
+    asked = named(request, await read_one_of(request, EncodeBody, _BODIES))
     if isinstance(asked, EmbedBody):
         return await huggingface_answer(request, asked)
     if isinstance(asked, SglangEncodeBody):
         with speaking(sglang.encode_names(asked)):
-            return await answer(request, sglang.encode(named(request, asked)), sglang.encode_reply(asked))
+            return await answer(request, sglang.encode(asked), sglang.encode_reply(asked))
     assert isinstance(asked, EncodeBody)
     return await answer(request, asked)
 
@@ -74,7 +74,7 @@ async def encode(request: Request) -> Response:
 async def huggingface_answer(request: Request, asked: EmbedBody) -> Response:
     """A vector for each input."""
     with speaking(huggingface.ENCODE_NAMES):
-        return await answer(request, huggingface.embed(named(request, asked)), huggingface.embed_reply)
+        return await answer(request, huggingface.embed(asked), huggingface.embed_reply)
 
 
 Show = Callable[[EncodePlan, Json], object]
@@ -82,18 +82,18 @@ Show = Callable[[EncodePlan, Json], object]
 
 async def answer(request: Request, asked: EncodeBody, show: Show | None = None) -> Response:
     """The vectors that `asked` asks for, as /encode gives them or as `show` makes of that."""
-    service = service_of(request)
-    service.check_ready()
-    context = context_of_request()
-    plan = await service.encode_planner.plan(asked, context.request_id, context.started)
-    context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
-    job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
-    try:
-        outputs = await _run(request, service, plan, job)
-        reply = encode_reply(plan, outputs, job, asked.encoding_format)
-        return json_response(reply if show is None else show(plan, reply))
-    finally:
-        await job.aclose()
+    service, context = service_of(request), context_of_request()
+    with service.taking():
+        plan = await service.encode_planner.plan(asked, context.request_id, context.started)
+        context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
+        service.check_not_given_up()
+        job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
+        try:
+            outputs = await _run(request, service, plan, job)
+            reply = encode_reply(plan, outputs, job, asked.encoding_format)
+            return json_response(reply if show is None else show(plan, reply))
+        finally:
+            await job.aclose()
 
 
 async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -> Sequence[EncodeOutput]:
@@ -102,6 +102,8 @@ async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -
         outputs = await unless_gone(request, service.client.encode(plan.requests))
     except QueueFullError as error:
         raise queue_full(error) from None
+    except EngineGoneError:
+        raise engine_gone() from None
     except EngineError:
         service.jobs.accept(job)
         job.end(FinishReason.ERROR)
@@ -111,8 +113,9 @@ async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -
         raise
     service.jobs.accept(job)
     outcome = worst([output.finish_reason for output in outputs])
-    scheduled = [output.scheduled_time for output in outputs if output.scheduled_time is not None]
-    job.observe(min(scheduled, default=None), time.monotonic())
+    if outcome is FinishReason.STOP:  # else there is an input without an output, and no time at which all were there
+        scheduled = [output.scheduled_time for output in outputs if output.scheduled_time is not None]
+        job.observe(min(scheduled, default=None), time.monotonic())
     job.end(outcome)
     if outcome is FinishReason.ERROR:
         raise engine_failed()

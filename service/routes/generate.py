@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.engine.errors import EngineDeadError, EngineError, QueueFullError
+from model.engine.errors import EngineError, EngineGoneError, QueueFullError
 from model.request import FinishReason
 from service.client import GenerationStream
 from service.dialects import huggingface, sglang
-from service.dialects.common import speaking
+from service.dialects.common import NATIVE_NAMES, renamed, speaking
 from service.dialects.huggingface_bodies import TextGenerationBody
 from service.dialects.sglang import SglangGenerateBody
-from service.errors import deadline_passed, engine_failed, queue_full, unavailable
+from service.errors import deadline_passed, engine_failed, engine_gone, queue_full
 from service.http import context_of_request, json_response, named, read_one_of, unless_gone
 from service.jobs import Job
 from service.plan import GeneratePlan
@@ -63,11 +65,11 @@ async def generate(request: Request) -> Response:
 
     A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's: both answer in their own shape.
     """
-    asked = await read_one_of(request, GenerateBody, _BODIES)
+    asked = named(request, await read_one_of(request, GenerateBody, _BODIES))
     if isinstance(asked, TextGenerationBody):
         return await huggingface_answer(request, asked)
     if isinstance(asked, SglangGenerateBody):
-        return await _sglang_answer(request, named(request, asked))
+        return await _sglang_answer(request, asked)
     assert isinstance(asked, GenerateBody)
     return await answer(request, asked)
 
@@ -76,29 +78,39 @@ async def huggingface_answer(
     request: Request, asked: TextGenerationBody, *, stream: bool | None = None, as_list: bool = False
 ) -> Response:
     """Text generation; `stream` overrules the body, `as_list` puts a reply in a list."""
-    with speaking(huggingface.GENERATE_NAMES):
-        found = huggingface.generate(named(request, asked), stream=stream)
-        return await answer(request, found, lambda one: huggingface.TextGeneration(one, asked, as_list=as_list))
+    names = huggingface.GENERATE_NAMES
+    with speaking(names):
+        found = huggingface.generate(asked, stream=stream)
+        return await answer(request, found, lambda one: huggingface.TextGeneration(one, asked, as_list=as_list), names)
 
 
 async def _sglang_answer(request: Request, asked: SglangGenerateBody) -> Response:
-    with speaking(sglang.generate_names(asked)):
+    with speaking(names := sglang.generate_names(asked)):
         served = service_of(request).registry.resolve(asked.model, Task.GENERATE)
         found = sglang.generate(asked, served)
-        return await answer(request, found, lambda one: sglang.SglangGeneration(one, asked))
+        return await answer(request, found, lambda one: sglang.SglangGeneration(one, asked), names)
 
 
-async def answer(request: Request, asked: GenerateBody, render: Render = Native) -> Response:
-    """What `asked` generates, streamed or whole, as `render` shows it."""
-    service = service_of(request)
-    service.check_ready()
-    context = context_of_request()
+async def answer(
+    request: Request, asked: GenerateBody, render: Render = Native, names: Mapping[str, str] = NATIVE_NAMES
+) -> Response:
+    """What `asked` generates, streamed or whole, as `render` shows it; 503 while no work is taken. Errors in a stream
+    name fields by `names`; those that are raised are for `speaking`.
+    """
+    with service_of(request).taking():
+        return await answer_taken(request, asked, render, names)
+
+
+async def answer_taken(request: Request, asked: GenerateBody, render: Render, names: Mapping[str, str]) -> Response:
+    """`answer`, within `Service.taking`."""
+    service, context = service_of(request), context_of_request()
     plan = await service.generate_planner.plan(asked, context.request_id, context.started)
     stream, job = submit(service, plan)
     generation = Generation(plan, job, service.metrics)
     rendering = render(generation)
     if asked.stream:
-        return EventStream(generation_events(generation, stream, job, rendering), job, service.limits)
+        events = generation_events(generation, stream, job, rendering, lambda error: renamed(error, names))
+        return EventStream(events, job, service.limits)
     try:
         reply = await unless_gone(request, collect(generation, stream, job))
     finally:
@@ -108,14 +120,15 @@ async def answer(request: Request, asked: GenerateBody, render: Render = Native)
 
 def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]:
     """Hand the plan to the engine, all of it or nothing; from then on the caller owns the job."""
+    service.check_not_given_up()
     context = context_of_request()
     context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     try:
         stream = service.client.submit(plan.requests)
     except QueueFullError as error:
         raise queue_full(error) from None
-    except EngineDeadError:
-        raise unavailable("the engine is gone; a new one is being started", "engine_dead") from None
+    except EngineGoneError:
+        raise engine_gone() from None
     job = service.jobs.open(context, tuple(request.request_id for request in plan.requests), stream)
     service.jobs.accept(job)
     return stream, job

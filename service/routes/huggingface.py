@@ -50,7 +50,7 @@ _RERANK_NAMES = {"input": "texts"}
 async def root(request: Request) -> Response:
     """Text generation; embedding where the model that the address names, or every loaded one, only encodes."""
     kind: type[BaseModel] = TextGenerationBody if _can_generate(service_of(request), request) else EmbedBody
-    asked = await read_body(request, kind)
+    asked = named(request, await read_body(request, kind))
     if isinstance(asked, EmbedBody):
         return await encode.huggingface_answer(request, asked)
     assert isinstance(asked, TextGenerationBody)
@@ -66,7 +66,7 @@ async def root(request: Request) -> Response:
 )
 async def generate_stream(request: Request) -> Response:
     """The last event has `generated_text` and `details`; nothing follows it."""
-    asked = await read_body(request, TextGenerationBody)
+    asked = named(request, await read_body(request, TextGenerationBody))
     return await generate.huggingface_answer(request, asked, stream=True)
 
 
@@ -79,7 +79,7 @@ async def generate_stream(request: Request) -> Response:
 )
 async def embed(request: Request) -> Response:
     """Always a list of vectors, of length 1 unless `normalize` is false."""
-    return await encode.huggingface_answer(request, await read_body(request, EmbedBody))
+    return await encode.huggingface_answer(request, named(request, await read_body(request, EmbedBody)))
 
 
 @router.post(

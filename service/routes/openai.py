@@ -39,9 +39,9 @@ async def completions(request: Request) -> Response:
     """Spoken by OpenAI's client. `max_tokens` is 16 unless told, `temperature` the checkpoint's or 1."""
     asked = await read_body(request, CompletionBody)
     served = service_of(request).registry.resolve(asked.model, Task.GENERATE)
-    with speaking(openai.completion_names(asked)):
+    with speaking(names := openai.completion_names(asked)):
         found = openai.completion(asked, served)
-        return await generate.answer(request, found, lambda generation: Completions(generation, asked))
+        return await generate.answer(request, found, lambda generation: Completions(generation, asked), names)
 
 
 @router.post(
@@ -59,10 +59,13 @@ async def chat_completions(request: Request) -> Response:
     asked = await read_body(request, ChatBody)
     service = service_of(request)
     served = service.registry.resolve(asked.model, Task.GENERATE)
-    service.check_ready()
-    with speaking(openai.chat_names(asked)):
-        found = openai.chat(asked, served, await _prompt(service, served, asked))
-        return await generate.answer(request, found, lambda generation: ChatCompletions(generation, asked))
+    with service.taking():
+        prompt = await _prompt(service, served, asked)  # whose errors name what a chat has
+        with speaking(names := openai.chat_names(asked)):
+            found = openai.chat(asked, served, prompt)
+            return await generate.answer_taken(
+                request, found, lambda generation: ChatCompletions(generation, asked), names
+            )
 
 
 @router.post(

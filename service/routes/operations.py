@@ -119,13 +119,13 @@ async def models(request: Request) -> Response:
     "/requests/{id}",
     summary="Cancel a request",
     response_model=None,
-    responses={200: {"model": CancelReply, "description": "It was told to end."}, **errors(404)},
+    responses={200: {"model": CancelReply, "description": "It was told to end."}, **errors(404, 503)},
     openapi_extra=path_parameter("id", "The request id, as sent or as `X-Request-Id` of the reply."),
 )
 async def cancel(request: Request) -> Response:
     """End every running request of this id; each answers with what it has, finish_reason `cancelled`."""
     request_id = request.path_params["id"]
-    ended = service_of(request).jobs.cancel(request_id)
+    ended = await service_of(request).cancel(request_id)
     if not ended:
         raise not_found(f"no request {shorten(request_id)} is running", "request_not_found", "id")
     return json_response({"id": request_id, "cancelled": ended})

@@ -14,8 +14,9 @@ from importlib.resources import files
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from service.prefix import is_bare, prefix_of
 from service.routes.docs import errors
 
 router = APIRouter()
@@ -25,10 +26,17 @@ router = APIRouter()
     "/",
     summary="The playground",
     response_class=HTMLResponse,
-    responses={200: {"description": "A page to try the models with."}, **errors()},
+    responses={
+        200: {"description": "A page to try the models with."},
+        307: {"description": "Below a route prefix without its last slash: the page is there."},
+        **errors(),
+    },
 )
 async def playground(request: Request) -> Response:
     """Pick a model, generate with streaming, encode and compare. A browser may send the key as a Basic password."""
+    if is_bare(request.scope):  # the page asks for what lies beside it: without the slash, for the root's
+        query = f"?{request.url.query}" if request.url.query else ""
+        return RedirectResponse(f"{prefix_of(request.scope)}/{query}")
     return HTMLResponse(_page(), headers=_headers())
 
 

@@ -76,5 +76,6 @@ async def detokenize(request: Request) -> Response:
     check_vocabulary(asked.token_ids, served.vocab_size, "token_ids")
     context = context_of_request()
     context.model, context.tokens_in = served.name, len(asked.token_ids)
-    text = tokenizer.decode(asked.token_ids, skip_special_tokens=asked.skip_special_tokens)
+    skip = asked.skip_special_tokens
+    text = await service.threads.decoded(tokenizer, asked.token_ids, skip_special_tokens=skip)
     return json_response({"model": served.name, "text": text})

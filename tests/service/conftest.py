@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import constants
 
+from tests import checkpoints
 from tests.service.support import App, check_accounts, make_app
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A decoder and an encoder that read and write text, as `triptych serve` is given them."""
+    folder = tmp_path_factory.mktemp("models")
+    return [f"gen={checkpoints.llama(folder / 'llama')}", f"enc={checkpoints.bert(folder / 'bert')}"]
 
 
 @pytest.fixture

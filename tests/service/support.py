@@ -36,7 +36,7 @@ from model.config import (
     StackConfig,
 )
 from model.engine.stats import ModelInfo
-from model.tokenizer import Tokenizer
+from model.tokenizer import Encoded, Tokenizer
 from service.app import create_app
 from service.config import ServiceSettings
 from service.fake import FakeEngineClient, Script
@@ -62,13 +62,30 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def word_tokenizer() -> Tokenizer:
+    return Tokenizer(_words())
+
+
+def _words() -> RawTokenizer:
     raw = RawTokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     specials = [("[CLS]", 1), ("[SEP]", 2)]
     raw.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=specials
     )
-    return Tokenizer(raw)
+    return raw
+
+
+class HeldTokenizer(Tokenizer):
+    """Of words; tokenises when it is let go, as if the text took long."""
+
+    def __init__(self) -> None:
+        super().__init__(_words())
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
+        self.asked.set()
+        assert self.go.wait(10), "nobody let it go"
+        return super().encode(text, pair, add_special_tokens=add_special_tokens)
 
 
 def stack(*, causal: bool, cross: bool = False, token_types: int = 0) -> StackConfig:
@@ -230,6 +247,11 @@ def samples(app: App, name: str) -> dict[tuple[str, ...], float]:
         for sample in family.samples
         if sample.name == name
     }
+
+
+def counted(app: App, name: str) -> dict[tuple[str, ...], float]:
+    """`samples`, but for those that stand at 0."""
+    return {labels: value for labels, value in samples(app, name).items() if value}
 
 
 def check_accounts(app: App) -> None:

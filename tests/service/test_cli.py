@@ -1,14 +1,21 @@
-"""The console script as a person types it: in processes of its own."""
+"""The console script as a person types it: in processes of its own, or in this one, which has torch loaded."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from model.engine.errors import EngineDeadError
+from service import cli, serving
 
 
 def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +28,18 @@ def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
+def triptych_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `triptych` gives, without a process: for what every command goes through alike."""
+    with (
+        mock.patch.dict(os.environ, environment),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
+        cli.main(arguments)
+    return subprocess.CompletedProcess(arguments, int(end.value.code or 0), out.getvalue(), err.getvalue())
+
+
 def test_help_shows_defaults_and_variables() -> None:
     run = triptych("serve", "--help")
     assert run.returncode == 0
@@ -28,18 +47,26 @@ def test_help_shows_defaults_and_variables() -> None:
     assert "--port PORT port to listen on (default: 8000; TRIPTYCH_PORT)" in text
 
 
-@pytest.mark.parametrize("command", ["", "serve", "generate", "encode", "inspect"])
-def test_help_imports_nothing_heavy(command: str) -> None:
-    """So it stays under 0.3 s; a test of the time itself would fail on a busy box."""
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("--help",), ("serve", "--help"), ("generate", "--help"), ("encode", "--help"), ("inspect", "--help")),
+        *(("serve", "/no/such"), ("generate", "code", "x", "--dtype", "int3"), ("inspect", "nothing")),
+    ],
+)
+def test_help_and_a_mistake_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    """So they stay under 0.3 s; a test of the time itself would fail on a busy box."""
     names = "{name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names"
     code = (
         "import sys; before = set(sys.modules); from service import cli\n"
-        f"try: cli.main([{command!r}] * {bool(command)} + ['--help'])\n"
-        "except SystemExit as end: assert not end.code\n"
+        f"try: cli.main({arguments!r})\n"
+        "except SystemExit as end: assert (end.code or 0) == (0 if '--help' in sys.argv else 2)\n"
         f"print(*{names}, file=sys.stderr)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert sorted(run.stderr.split()) == ["model", "service"]
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stderr.splitlines()[-1].split()) == ["model", "service"]
 
 
 @pytest.mark.parametrize(
@@ -52,16 +79,45 @@ def test_help_imports_nothing_heavy(command: str) -> None:
         (("serve", "code", "code"), "two models have the same name"),
         (("generate", "code", "x", "--dtype", "int3"), "--dtype: found 'int3'"),
         (("inspect", "nothing"), "nothing: no such folder"),
+        *(
+            (("generate", "code", "x", flag), f"argument {flag.partition('=')[0]}: {message}")
+            for flag, message in (
+                ("--max-tokens=0", "max_tokens must be 1 to 2147483647, found 0"),
+                ("--max-tokens=x", "invalid int value: 'x'"),
+                ("--temperature=-1", "temperature must be 0 to 100, found -1.0"),
+                ("--temperature=nan", "temperature must be 0 to 100, found nan"),
+                ("--top-p=0", "top_p must be above 0 and at most 1, found 0.0"),
+                ("--repetition-penalty=0", "repetition_penalty must be 0.01 to 100, found 0.0"),
+                ("--stop=", "expected a text that is not empty"),
+            )
+        ),
+        (("serve", "--kv-cache-memory", "9" * 400), "--kv-cache-memory: found '9999"),
         (("bake",), "invalid choice: 'bake'"),
         ((), "the following arguments are required: COMMAND"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], message: str) -> None:
-    run = triptych(*arguments)
+    run = triptych_here(*arguments)
     assert run.returncode == 2
     assert message in run.stderr
     assert run.stderr.count("\n") == 1
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("of_file", ["models: {a: /a}", "groups: {text: {models: {a: /a}}}"])
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_models_are_named_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_file: str, by_variable: bool
+) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(of_file)
+    monkeypatch.setattr(serving, "serve", lambda *given: 0)
+    if by_variable:
+        run = triptych_here("serve", "code", TRIPTYCH_CONFIG=str(file))
+    else:
+        run = triptych_here("serve", "code", "--config", str(file))
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert f"{file} has models and code is one more" in run.stderr
 
 
 @pytest.mark.parametrize("arguments", [("-v", "serve", "/no/such"), ("serve", "/no/such", "-v")])
@@ -71,20 +127,26 @@ def test_a_traceback_is_shown_when_asked_for(arguments: tuple[str, ...]) -> None
     assert "Traceback" in run.stderr
 
 
+def test_what_the_engine_fails_at_is_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.engine.llm.LLM.stream", mock.Mock(side_effect=EngineDeadError("it is gone")))
+    run = triptych_here("generate", "code", "x")
+    assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "triptych: it is gone")
+
+
 def test_generate_streams_a_normalised_date() -> None:
     run = triptych("generate", "normalize", "the third of march twenty twenty four at half past nine")
     assert run.stdout == "2024-03-03 09:30\n", run.stderr
 
 
 def test_encode_prints_a_json_line_for_each_text() -> None:
-    run = triptych("encode", "a cat", "a dog")
+    run = triptych_here("encode", "a cat", "a dog")
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert [line["text"] for line in lines] == ["a cat", "a dog"]
     assert all(len(line["embedding"]) == 384 for line in lines)
 
 
 def test_inspect_shows_the_anatomy_of_every_embedded_model() -> None:
-    run = triptych("inspect", COLUMNS="120")
+    run = triptych_here("inspect", COLUMNS="120")
     assert run.returncode == 0, run.stderr
     for text in ("decoder-only, llama", "encoder-decoder, marian", "encoder-only, bert, 22,713,216 parameters"):
         assert text in run.stdout
@@ -100,7 +162,7 @@ def test_inspect_shows_the_anatomy_of_every_embedded_model() -> None:
     ],
 )
 def test_generate_holds_the_output_to(flags: tuple[str, ...], pattern: str) -> None:
-    run = triptych("generate", "normalize", "the third of march twenty twenty four", *flags)
+    run = triptych_here("generate", "normalize", "the third of march twenty twenty four", *flags)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(pattern, run.stdout.strip())
 
@@ -116,7 +178,7 @@ def test_generate_holds_the_output_to(flags: tuple[str, ...], pattern: str) -> N
     ],
 )
 def test_what_no_output_can_be_held_to(flags: tuple[str, ...], message: str) -> None:
-    run = triptych("generate", "normalize", "x", *flags)
+    run = triptych_here("generate", "normalize", "x", *flags)
     assert run.returncode == 2
     assert message in run.stderr and run.stderr.count("\n") == 1
 
@@ -125,19 +187,15 @@ def test_what_no_output_can_be_held_to(flags: tuple[str, ...], message: str) -> 
 def test_threads_spin_briefly_from_before_torch_loads(given: str | None, expected: str) -> None:
     code = """
 import os, sys
-seen = []
 class Spy:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            seen.append(os.environ.get("GOMP_SPINCOUNT"))
+            sys.exit("spins " + os.environ.get("GOMP_SPINCOUNT", "as OpenMP likes"))
 sys.meta_path.insert(0, Spy())
 from service.cli import main
-try:
-    main(["encode", "a text"])
-finally:
-    print("spins", *seen)
+main(["encode", "a text"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {} if given is None else {"GOMP_SPINCOUNT": given}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
-    assert run.stdout.splitlines()[-1] == f"spins {expected}"
+    assert run.stderr.splitlines()[-1] == f"spins {expected}"

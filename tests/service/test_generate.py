@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.request import Request
+from model.bounds import check_value
+from model.config import ConfigError
+from model.request import Request, SamplingParams
 from service.config import ServiceSettings
+from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
-from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, make_app, run, until
+from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, make_app, opened, run, until
 from tests.service.test_bad_requests import check_error
 
 
@@ -200,7 +203,7 @@ def test_deadlines() -> None:
     app = make_app(delay_s=0.05)
     late = {"model": "gen", "prompt": "ab", "timeout_s": 0.01}
     check_error(ask(app, "POST", "/generate", json=late), 504, "timeout_s", "deadline")
-    reply = generate(app, timeout_s=0.12, max_tokens=50)
+    reply = generate(app, timeout_s=0.6, max_tokens=50)
     assert reply["choices"][0]["finish_reason"] == "deadline"
     assert 0 < reply["usage"]["completion_tokens"] < 50
     [only, done] = streamed(app, timeout_s=0.01)
@@ -225,6 +228,48 @@ def test_cancel_by_id(stream: bool) -> None:
     assert reply.headers["x-request-id"] == "mine"
     assert '"finish_reason":"cancelled"' in reply.text
     check_accounts(app)
+
+
+def test_cancel_comes_to_the_replica_that_has_the_request() -> None:
+    app, asked = make_app(delay_s=0.05), make_app()
+
+    async def silent(request_id: str) -> int:
+        raise TimeoutError
+
+    async def elsewhere(request_id: str) -> int:
+        return app.service.jobs.cancel(request_id)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        body = {"model": "gen", "prompt": "ab", "max_tokens": 50, "request_id": "mine"}
+        running = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: app.client.running)
+        async with opened(asked) as other:
+            asked.service.cancel_elsewhere = silent
+            check_error(await other.delete("/requests/mine"), 503, None, "not_live")
+            asked.service.cancel_elsewhere = elsewhere
+            check_error(await other.delete("/requests/nobody"), 404, "id", "request_not_found")
+            assert (await other.delete("/requests/mine")).json() == {"id": "mine", "cancelled": 1}
+        assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_what_was_cancelled_here_is_told_though_others_are_silent() -> None:
+    app = make_app(delay_s=0.05)
+
+    async def silent(request_id: str) -> int:
+        raise TimeoutError
+
+    async def work(client: httpx.AsyncClient) -> None:
+        app.service.cancel_elsewhere = silent
+        body = {"model": "gen", "prompt": "ab", "max_tokens": 50, "request_id": "mine"}
+        running = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: app.client.running)
+        assert (await client.delete("/requests/mine")).json() == {"id": "mine", "cancelled": 1}
+        assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
+
+    run(app, work)
 
 
 def test_a_cancelled_task_aborts_once() -> None:
@@ -292,3 +337,19 @@ def test_only_one_key_and_salt_share_prefixes() -> None:
     assert salts[0] == salts[1]
     assert len(set(salts)) == 3
     assert "key-" not in "".join(salts)
+
+
+def test_offline_bounds_are_those_of_the_body() -> None:
+    found = set()
+    for name, shown in GenerateBody.model_json_schema()["properties"].items():
+        numbers = next((one for one in shown.get("anyOf", [shown]) if "maximum" in one), None)
+        if numbers is None or not hasattr(SamplingParams(), name):
+            continue
+        found.add(name)
+        least, most = numbers.get("minimum", numbers.get("exclusiveMinimum")), numbers["maximum"]
+        check_value(name, most)
+        check_value(name, numbers.get("minimum", most))
+        for beyond in (least - 1e-3 if "minimum" in numbers else least, most + 1, float("nan")):
+            with pytest.raises(ConfigError, match=name):
+                check_value(name, beyond)
+    assert len(found) == 17, found

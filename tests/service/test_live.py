@@ -38,13 +38,16 @@ def settled(app: App) -> None:
 
 
 def test_a_stream_arrives_piece_by_piece() -> None:
-    app = make_app(delay_s=0.02)
+    app = make_app(delay_s=0.1)
     with (
         live(app) as url,
         httpx.stream("POST", f"{url}/generate", json={**LONG, "max_tokens": 10, "stream": True}) as reply,
     ):
-        arrivals = [time.monotonic() for _ in reply.iter_raw()]
-        assert arrivals[-1] - arrivals[0] > 0.1
+        pieces = reply.iter_raw()
+        next(pieces)
+        assert app.client.running  # the rest is still to be made
+        app.script.delay_s = 0.0
+        assert len(list(pieces)) >= 2
         assert "content-length" not in reply.headers
     settled(app)
 
@@ -98,7 +101,7 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
         connection = _post(url, "/generate", {**LONG, "stream": stream})
         eventually(lambda: app.client.running)
         connection.close()
-        eventually(lambda: app.client.aborted, 0.5)
+        eventually(lambda: app.client.aborted)
         settled(app)
     assert len(app.client.aborted) == 1
 
@@ -109,7 +112,7 @@ def test_a_client_that_leaves_aborts_its_encoding() -> None:
         connection = _post(url, "/encode", {"input": ["w1", "w2"]})
         eventually(lambda: app.client.running)
         connection.close()
-        eventually(lambda: len(app.client.aborted) == 2, 0.5)
+        eventually(lambda: len(app.client.aborted) == 2)
         settled(app)
 
 
@@ -209,7 +212,7 @@ def test_a_request_that_dribbles_is_ended(begin: bytes, more: bytes, status: byt
             except TimeoutError:
                 connection.sendall(more)
         assert reply is not None and reply.startswith(status)
-        assert 0.25 < time.monotonic() - began < 1
+        assert time.monotonic() - began > 0.25
         if status:
             assert b'"code":"request_too_slow"' in reply
             assert connection.recv(1) == b""  # and closed

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.metrics import MULTIPROCESS_FOLDER
+from model.config import ConfigError
+from service.metrics import MULTIPROCESS_FOLDER, Metrics
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
@@ -94,3 +95,14 @@ def test_a_crashed_replica_keeps_its_counts_and_loses_its_state(tmp_path: Path) 
     assert shown["triptych_requests_total", "gen", "stop", "generate"] == 2
     assert shown["triptych_requests_running", "gen"] == 3
     assert shown["triptych_replicas", "gen"] == 1
+
+
+def test_the_folder_of_figures_is_made_or_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not" / "there"
+    monkeypatch.setenv(MULTIPROCESS_FOLDER, str(folder))
+    Metrics()
+    assert folder.is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(MULTIPROCESS_FOLDER, str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match=f"{MULTIPROCESS_FOLDER} {tmp_path}/file/below: Not a directory"):
+        Metrics()

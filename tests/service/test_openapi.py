@@ -40,7 +40,8 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_every_answer_is_as_documented(service: ServiceProcess, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS)]
-    command += ["run", f"{service.url}/openapi.json", "--max-examples", "10", "--phases", "examples,coverage,fuzzing"]
+    command += ["run", f"{service.url}/openapi.json", "--max-examples", "10"]
+    command += ["--phases", "examples,coverage,fuzzing", "--workers", "2"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert re.search(r"Selected: (\d+)/\1\n\s+Tested: \1\n", result.stdout)  # every operation

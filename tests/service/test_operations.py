@@ -14,13 +14,27 @@ import httpx
 import pytest
 
 from model.config import ConfigError
+from model.request import FinishReason
 from service import logs
 from service.config import Limits, ServiceSettings
+from service.errors import OUR_FAULT
 from service.schemas.replies import InfoReply, ModelsReply
-from tests.service.support import App, ask, check_accounts, make_app, run, samples, until
+from tests.service.support import (
+    App,
+    HeldTokenizer,
+    ask,
+    check_accounts,
+    counted,
+    make_app,
+    run,
+    samples,
+    served,
+    until,
+)
 from tests.service.test_bad_requests import check_error
 
 GOOD = {"model": "gen", "prompt": "ab", "max_tokens": 4}
+SERVED = {("gen", "generate"), ("seq", "generate"), ("gen", "encode"), ("seq", "encode"), ("enc", "encode")}
 
 
 def test_info_shows_every_limit(app: App) -> None:
@@ -78,6 +92,73 @@ def test_a_drain_that_takes_too_long_cancels() -> None:
 
     run(app, work)
     check_accounts(app)
+
+
+LONG_TEXTS = ["w1" + " " * 900] * 3  # enough for a thread
+HELD: dict[str, Any] = {"/generate": {"prompt": LONG_TEXTS, "max_tokens": 2}, "/encode": {"input": LONG_TEXTS}}
+
+
+class Held:
+    """An application with a model whose tokenizer waits in its thread to be let go."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.tokenizer = HeldTokenizer()
+        model = served("held", "decoder-only", self.tokenizer)
+        self.app = make_app(model, settings=ServiceSettings(**settings))
+
+    async def planning(self, client: httpx.AsyncClient, path: str) -> asyncio.Task[httpx.Response]:
+        """A request whose text is being tokenised."""
+        request = asyncio.create_task(client.post(path, json={"model": "held", **HELD[path]}))
+        await until(self.tokenizer.asked.is_set)
+        return request
+
+
+@pytest.mark.parametrize("path", HELD)
+def test_draining_waits_for_what_is_being_planned(path: str) -> None:
+    held = Held()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        planned = await held.planning(client, path)
+        drained = asyncio.create_task(held.app.service.drain())
+        await asyncio.sleep(0)
+        check_error(await client.post("/generate", json=GOOD), 503, None, "draining")
+        assert not drained.done()
+        held.tokenizer.go.set()
+        await drained
+        assert (await planned).status_code == 200
+
+    run(held.app, work)
+    check_accounts(held.app)
+
+
+@pytest.mark.parametrize("path", HELD)
+def test_what_is_planned_too_late_for_a_drain_is_refused(path: str) -> None:
+    held = Held(drain_timeout_s=0.01)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        planned = await held.planning(client, path)
+        await held.app.service.drain()
+        held.tokenizer.go.set()
+        check_error(await planned, 503, None, "draining")
+
+    run(held.app, work)
+    check_accounts(held.app)
+    assert not held.app.client.submitted and not held.app.client.encoded
+
+
+@pytest.mark.parametrize("path", HELD)
+def test_an_engine_that_is_gone_by_then_refuses(path: str) -> None:
+    held = Held()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        planned = await held.planning(client, path)
+        held.app.script.dead = True
+        held.tokenizer.go.set()
+        check_error(await planned, 503, None, "engine_dead")
+
+    run(held.app, work)
+    check_accounts(held.app)
+    assert counted(held.app, "triptych_rejections_total") == {("held", "engine_dead"): 1}
 
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -143,6 +224,21 @@ def test_bad_request_ids_are_replaced(app: App, sent: str) -> None:
     assert made != sent and len(made) == 24
 
 
+def test_what_the_objectives_count_begins_at_zero() -> None:
+    """A series that is born with the first failure has risen before anybody saw it: `rate()` of it is 0."""
+    app = make_app()
+    ask(app, "GET", "/info")
+    begun = samples(app, "triptych_requests_total")
+    assert begun == dict.fromkeys(
+        ((model, outcome, task) for model, task in SERVED for outcome in map(str, FinishReason)), 0
+    )
+    assert samples(app, "triptych_requests_received_total") == {("encode",): 0, ("generate",): 0}
+    names = {"", *(model for model, _ in SERVED)}
+    assert samples(app, "triptych_rejections_total") == {(name, reason): 0 for name in names for reason in OUR_FAULT}
+    for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"):
+        assert samples(app, f"triptych_{name}") == {(model,): 0 for model, task in SERVED if task == "generate"}
+
+
 def test_metrics_add_up() -> None:
     app = make_app()
 
@@ -159,12 +255,12 @@ def test_metrics_add_up() -> None:
 
     text = run(app, work)
     check_accounts(app)
-    assert samples(app, "triptych_requests_total") == {
+    assert counted(app, "triptych_requests_total") == {
         ("gen", "length", "generate"): 1,
         ("gen", "stop", "generate"): 1,
         ("enc", "stop", "encode"): 1,
     }
-    assert samples(app, "triptych_rejections_total") == {
+    assert counted(app, "triptych_rejections_total") == {
         ("", "invalid_value"): 1,
         ("", "model_not_found"): 1,
         ("enc", "queue_requests"): 1,
@@ -172,8 +268,8 @@ def test_metrics_add_up() -> None:
     }
     assert samples(app, "triptych_generation_tokens_total") == {("gen",): 4 + 3}
     assert samples(app, "triptych_prompt_tokens_total") == {("gen",): 6, ("enc",): 3}
-    assert samples(app, "triptych_time_to_first_token_seconds_count") == {("gen",): 2}
-    assert samples(app, "triptych_inter_token_latency_seconds_count") == {("gen",): 5}
+    assert counted(app, "triptych_time_to_first_token_seconds_count") == {("gen",): 2}
+    assert counted(app, "triptych_inter_token_latency_seconds_count") == {("gen",): 5}
     for name in (
         "step_seconds",
         "batch_tokens",
@@ -262,4 +358,11 @@ def test_settings_are_checked() -> None:
             ServiceSettings(**wrong)
     with pytest.raises(ConfigError, match="max_n"):
         Limits(max_n=0)
+    for number in (float("nan"), float("inf")):
+        for name in ("drain_timeout_s", "stall_timeout_s", "stream_interval_s"):
+            with pytest.raises(ConfigError, match=name):
+                ServiceSettings(**{name: number})
+        for name in ("request_timeout_s", "receive_s", "grammar_s"):
+            with pytest.raises(ConfigError, match=name):
+                Limits(**{name: number})
     assert "secret" not in repr(ServiceSettings(api_keys=("secret",)))

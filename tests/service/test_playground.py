@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.config import ServiceSettings
+from service.config import Limits, ServiceSettings
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
 from tests.service.support import App, ask, check_accounts, live, make_app
 from tests.service.test_bad_requests import check_error
@@ -168,6 +168,22 @@ def test_sampling_controls_and_refusals(browser: Browser, app: App) -> None:
         eventually(lambda: "the engine failed while the request was in it" in browser.text("#error"))
         assert _done(browser).startswith("failed")
         app.script.die_after = None
+
+
+@with_browser
+def test_an_empty_control_shows_what_it_means(browser: Browser) -> None:
+    app = make_app(settings=ServiceSettings(limits=Limits(default_max_tokens=7)))
+    app.served["seq"].checkpoint.sampling_defaults.update(max_length=9, temperature=0.25)
+    with live(app) as url:
+        for model, max_tokens, temperature in (("gen", "7", "0"), ("seq", "up to 8", "0.25")):
+            _open(browser, url, model)
+            shown = "return document.querySelector(arguments[0]).placeholder"
+            assert browser.run(shown, "[name=max_tokens]") == max_tokens
+            assert browser.run(shown, "[name=temperature]") == temperature
+            browser.type("#prompt", "ab")
+            browser.click("#start")
+            assert f"in, {max_tokens.split()[-1]} tokens out" in _done(browser)
+        assert browser.console() == []
 
 
 @with_browser

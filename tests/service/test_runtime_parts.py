@@ -11,6 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from model.config import ConfigError
 from model.engine.protocol import ModelSpec
 from service import ray_environment
 from service.config import Limits, ServiceSettings
+from service.metrics import MULTIPROCESS_FOLDER
 from service.runtime import ServeConfig, base_url, listening, settle
 from service.scaling import Scaling
 from tests.service.processes import ROOT
@@ -86,8 +90,9 @@ def test_haproxy_gets_files_of_its_own_and_outlasts_every_request(clean: pytest.
     assert [value for value in files if not value.startswith("/tmp/t/h")] == ["service.edge:middlewares"]
 
 
-# HAProxy as Serve starts it, without a cluster: before a replica that is gone, and below /two before a pair of which
-# one closes connections unanswered. It ends when its standard input does.
+# HAProxy as Serve starts it, without a cluster: before a replica that is gone, below /two before a pair of which one
+# closes connections unanswered, and below other paths before a single one, with Serve's own proxy behind it. Those are
+# asked too rarely whether they are well to be found out by that. It ends when its standard input does.
 HAPROXY = """
 import asyncio, sys
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -96,9 +101,13 @@ from ray.serve.config import HTTPOptions
 async def main():
     options = HTTPOptions(host="127.0.0.1", port=int(sys.argv[1]))
     gone = BackendConfig("gone", "/", servers=[ServerConfig("gone", "127.0.0.1", 1)])
-    pair = [ServerConfig(f"replica{port}", "127.0.0.1", int(port)) for port in sys.argv[2:]]
-    two = BackendConfig("two", "/two", servers=pair)
-    api = HAProxyApi(HAProxyConfig(http_options=options), {"gone": gone, "two": two})
+    staying, leaving, *single = [ServerConfig(f"replica{port}", "127.0.0.1", int(port)) for port in sys.argv[2:]]
+    backends = {"gone": gone, "two": BackendConfig("two", "/two", servers=[staying, leaving])}
+    for path, replica in zip(("held", "refused"), single, strict=True):
+        backends[path] = BackendConfig(
+            path, "/" + path, servers=[replica], fallback_server=staying, health_check_inter="600s"
+        )
+    api = HAProxyApi(HAProxyConfig(http_options=options), backends)
     await api.start()
     print("started", flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -136,20 +145,38 @@ class Leaving(Staying):
         self.close_connection = True
 
 
+class Last(Staying):
+    """One that answers so many at a time, until it leaves, and then closes the connections that it has."""
+
+    at_once = threading.Barrier(6)
+    leaves = False
+
+    def do_POST(self) -> None:
+        if self.leaves:
+            self.close_connection = True
+        else:
+            self.at_once.wait(20)
+            self.do_GET()
+
+
 @pytest.fixture(scope="module")
-def haproxy() -> Iterator[tuple[str, int]]:
-    """Its address, with heads of 1 s and 64 KiB."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
-    before = dict(os.environ)
-    with (
-        ray_environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))),
-        ThreadingHTTPServer(("127.0.0.1", 0), Staying) as staying,
-        ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as leaving,
-    ):
-        for replica in (staying, leaving):
+def replicas() -> Iterator[dict[str, ThreadingHTTPServer]]:
+    kinds = {"staying": Staying, "leaving": Leaving, "held": Last, "refused": Staying}
+    with ExitStack() as stack:
+        found = {n: stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), kind)) for n, kind in kinds.items()}
+        for replica in found.values():
             threading.Thread(target=replica.serve_forever, daemon=True).start()
-        ports = (str(port), str(staying.server_port), str(leaving.server_port))
+            stack.callback(replica.shutdown)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def haproxy(replicas: dict[str, ThreadingHTTPServer]) -> Iterator[tuple[str, int]]:
+    """Its address, with heads of 1 s and 64 KiB."""
+    port = ray_environment._free_port()  # seconds pass until HAProxy has it
+    before = dict(os.environ)
+    with ray_environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))):
+        ports = (str(port), *(str(replica.server_port) for replica in replicas.values()))
         command = [sys.executable, "-W", "ignore", "-c", HAPROXY, *ports]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdin is not None and process.stdout is not None
@@ -159,8 +186,6 @@ def haproxy() -> Iterator[tuple[str, int]]:
         finally:
             process.stdin.close()
             process.wait(20)
-            staying.shutdown()
-            leaving.shutdown()
             os.environ.clear()
             os.environ.update(before)
 
@@ -214,9 +239,35 @@ def test_haproxy_asks_another_replica_where_one_closes_without_a_word(haproxy: t
     with httpx.Client(base_url="http://{}:{}/two".format(*haproxy)) as client:
         while client.get("/info").status_code != 200:  # until both are seen to be well
             time.sleep(0.1)
+        before = Staying.asked
         replies = [client.post("/generate", json={"prompt": "a" * 1000}) for _ in range(12)]
     assert [reply.status_code for reply in replies] == [200] * 12
-    assert Leaving.asked > 0 and Staying.asked == 12
+    assert Leaving.asked > 0 and Staying.asked == before + 12
+
+
+def test_haproxy_asks_serves_proxy_where_the_only_replica_closes_all_that_it_has(
+    haproxy: tuple[str, int], replicas: dict[str, ThreadingHTTPServer]
+) -> None:
+    """A leaving replica stops listening, then closes its connections: each that HAProxy kept may cost a try."""
+    ask = partial(httpx.Client.post, url="http://{}:{}/held/generate".format(*haproxy), json={"prompt": "a"})
+    with ExitStack() as stack, ThreadPoolExecutor(Last.at_once.parties) as pool:
+        clients = [stack.enter_context(httpx.Client(timeout=20)) for _ in range(Last.at_once.parties)]
+        assert [reply.status_code for reply in pool.map(ask, clients)] == [200] * len(clients)
+        replicas["held"].shutdown()
+        replicas["held"].server_close()
+        Last.leaves = True
+        assert [ask(client).status_code for client in clients] == [200] * len(clients)
+
+
+def test_haproxy_takes_one_refused_connection_for_a_replica_that_is_gone(
+    haproxy: tuple[str, int], replicas: dict[str, ThreadingHTTPServer]
+) -> None:
+    url = "http://{}:{}/refused/generate".format(*haproxy)
+    replicas["refused"].shutdown()
+    replicas["refused"].server_close()
+    began = time.monotonic()
+    assert httpx.post(url, json={"prompt": "a"}).status_code == 200
+    assert time.monotonic() - began < 2.5  # HAProxy waits a second after each one that is refused
 
 
 @pytest.mark.parametrize("why", ["asked for", "told Ray", "no binary", "address"])
@@ -242,6 +293,25 @@ def test_a_variable_that_the_user_has_set_stays(clean: pytest.MonkeyPatch) -> No
     assert not folder.exists()
 
 
+def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
+    clean: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sessions, file = tmp_path / "sessions", tmp_path / "file"
+    sessions.mkdir()
+    file.touch()
+    clean.setattr(ray_environment, "_temp_dir", lambda: str(sessions))
+    clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(file / "below"))
+    with (
+        pytest.raises(ConfigError, match=f"{MULTIPROCESS_FOLDER} {file}/below: Not a directory"),
+        ray_environment.prepared(ServeConfig(SPECS)),
+    ):
+        pass
+    assert not list(sessions.iterdir())
+    clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(tmp_path / "not" / "there"))
+    with ray_environment.prepared(ServeConfig(SPECS)):
+        assert (tmp_path / "not" / "there").is_dir()
+
+
 def test_the_log_pipe_joins_stderr_of_other_processes() -> None:
     child = "import sys; from pathlib import Path; from service import log_pipe; log_pipe.adopt(Path(sys.argv[1])); "
     child += "import os; os.write(2, b'from the child\\n')"
@@ -255,6 +325,23 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
 """
     done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "from the child\n" * 3)
+
+
+def test_the_log_pipe_prints_any_byte_and_ends_though_writers_stay() -> None:
+    parent = """
+import os, tempfile
+from pathlib import Path
+from service import log_pipe
+with tempfile.TemporaryDirectory() as folder:
+    with log_pipe.printing(Path(folder, "log")):
+        pipe = os.open(Path(folder, "log"), os.O_WRONLY)
+        os.write(pipe, b"a\\0b\\n")
+        for _ in range(100):
+            os.write(pipe, b"c" * 1000)  # together more than a pipe holds
+    os.write(2, b"ended")
+"""
+    done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "a\0b\n" + "c" * 100_000 + "ended")
 
 
 def test_a_full_disk_for_logs_does_not_block_who_writes_them() -> None:

@@ -83,7 +83,10 @@ def test_bad_numbers_of_replicas_are_refused(text: str) -> None:
         parse(f"--replicas={text}")
 
 
-@pytest.mark.parametrize("arguments", [("0",), ("4-1",), ("1-2", "--scale-target", "0"), ("1", "--scale-up-delay=-1")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("0",), ("4-1",), ("1-2", "--scale-target", "0"), ("1", "--scale-up-delay=-1"), ("1", "--scale-down-delay=nan")],
+)
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         parse("--replicas", *arguments)

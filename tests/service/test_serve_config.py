@@ -16,7 +16,7 @@ from model.config import ConfigError
 from service import options, serving
 from service.serve_config import chosen, serve_config
 from tests.service.processes import ROOT
-from tests.service.test_cli import triptych
+from tests.service.test_cli import triptych_here
 
 FILE = """
 host: 0.0.0.0
@@ -57,6 +57,16 @@ def test_a_group_is_an_application_and_the_listener_is_the_clusters(file: Path) 
     assert all("deployments" not in one for one in serve_config(file)["applications"])
 
 
+def test_ranks_that_go_where_the_cluster_has_gpus_leave_their_resources_to_the_application(file: Path) -> None:
+    """What `num_cpus` writes replaces all that the application would ask for, on a cluster that is not there yet."""
+    file.write_text(FILE.replace("device: cuda, ", ""))
+    assert all("deployments" not in one for one in serve_config(file)["applications"])
+    with pytest.raises(ConfigError, match="model b: with --num-cpus, device must say where its ranks go: cuda or cpu"):
+        serve_config(file, 2)
+    file.write_text(FILE.replace("device: cuda", "device: cpu"))
+    assert serve_config(file, 2)["applications"][1]["deployments"][0]["ray_actor_options"] == {"num_cpus": 2}
+
+
 def test_an_application_serves_what_the_same_file_serves_without_a_cluster(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -94,7 +104,7 @@ def test_a_file_without_models_is_the_embedded_ones(tmp_path: Path) -> None:
 )
 def test_what_no_cluster_can_serve_is_said(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
-    run = triptych("serve-config", str(tmp_path / "x.yaml"))
+    run = triptych_here("serve-config", str(tmp_path / "x.yaml"))
     assert run.returncode == 2 and run.stderr.count("\n") == 1
     assert message in run.stderr
 
@@ -136,7 +146,7 @@ for one in ServeDeploySchema.model_validate(json.loads(sys.argv[1])).application
 
 
 def test_serve_knows_every_field(file: Path) -> None:
-    run = triptych("serve-config", str(file), "--num-cpus", "0.5")
+    run = triptych_here("serve-config", str(file), "--num-cpus", "0.5")
     assert run.returncode == 0, run.stderr
     made = json.dumps(yaml.safe_load(run.stdout))
     built = subprocess.run([sys.executable, "-c", BUILD, made], capture_output=True, text=True, timeout=60)

@@ -15,6 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from model.config import ConfigError
 from service.config import ServiceSettings
+from tests.service.dialects.test_huggingface import judging
 from tests.service.support import make_app, run
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -76,6 +77,25 @@ def test_a_request_is_a_span_with_its_parts_below(collector: str) -> None:
         assert before.end_time_unix_nano == after.start_time_unix_nano
     assert abs(parts[-1].end_time_unix_nano - first.end_time_unix_nano) < 20_000  # the parts are rounded
     assert "canary" not in str(Collector.spans)
+
+
+def test_an_operation_is_named_by_what_the_route_does(collector: str) -> None:
+    app = judging(ServiceSettings(otlp_endpoint=collector))
+    bodies = {
+        "/rerank": {"query": "w1", "texts": ["w2"]},
+        "/predict": {"inputs": "w1"},
+        "/v1/embeddings": {"model": "enc", "input": "w1"},
+        "/v1/completions": GOOD,
+    }
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for path, body in bodies.items():
+            assert (await client.post(path, json=body)).status_code == 200, path
+
+    run(app, work)
+    roots = [attributes(span) for span in Collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+    operations = {one["http.route"]: one["gen_ai.operation.name"] for one in roots}
+    assert operations == {**dict.fromkeys(bodies, "embeddings"), "/v1/completions": "text_completion"}
 
 
 def test_a_failed_request_is_an_error(collector: str) -> None:

@@ -31,10 +31,14 @@ def test_the_figures_are_ours_under_the_other_names() -> None:
     app = make_app(settings=ServiceSettings(vllm_metrics=True))
     found = scraped(app)
     model = ("model_name", "gen")
-    assert found["vllm:request_success_total"] == {
-        frozenset({model, ("finished_reason", "length")}): 2,
-        frozenset({model, ("finished_reason", "stop")}): 1,
+    ended = {
+        frozenset({("model_name", name), ("finished_reason", reason)}): 0
+        for name in ("gen", "seq")
+        for reason in ("stop", "length", "abort", "error")
     }
+    ended[frozenset({model, ("finished_reason", "length")})] = 2
+    ended[frozenset({model, ("finished_reason", "stop")})] = 1
+    assert found["vllm:request_success_total"] == ended
     assert found["vllm:generation_tokens_total"][frozenset({model})] == 4 + 3 + 12
     info = app.client.models["gen"]
     sizes = {("block_size", str(info.block_size)), ("num_gpu_blocks", str(info.num_blocks))}

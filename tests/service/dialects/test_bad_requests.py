@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -9,7 +10,7 @@ import pytest
 
 from service.config import Limits, ServiceSettings
 from tests.service.dialects.support import BRACKETS, chat_app, talker
-from tests.service.support import App, ask, check_accounts, make_app, run, samples, served, word_tokenizer
+from tests.service.support import App, ask, check_accounts, events, make_app, run, samples, served, word_tokenizer
 from tests.service.test_bad_requests import check_error
 
 C, M, V = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -88,6 +89,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (C, {"structured_outputs": {"regex": "a"}, "response_format": JSON}, 400, "structured_outputs", "invalid_value"),
     (C, {"guided_json": {}}, 400, "guided_json", NO),
     (C, {"use_beam_search": True}, 400, "use_beam_search", NO),
+    (C, {"add_special_tokens": False}, 400, "add_special_tokens", NO),
+    (C, {"return_token_ids": True}, 400, "return_token_ids", NO),
+    (M, {"return_token_ids": True}, 400, "return_token_ids", NO),
+    (M, {"return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", NO),
+    (V, {"add_special_tokens": False}, 400, "add_special_tokens", NO),
     (C, {"prompt_embeds": "AAAA"}, 400, "prompt_embeds", NO),
     (C, {"bad_words": ["x"]}, 400, "bad_words", NO),
     (C, {"include_stop_str_in_output": 1}, 400, "include_stop_str_in_output", "invalid_type"),
@@ -209,6 +215,95 @@ def test_table_of_bad_requests() -> None:
 
     run(app, work)
     check_accounts(app)
+
+
+NATIVE = {G: {"prompt": "ab", "max_tokens": 2}, E: {"input": [1, 3, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("route", "changes", "param"),
+    [
+        (G, {**sg(regex="ab", max_new_tokens=2), "stream": True}, "sampling_params.regex"),
+        (C, {"structured_outputs": {"regex": "ab"}, "stream": True}, "structured_outputs.regex"),
+        (M, {"structured_outputs": {"choice": ["ab"]}, "stream": True}, "structured_outputs.choice"),
+        ("/generate_stream", hf(grammar={"type": "regex", "value": "ab"}), "parameters.grammar.value"),
+    ],
+)
+def test_an_error_in_a_stream_names_the_clients_field(route: str, changes: dict[str, Any], param: str) -> None:
+    app = chat_app(error_after=1)
+    text = ask(app, "POST", route, json={**GOOD[route], **changes}).text
+    [error] = [one["error"] for one in events(text) if "error" in one]
+    assert error["param"] == param and error["message"].startswith(f"{param} cannot be followed"), error
+
+
+def test_words_are_no_fields() -> None:
+    app = chat_app()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        async def message(route: str, changes: dict[str, Any]) -> str:
+            reply = await client.post(route, json={**GOOD[route], **changes})
+            return str(check_error(reply, 400)["message"])
+
+        assert await message(E, {"dimensions": 0}) == "dimensions: input should be greater than or equal to 1"
+        assert "messages make a prompt of more than" in await message(M, said("a" * 2000))
+        assert await message(G, sg(top_p=2, min_p=2)) == (
+            "sampling_params.top_p: input should be less than or equal to 1; "
+            "sampling_params.min_p: input should be less than or equal to 1"
+        )
+
+    run(app, work)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (G, '{"model": "gen", "inputs": "a", "parameters": {"temperature": NaN}}', "parameters.temperature"),
+        (G, '{"model": "gen", "text": "a", "sampling_params": {"top_p": NaN}}', "sampling_params.top_p"),
+        (E, '{"model": "enc", "inputs": "w1", "timeout_s": Infinity}', "timeout_s"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_in_the_bodys_own_dialect(app: App, route: str, body: str, param: str) -> None:
+    reply = ask(app, "POST", route, content=body, headers={"content-type": "application/json"})
+    error = check_error(reply, 400)
+    assert error["param"] == param and "finite" in error["message"]
+
+
+@pytest.mark.parametrize("levels", [190, 191, 200, 300, 900, 961, 962, 963, 1_500, 100_000])
+@pytest.mark.parametrize("as_text", [True, False], ids=["text", "object"])
+def test_a_schema_may_stand_in_any_depth_and_is_answered(app: App, levels: int, as_text: bool) -> None:
+    text = '{"a":' * levels + "1" + "}" * levels
+    schema = json.dumps(text) if as_text else text
+    asked = {
+        G: ("sampling_params.json_schema", '{"model": "gen", "text": "a", "sampling_params": {"json_schema": %s}}'),
+        C: ("structured_outputs.json", '{"model": "gen", "prompt": "a", "structured_outputs": {"json": %s}}'),
+    }
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for route, (param, body) in asked.items():
+            reply = await client.post(route, content=body % schema, headers={"content-type": "application/json"})
+            error = check_error(reply, 400)
+            if as_text or levels < 195:  # deeper no body is read
+                assert error["param"] == param
+                assert ("190 levels" in error["message"]) == (levels > 190), error
+
+    run(app, work)
+
+
+def test_the_address_names_the_model_on_every_route_that_says_so(app: App) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        routes = [path for path, found in paths.items() if "parameters" in found.get("post", {})]
+        assert set(routes) == {G, E, "/", "/generate_stream", "/embed", "/rerank", "/predict"}
+        for route, body in [*NATIVE.items(), *((route, GOOD[route]) for route in routes)]:
+            unnamed = {key: value for key, value in body.items() if key != "model"}
+            reply = await client.post(f"{route}?model=nope", json=unnamed)
+            check_error(reply, 404, "model", "model_not_found")
+        for route, body in NATIVE.items():
+            assert (await client.post(f"{route}?model=seq", json=body)).json()["model"] == "seq"
+            named = {**body, "model": "gen"}  # the body wins
+            assert (await client.post(f"{route}?model=seq", json=named)).json()["model"] == "gen"
+
+    run(app, work)
 
 
 def test_harmless_values_pass_and_unknown_fields_are_ignored(app: App) -> None:

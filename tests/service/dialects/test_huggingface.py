@@ -14,6 +14,7 @@ from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerationError
 
 from model.config import ClassifierConfig, ClassifierInput
+from service.config import ServiceSettings
 from service.dialects import huggingface
 from service.dialects.huggingface_bodies import PredictBody, RerankBody
 from service.encode_plan import EncodePlan
@@ -54,6 +55,13 @@ def test_details(client: InferenceClient) -> None:
     assert found.details.top_tokens is not None and [len(top) for top in found.details.top_tokens] == [2, 2]
     sampled = client.text_generation("ab", max_new_tokens=9, details=True, stop=["l"], do_sample=True, seed=3).details
     assert sampled is not None and (sampled.finish_reason, sampled.seed) == ("stop_sequence", 3)
+
+
+def test_prefill_is_what_the_decoder_was_given() -> None:
+    parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
+    reply = ask(make_app(), "POST", "/?model=seq", json={"inputs": "ab", "parameters": parameters})
+    [found] = reply.json()
+    assert [(one["id"], one["logprob"]) for one in found["details"]["prefill"]] == [(0, None)]
 
 
 def test_streams(client: InferenceClient) -> None:
@@ -186,12 +194,17 @@ def test_labels_that_do_not_exclude_each_other_are_scored_each_by_itself() -> No
     assert other == {"label": "NO", "score": pytest.approx(1 / (1 + math.exp(-1.0)))}
 
 
-def test_classifiers_over_http() -> None:
+def judging(settings: ServiceSettings | None = None) -> App:
+    """With a classifier, `judge`."""
     plain = served("judge", "encoder-only", word_tokenizer())
     labels = tuple(f"LABEL_{at}" for at in range(8))  # as many as the script's vectors have numbers
     classifier = ClassifierConfig(labels, ClassifierInput.FIRST)
     checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=classifier))
-    app = make_app(replace(plain, checkpoint=checkpoint))
+    return make_app(replace(plain, checkpoint=checkpoint), settings=settings)
+
+
+def test_classifiers_over_http() -> None:
+    app = judging()
     reply = ask(app, "POST", "/rerank", json={"query": "w1", "texts": ["w2", "w9"], "return_text": True})
     assert reply.status_code == 200, reply.text
     assert sorted(one["index"] for one in reply.json()) == [0, 1]

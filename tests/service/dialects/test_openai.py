@@ -14,9 +14,11 @@ import pytest
 from model.grammar import choice_grammar, json_grammar, regex_grammar
 from service.config import ServiceSettings
 from tests.service.dialects.support import chat_app
-from tests.service.support import App, check_accounts, live
+from tests.service.support import App, byte_tokenizer, check_accounts, live
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
+AB = list(byte_tokenizer().encode("ab").ids)  # <s> a b
+AFRB = list(byte_tokenizer().encode("afr_XXb", add_special_tokens=False).ids)  # a special token between two letters
 ABC: dict[str, Any] = {"model": "gen", "prompt": "ab", "max_tokens": 8}
 
 
@@ -97,6 +99,46 @@ def test_the_prompt_scored(client: openai.OpenAI, max_tokens: int, text: str, ge
     assert choice.logprobs.text_offset == [0, *range(len(text))]  # <s> is not in the text
     assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
     assert reply.usage is not None and reply.usage.completion_tokens == generated
+
+
+@pytest.mark.parametrize(
+    ("prompt", "skip", "text", "offsets"),
+    [
+        ("ab", True, "ab", [0, 0, 1]),  # <s> is put before it
+        ("ab", False, "ab", [0, 0, 1]),
+        ("afr_XXb", True, "afr_XXb", [0, 0, 1, 6]),  # a special token that the client wrote
+        ("afr_XXb", False, "afr_XXb", [0, 0, 1, 6]),
+        (AB, True, "ab", [0, 0, 1]),
+        (AB, False, "<s>ab", [0, 3, 4]),
+        (AFRB, True, "ab", [0, 1, 1]),
+        (AFRB, False, "afr_XXb", [0, 1, 6]),
+    ],
+)
+def test_a_prompts_offset_is_a_place_in_the_text(
+    client: openai.OpenAI, prompt: str | list[int], skip: bool, text: str, offsets: list[int]
+) -> None:
+    asked: dict[str, Any] = {"extra_body": {"skip_special_tokens": skip}, "echo": True, "logprobs": 0}
+    [choice] = client.completions.create(model="gen", prompt=prompt, max_tokens=1, **asked).choices
+    assert choice.logprobs is not None
+    assert (choice.text, choice.logprobs.text_offset) == (text + "h", [*offsets, len(text)])
+
+
+def test_an_encoder_decoder_echoes_no_source(client: openai.OpenAI) -> None:
+    for max_tokens, text in ((2, "he"), (0, "")):
+        reply = client.completions.create(model="seq", prompt="ab", max_tokens=max_tokens, echo=True, logprobs=1)
+        [choice] = reply.choices
+        assert choice.logprobs is not None
+        assert (choice.text, choice.logprobs.tokens) == (text, [*text])
+        assert choice.logprobs.text_offset == [*range(len(text))]
+
+
+def test_a_prompt_that_fills_the_context_is_scored(client: openai.OpenAI, app: App) -> None:
+    asked: dict[str, Any] = {"model": "gen", "max_tokens": 0, "echo": True, "logprobs": 0}
+    [choice] = client.completions.create(prompt="a" * 63, **asked).choices  # with <s> all of max_model_len
+    assert (choice.text, choice.finish_reason) == ("a" * 63, "length")
+    assert app.client.submitted[0].params.max_tokens == 1
+    with pytest.raises(openai.BadRequestError, match=r"65 prompt tokens \+ 0 max_tokens"):
+        client.completions.create(prompt="a" * 64, **asked)
 
 
 def test_an_offset_is_a_place_in_the_text() -> None:
@@ -191,12 +233,15 @@ def test_continuing_the_final_message(client: openai.OpenAI, app: App) -> None:
     assert tokenizer.decode(app.client.submitted[0].prompt_token_ids).endswith("<|turn|>assistant\nyes and")
 
 
-def test_embeddings(client: openai.OpenAI) -> None:
+def test_embeddings(client: openai.OpenAI, app: App) -> None:
+    app.client.encoded.clear()
     plain = client.embeddings.create(model="enc", input=["w1", "w2"], encoding_format="float")
     packed = client.embeddings.create(model="enc", input=["w1", "w2"])  # base64 under way
     assert [one.embedding for one in packed.data] == [one.embedding for one in plain.data]
     assert (plain.usage.prompt_tokens, plain.usage.total_tokens) == (6, 6)
     assert len(client.embeddings.create(model="enc", input=[1, 5, 2], dimensions=3).data[0].embedding) == 3
+    client.embeddings.create(model="enc", input="w1", extra_body={"normalize": False, "add_special_tokens": True})
+    assert [one.normalize for one in app.client.encoded] == [None] * 5 + [False]
 
 
 def test_asynchronous() -> None:
