@@ -161,8 +161,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from loadtest.server import Server
 
     plan = sweep.Plan.parse(arguments.over, arguments.points, arguments.first, arguments.to, arguments.bisect)
-    if arguments.over == "rate":
-        arguments.rate = arguments.rate or plan.loads[0]
+    _set_load(arguments, plan.loads[0], sweep.ARRIVALS[plan.over])
     settings, limits, key, tokenizer = _asked(arguments)
     progress = Progress(quiet=arguments.quiet)
     with Server(settings.url, key) as server:
@@ -175,6 +174,21 @@ def _sweep(arguments: argparse.Namespace) -> int:
     output.write_sweep(document, found.requests, folder)
     output.print_end(sweep.without_columns(document), folder, console)
     return 130 if document["interrupted"] else 0 if not limits or sweep.keeps_slo(document) else 1
+
+
+def _set_load(arguments: argparse.Namespace, load: float, kinds: Sequence[str]) -> None:
+    """The first load of a sweep; raises `UsageError` where another one is given, or arrivals that no load changes."""
+    for name in ("rate", "concurrency", "ramp_to", "stages"):
+        if (found := getattr(arguments, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: found {found}, expected --points or --from: a sweep sets its loads itself")
+    if arguments.arrivals not in (None, *kinds):
+        wanted = f"{', '.join(kinds)} with --over {arguments.over}"
+        raise UsageError(f"--arrivals: found {arguments.arrivals}, expected {wanted}")
+    if arguments.over == "rate":
+        arguments.rate = load
+    else:
+        arguments.arrivals, arguments.concurrency = "closed", int(load)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -132,6 +132,7 @@ class Client:
             record.token_times.append(at)
             if tokens is not None:
                 record.token_counts.append(tokens)
+                record.silent_tokens += 0 if text else tokens
         record.finish_reason = reply.finish_reason or record.finish_reason
         if reply.usage is not None:
             record.has_usage = True

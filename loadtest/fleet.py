@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from loadtest.worker import Job, Message, Report
 _ROOT = Path(__file__).parent.parent
 _START_S = 0.3  # from the go to the run's start, so that every worker has heard it
 _LONGEST_LINE = 1 << 28
+_LEAVE_S = 5.0  # of a worker, once its input has ended
 
 
 @dataclass(slots=True)
@@ -88,9 +90,20 @@ class Fleet:
         await asyncio.gather(*(self._follow(n, process, on_report) for n, process in enumerate(self._processes)))
 
     async def aclose(self) -> None:
-        """End the processes, whatever they do."""
-        for process in self._processes:
-            if process.returncode is None:
+        """End the processes: without input they end by themselves, and what does not is killed.
+
+        Not killed at once: that would ask the system for the status of one that has just ended, which asyncio's own
+        watcher then misses ("Unknown child process pid").
+        """
+        await asyncio.gather(*(self._end(process) for process in self._processes))
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _LEAVE_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):  # it has ended by now
                 process.kill()
             await process.wait()
 

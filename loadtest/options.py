@@ -37,6 +37,10 @@ def settings(asked: argparse.Namespace) -> Settings:
     arrivals = _arrivals(asked)
     duration_s = asked.duration if asked.duration is not None else 0.0 if asked.requests else 30.0
     if arrivals.kind == "stages":
+        if asked.duration is not None:
+            raise UsageError(
+                f"--duration: found {asked.duration:g}, expected none with stages: they have their seconds"
+            )
         duration_s = sum(seconds for _, seconds in arrivals.stages)
     if arrivals.kind == "replay" and asked.duration is None:
         duration_s = 0.0
@@ -62,7 +66,29 @@ def settings(asked: argparse.Namespace) -> Settings:
     )
     for flag in ("prompt_tokens", "output_tokens", "turns", "texts"):
         lengths.parse(getattr(workload, flag), "--" + flag.replace("_", "-"))
+    _check_used(found)
     return found
+
+
+def _check_used(found: Settings) -> None:
+    """Raises `UsageError` where a flag says more about something that is not asked for."""
+    workload, clients = found.workload, found.clients
+    for part, name, flag, used, needs in (
+        (workload, "turns", "--turns", workload.kind == "conversation", "--workload conversation"),
+        (workload, "think_s", "--think", workload.kind == "conversation", "--workload conversation"),
+        (workload, "ratio", "--ratio", workload.kind == "seq2seq", "--workload seq2seq"),
+        (workload, "ratio_sigma", "--ratio-sigma", workload.kind == "seq2seq", "--workload seq2seq"),
+        (workload, "texts", "--texts", workload.kind == "embedding", "--workload embedding"),
+        (workload, "speed", "--speed", found.arrivals.kind == "replay", "--arrivals replay"),
+        (workload, "prefixes", "--prefixes", workload.kind not in ("embedding", "replay"), "prompts that are made"),
+        (workload, "prefix_tokens", "--prefix-tokens", workload.prefixes, "--prefixes"),
+        (workload, "zipf", "--zipf", workload.prefixes, "--prefixes"),
+        (clients, "slow_rate", "--slow-rate", clients.slow, "--slow"),
+        (clients, "max_retries", "--max-retries", clients.retry, "--retry"),
+        (found.arrivals, "burstiness", "--burstiness", found.arrivals.kind == "gamma", "--arrivals gamma"),
+    ):
+        if not used and getattr(part, name) != getattr(type(part)(), name):
+            raise UsageError(f"{flag}: found {getattr(part, name)}, expected {needs} with it")
 
 
 def _workload(asked: argparse.Namespace) -> Workload:
@@ -75,6 +101,10 @@ def _workload(asked: argparse.Namespace) -> Workload:
     if (kind == "replay") != bool(asked.file):
         raise UsageError(
             f"--file: found {asked.file or 'none'}, expected a file with --workload replay and only with it"
+        )
+    if asked.output_tokens and kind in ("seq2seq", "embedding"):
+        raise UsageError(
+            f"--output-tokens: found some with --workload {kind}, expected none: they follow from its inputs"
         )
     preset = _PRESETS[kind]
     return Workload(
@@ -103,6 +133,12 @@ def _arrivals(asked: argparse.Namespace) -> Arrivals:
         raise UsageError(f"--rate: found none, expected requests a second with --arrivals {kind}")
     if kind == "closed" and asked.rate:
         raise UsageError("--rate: found one with --arrivals closed, expected --concurrency, or other arrivals")
+    if kind in ("stages", "replay") and asked.rate:
+        raise UsageError(f"--rate: found one with --arrivals {kind}, which has its own; expected other arrivals")
+    if kind != "closed" and asked.concurrency is not None:
+        raise UsageError(
+            f"--concurrency: found one with --arrivals {kind}, expected closed; --max-concurrency bounds open ones"
+        )
     if (kind == "ramp") != (asked.ramp_to is not None):
         raise UsageError(f"--ramp-to: found {asked.ramp_to}, expected a rate with --arrivals ramp and only with it")
     if (kind == "stages") != bool(asked.stages):
@@ -216,7 +252,11 @@ def _add_run(group: Any) -> None:
     group.add_argument("--requests", type=whole, default=0, metavar="N", help="at most; 0: by the duration")
     group.add_argument("--warmup", type=amount, default=0.0, metavar="SECONDS", help="at the start, not counted")
     group.add_argument(
-        "--drain", type=amount, default=60.0, metavar="SECONDS", help="for answers after the last arrival"
+        "--drain",
+        type=amount,
+        default=60.0,
+        metavar="SECONDS",
+        help="after the last arrival; what is not answered then has failed",
     )
     group.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes that make the load")
     group.add_argument(

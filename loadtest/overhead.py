@@ -3,7 +3,8 @@
 The engine runs in this process, the service and the clients in their own, all on the same cores, which is how a small
 machine is used. One stream tells how much later the first token comes, many streams tell what share of the engine's
 output is left, and where the processors' time went, which other work on the machine blurs less than seconds. Prompts
-are new in each run: none finds another's blocks.
+are new in each run: none finds another's blocks. Both sides make outputs of exactly the asked length, sampled alike; a
+service whose tokens make no text has less to do, so how many made one is told, and too few are an error.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine, options, output
-from loadtest.errors import ServerError
+from loadtest.errors import ServerError, UsageError
 from loadtest.faults.load import meet
 from loadtest.faults.site import Site
 from loadtest.fleet import Fleet
 from loadtest.records import Outcome, Record
 from loadtest.run import Subject
-from loadtest.settings import Arrivals, Settings, Workload
+from loadtest.settings import Arrivals, Clients, Settings, Workload
 from model.engine.sockets import SPIN_COUNT
 
 RUNTIMES = ("local", "ray")
 PROMPT = 64  # tokens
 OUTPUT = 192  # tokens of each of many streams
 SINGLE = 20  # requests one after the other
+SPOKEN = 0.9  # of the tokens: so many have to make text
 _ENGINE = "model.engine.process"  # in its command line
 
 
@@ -47,15 +49,21 @@ class Pair:
     engine_us: float  # in the service
     service_us: float  # the rest of the service
     clients_us: float
+    events: float  # for each token of many streams
+    spoken: float  # share of those tokens that came in an event with text
 
 
 def add_command(commands: Any) -> None:
     text = "Start the service, and compare it with the engine alone: first token of one stream, output of many."
     parser = commands.add_parser("overhead", help="what the service adds to the engine", description=text)
-    parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="what is served")
+    help_text = "what is served; a benchmark model (D1, ...) by its name, built if it is not there"
+    parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help=help_text)
+    parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
     parser.add_argument("--runtime", choices=RUNTIMES, default="", help="only this one; none: both")
     parser.add_argument("--streams", type=options.whole, default=64, metavar="N", help="of many")
     parser.add_argument("--output-tokens", type=options.whole, default=OUTPUT, metavar="N", help="of each of many")
+    help_text = "of the sampling, on both sides; 0 is greedy"
+    parser.add_argument("--temperature", type=options.amount, default=0.0, metavar="X", help=help_text)
     parser.add_argument("--pairs", type=options.whole, default=5, metavar="N", help="turns of each")
     help_text = "the service's setting; several: one after the other"
     parser.add_argument("--stream-interval", type=float, nargs="+", default=[0.0], metavar="SECONDS", help=help_text)
@@ -64,16 +72,26 @@ def add_command(commands: Any) -> None:
 
 def _command(asked: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the service's engine has it
+    model = _subject(asked.model, asked.cache)
     results = {}
     for runtime in [asked.runtime] if asked.runtime else RUNTIMES:
         for interval in asked.stream_interval:
             name = f"{runtime}, an event each {interval:g} s" if interval else runtime
-            pairs = _pairs(asked, runtime, interval)
+            pairs = _pairs(asked, model, runtime, interval)
             results[name] = _summary(pairs) | {"pairs": [asdict(pair) for pair in pairs]}
             print(f"{name}: {_words(results[name], asked.streams)}", flush=True)
     about = {"kind": "overhead", "commit": machine.commit(), "machine": machine.describe()}
-    print(output.line(about | {"model": asked.model, "streams": asked.streams, "results": results}), flush=True)
+    names = ("model", "streams", "output_tokens", "temperature")
+    settings = {name: getattr(asked, name) for name in names}
+    print(output.line(about | settings | {"results": results}), flush=True)
     return 0
+
+
+def _subject(model: str, cache: Path) -> str:
+    """`model` as `triptych serve` takes it."""
+    from loadtest.bench.models import CONFIGS, built  # loads torch, once the environment is set
+
+    return f"{model}={built(model, cache)}" if model in CONFIGS else model
 
 
 def _summary(pairs: list[Pair]) -> dict[str, Any]:
@@ -90,15 +108,17 @@ def _words(found: dict[str, Any], streams: int) -> str:
         f"{100 * found['share']:.1f} % of the engine's {found['engine_tokens_per_s']:,.0f} tokens/s at {streams} "
         f"streams; the first token of one comes {found['added_ms']:.1f} ms later; processor time a token: engine "
         f"{found['engine_us']:.0f} us (alone {found['engine_alone_us']:.0f}), service {found['service_us']:.0f}, "
-        f"clients {found['clients_us']:.0f}"
+        f"clients {found['clients_us']:.0f}; {found['events']:.2f} events a token, {100 * found['spoken']:.1f} % of "
+        "the tokens made text"
     )
 
 
-def _pairs(asked: argparse.Namespace, runtime: str, interval: float) -> list[Pair]:
-    engine = _Engine(asked.model)
-    arguments = [asked.model, "--runtime", runtime, "--stream-interval", f"{interval:g}"]
+def _pairs(asked: argparse.Namespace, model: str, runtime: str, interval: float) -> list[Pair]:
+    engine = _Engine(model, asked.temperature)
+    engine.check(asked.output_tokens)
+    arguments = [model, "--runtime", runtime, "--stream-interval", f"{interval:g}"]
     with Site(arguments, every_core=True) as site:
-        service = _Service(site, meet(site.url, asked.model.partition("=")[0], Workload()))
+        service = _Service(site, meet(site.url, model.partition("=")[0], Workload()), asked.temperature)
         found = []
         for number in range(asked.pairs + 1):  # the first is not counted
             alone = engine.many(asked.streams, asked.output_tokens)
@@ -112,6 +132,8 @@ def _pairs(asked: argparse.Namespace, runtime: str, interval: float) -> list[Pai
                 engine_us=served.engine_us,
                 service_us=served.service_us,
                 clients_us=served.clients_us,
+                events=served.events,
+                spoken=served.spoken,
             )
             found += [pair] if number else []
         return found
@@ -125,12 +147,14 @@ class _Many:
     engine_us: float
     service_us: float = 0.0
     clients_us: float = 0.0
+    events: float = 0.0
+    spoken: float = 0.0
 
 
 class _Engine:
     """The bare engine, in this process."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, temperature: float) -> None:
         from loadtest.bench.ours import Ours  # loads torch, once the environment is set
         from model.engine.config import EngineConfig
         from model.pretrained import embedded_models
@@ -139,6 +163,16 @@ class _Engine:
         name, _, path = model.partition("=")
         self._engine = Ours(Path(path) if path else embedded.get(name, Path(name)), EngineConfig())
         self._rng = random.Random(0)
+        self._temperature = temperature
+
+    def check(self, wanted: int) -> None:
+        """Raises `UsageError` where the model cannot make so many tokens."""
+        info = self._engine.loaded.info
+        if info.form == "encoder-only":
+            raise UsageError("--model: found an encoder, expected a model that makes tokens")
+        if PROMPT + wanted > info.max_model_len:
+            most = info.max_model_len - PROMPT
+            raise UsageError(f"--output-tokens: found {wanted}, expected at most {most}: the context less the prompt")
 
     def many(self, streams: int, wanted: int) -> _Many:
         tokens, before = streams * wanted, time.process_time()
@@ -153,24 +187,38 @@ class _Engine:
 
         vocabulary = int(str(self._engine.info["vocab_size"]))
         asks = [Ask(tuple(self._rng.randrange(100, vocabulary) for _ in range(PROMPT)), wanted) for _ in range(streams)]
-        return self._engine.run(Workload("streams", tuple(asks)))
+        return self._engine.run(Workload("streams", tuple(asks), temperature=self._temperature))
 
 
 class _Service:
     """The engine through HTTP."""
 
-    def __init__(self, site: Site, subject: Subject) -> None:
+    def __init__(self, site: Site, subject: Subject, temperature: float) -> None:
         self._site = site
         self._subject = subject
+        self._clients = Clients(extra={"temperature": temperature})
 
     def many(self, streams: int, wanted: int, seed: int) -> _Many:
-        """Output tokens over the time from the first request to the last token."""
+        """Output tokens over the time from the first request to the last token. Raises `ServerError` where too few
+        of them made text.
+        """
         spent: dict[str, float] = {}
         records = self._answered(streams, wanted, streams, seed, spent)
         seconds = max(record.ended for record in records) - min(record.sent for record in records)
         tokens = sum(record.completion_tokens for record in records)
-        engine, service = spent[_ENGINE], spent[""] - spent[_ENGINE]
-        return _Many(tokens / seconds, *(1e6 * one / tokens for one in (engine, service, spent["clients"])))
+        events = sum(len(record.token_times) for record in records) / tokens
+        spoken = 1 - sum(record.silent_tokens for record in records) / tokens
+        if spoken < SPOKEN:
+            what = f"{100 * spoken:.1f} % of the tokens made text, expected {100 * SPOKEN:g} %"
+            raise ServerError(f"{what}: the service had less to do than it has; --temperature 1 makes other tokens")
+        return _Many(
+            tokens_per_s=tokens / seconds,
+            engine_us=1e6 * spent[_ENGINE] / tokens,
+            service_us=1e6 * (spent[""] - spent[_ENGINE]) / tokens,
+            clients_us=1e6 * spent["clients"] / tokens,
+            events=events,
+            spoken=spoken,
+        )
 
     def first_ms(self, seed: int) -> float:
         records = self._answered(1, 2, SINGLE, seed, {})
@@ -178,12 +226,13 @@ class _Service:
 
     def _answered(self, streams: int, wanted: int, requests: int, seed: int, spent: dict[str, float]) -> list[Record]:
         """So many requests by so many clients; `spent` gets processor seconds. Raises `ServerError` where one is not
-        answered.
+        answered, or in another length.
         """
         settings = replace(
             self._subject.settings,
             workload=Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}"),
             arrivals=Arrivals(kind="closed", concurrency=streams),
+            clients=self._clients,
             duration_s=0.0,
             requests=requests,
             seed=seed,
@@ -192,6 +241,8 @@ class _Service:
         failed = [record for record in records if record.outcome is not Outcome.OK]
         if failed:
             raise ServerError(f"{len(failed)} of {len(records)} requests: {failed[0].outcome} {failed[0].error}")
+        if any(record.completion_tokens != wanted for record in records):
+            raise ServerError(f"expected {wanted} tokens of each request, found other numbers")
         return records
 
     async def _run(self, settings: Settings, spent: dict[str, float]) -> list[Record]:

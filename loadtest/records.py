@@ -42,6 +42,7 @@ class Record:
     rejects: list[tuple[int, float]] = field(default_factory=list)  # status and seconds until it, of every attempt
     token_times: list[float] = field(default_factory=list)  # of each event with output
     token_counts: list[int] = field(default_factory=list)  # tokens of each, where the server tells
+    silent_tokens: int = 0  # of events without text, where the server tells
     prompt_tokens: int = 0  # of the server's usage, 0 where it sends none
     completion_tokens: int = 0
     cached_tokens: int = 0

@@ -77,7 +77,7 @@ class Settings:
     duration_s: float = 30.0  # arrivals stop then; 0: only `requests` bounds the run
     requests: int = 0  # at most so many; 0: only the duration bounds it
     warmup_s: float = 0.0  # what was scheduled before is not counted
-    drain_s: float = 60.0  # how long what is under way may take after the last arrival
+    drain_s: float = 60.0  # after the last arrival; what has no answer then has failed
     workers: int = 1
     seed: int = 0
     max_lag_ms: float = 10.0  # a generator later than that (p99) makes the run invalid

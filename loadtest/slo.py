@@ -50,8 +50,10 @@ class Limit:
     value: float
 
     def met(self, found: float | None) -> bool:
-        """Nothing measured meets no limit."""
-        return found is not None and _COMPARISONS[self.comparison](found, self.value)
+        """Nothing measured meets no limit, but that nothing was refused is as quick as refusals can be."""
+        if found is None:
+            return self.metric == "reject" and self.comparison.startswith("<")
+        return _COMPARISONS[self.comparison](found, self.value)
 
 
 def parse(text: str) -> list[Limit]:

@@ -1,7 +1,8 @@
 """Records into figures. Latencies are in milliseconds, everything else in seconds and counts.
 
 What counts was scheduled after the warm-up. Latencies are of answered requests, without those of clients that read
-slowly on purpose, from the scheduled send. Throughput is what came within the window: from the end of the warm-up to
+slowly on purpose, from the scheduled send. A request that the drain ended without an answer has failed: a server that
+hangs has few latencies, and they look well. Throughput is what came within the window: from the end of the warm-up to
 the end of the duration where one was set (the drain after it is not load), else to the last answer.
 """
 
@@ -31,13 +32,14 @@ def summarise(records: Sequence[Record], settings: Settings, limits: Sequence[Li
     seconds = Seconds(records, limits, window)
     latencies = _latencies(counted)
     answered = Counter(record.outcome for record in counted)
-    judged = answered[Outcome.OK] + answered[Outcome.REJECTED] + answered[Outcome.ERROR]
+    failed = [record for record in counted if _has_failed(record, interrupted=stopped_s is not None)]
+    judged = answered[Outcome.OK] + len(failed)
     good = sum(slo.is_good(limits, record) for record in counted)
     summary: Json = {
         "window_s": [round(edge, 3) for edge in window],
         "counts": {"all": len(records), "counted": len(counted)} | {one.value: answered[one] for one in Outcome},
         "shares": {
-            "error_rate": _share(answered[Outcome.ERROR] + answered[Outcome.REJECTED], judged),
+            "error_rate": _share(len(failed), judged),
             "rejection_rate": _share(answered[Outcome.REJECTED], judged),
             "good_rate": _share(good, judged),
         },
@@ -45,7 +47,7 @@ def summarise(records: Sequence[Record], settings: Settings, limits: Sequence[Li
         "throughput": seconds.throughput(settings.seed),
         "offered_per_s": _offered(counted, window),
         "rejections": _rejections(counted),
-        "errors": _errors(counted),
+        "errors": _errors(failed),
         "finish_reasons": dict(Counter(r.finish_reason for r in counted if r.finish_reason)),
         "tokens": _tokens(counted),
         "series": seconds.series(),
@@ -117,10 +119,16 @@ def _rejections(counted: Sequence[Record]) -> list[Json]:
     ]
 
 
-def _errors(counted: Sequence[Record]) -> list[Json]:
+def _has_failed(record: Record, *, interrupted: bool) -> bool:
+    """Refused, broken, or without its end though the drain waited for that. Who reads slowly may be at it still."""
+    if record.outcome is Outcome.UNFINISHED:
+        return not interrupted and not (record.habit == "slow" and record.token_times)
+    return record.outcome in (Outcome.ERROR, Outcome.REJECTED)
+
+
+def _errors(failed: Sequence[Record]) -> list[Json]:
     """Requests that failed in the end, by status and code; refused ones too."""
-    failed = (record for record in counted if record.outcome in (Outcome.ERROR, Outcome.REJECTED))
-    found = Counter((record.status, record.error) for record in failed)
+    found = Counter((record.status, record.error or record.outcome.value) for record in failed)
     return [{"status": status, "code": code, "count": count} for (status, code), count in found.most_common()]
 
 

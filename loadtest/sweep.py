@@ -28,6 +28,7 @@ GROWTH = 0.05
 FAILED = 0.01
 GAIN = 0.1  # for a doubling
 CLOSE = 1.03  # loads nearer than this are one
+ARRIVALS = {"rate": ("constant", "poisson", "gamma"), "concurrency": ("closed",)}  # that a load is of
 
 Json = dict[str, Any]
 

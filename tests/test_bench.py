@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.bench import gpu
+from loadtest.bench import gpu, vocabularies
 from loadtest.bench.floors import Ceilings, Costs, Floor
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
@@ -18,6 +18,7 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint import read_checkpoint
 from model.families import FAMILIES
 from model.loader import build_model
+from model.pretrained.corpus import held_out_sample
 from model.settings import Settings
 
 
@@ -54,11 +55,21 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
     assert floor.workload(two) == pytest.approx(prefill + floor.step(2, 80) + floor.step(1, 31))
 
 
-def test_a_benchmark_model_is_written_once_and_loads(tmp_path: Path) -> None:
-    folder = built("N1", tmp_path)
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With N1 in it, whose tokenizer is trained on a short text."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabularies, "training_texts", lambda: [held_out_sample()])
+        built("N1", folder)
+    return folder
+
+
+def test_a_benchmark_model_is_written_once_and_loads(cache: Path) -> None:
+    [folder] = cache.iterdir()
     assert read_checkpoint(folder).config.form == "encoder-only"
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert built("N1", tmp_path) == folder
+    assert built("N1", cache) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
@@ -66,9 +77,9 @@ def test_the_hollow_model_measures_steps() -> None:
     assert 0 < step_milliseconds(4, context=16, steps=8) < 1000
 
 
-def test_a_run_prints_one_json_line(tmp_path: Path) -> None:
+def test_a_run_prints_one_json_line(cache: Path) -> None:
     command = [sys.executable, "-m", "loadtest", "offline", "--models", "N1", "--quick", "--runs", "1"]
-    done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([*command, "--cache", str(cache)], capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     [row] = found["rows"]
     assert row["model"] == "N1" and row["engine"] == "triptych" and row["rate"] > 0

@@ -1,4 +1,7 @@
-"""The benchmark models: published shapes, random weights from a fixed seed, written once as Hugging Face folders."""
+"""The benchmark models: published shapes, random weights from a fixed seed, tokenizers trained on the spot.
+
+They are written once, as Hugging Face folders that can be served.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from loadtest.bench import vocabularies
 from model.attention.base import AttentionBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import tensor_names
@@ -19,7 +23,7 @@ from model.loader import build_model, stored_tensors
 from model.settings import Settings
 from model.transformer import Transformer
 
-_VERSION = 1  # of what is written; another one is built anew
+_VERSION = 2  # of what is written; another one is built anew
 _STD = 0.02
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -149,6 +153,7 @@ def built(name: str, cache: Path) -> Path:
     save_file(tensors, making / "model.safetensors", metadata={"format": "pt"})
     (making / "config.json").write_text(json.dumps({**CONFIGS[name], "torch_dtype": "bfloat16"}, indent=1))
     assert tensor_names([making / "model.safetensors"])
+    vocabularies.trained(CONFIGS[name], vocabularies.training_texts()).save(str(making / "tokenizer.json"))
     try:
         making.rename(folder)
     except OSError:  # another process was quicker

@@ -42,7 +42,7 @@ class Ours:
             return self._encode(workload)
         engine = self._engine
         for number, ask in enumerate(workload.asks):
-            engine.add(self._request(number, ask, workload.beams))
+            engine.add(self._request(number, ask, workload.beams, workload.temperature))
         first: dict[str, float] = {}
         began = time.perf_counter()
         while engine.has_work:
@@ -91,6 +91,9 @@ class Ours:
             engine.step()
         return Run(time.perf_counter() - began)
 
-    def _request(self, number: int, ask: Ask, beams: int) -> Request:
-        params = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True, num_beams=beams)
+    def _request(self, number: int, ask: Ask, beams: int, temperature: float = 0.0) -> Request:
+        """Each with a seed of its own, so that like prompts go different ways where tokens are drawn."""
+        params = SamplingParams(
+            max_tokens=ask.output_tokens, ignore_eos=True, num_beams=beams, temperature=temperature, seed=number
+        )
         return Request(str(number), "bench", ask.ids, params, self._start, arrival_time=time.monotonic())

@@ -24,6 +24,7 @@ class Workload:
     name: str
     asks: tuple[Ask, ...]
     beams: int = 1
+    temperature: float = 0.0
 
     @property
     def input_tokens(self) -> int:

@@ -92,8 +92,8 @@ class Site:
         return self.process.poll() is None
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> float:
-        """Seconds until `condition` held; what it asks and gets no answer to is counted in `unanswered`. Raises
-        `ServerError` when it did not hold in time or the service ended."""
+        """Seconds until `condition` held; what it asks and gets no answer to is counted in `unanswered`, save where
+        it was the one that left. Raises `ServerError` when it did not hold in time or the service ended."""
         began = time.monotonic()
         while not self._holds(condition):
             if not self.running or time.monotonic() - began > seconds:
@@ -105,6 +105,8 @@ class Site:
     def _holds(self, condition: Callable[[], bool]) -> bool:
         try:
             return condition()
+        except httpx.ReadTimeout:  # requests wait while a replica starts
+            return False
         except httpx.TransportError:
             self.unanswered += 1
             return False

@@ -29,6 +29,7 @@ class Script:
     status: int = 200
     error_after: int | None = None  # an error event after so many
     cut_after: int | None = None  # the connection breaks after so many
+    silent: int = 0  # each so-manieth event has no text, and all tell their token's id
     metrics: str = ""
 
 
@@ -121,6 +122,8 @@ class ScriptedServer:
                 break
             last = {"finish_reason": "length"} if number + 1 == tokens else {}
             event: dict[str, Any] = {"choices": [{"index": 0, "text": f"é{number} ", **last}]}
+            if script.silent:
+                event["choices"][0] |= {"token_ids": [number]} | ({"text": ""} if number % script.silent == 0 else {})
             if last:
                 event["usage"] = {"prompt_tokens": 7, "completion_tokens": tokens}
             _event(writer, json.dumps(event, ensure_ascii=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import signal
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadtest import cli
 from tests.loadtest.scripted import Script, serving
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +37,18 @@ def command(*arguments: str, key: str = "") -> tuple[int, str, str]:
     process = started(*arguments, key=key)
     out, err = process.communicate(timeout=90)
     return process.returncode, out, err
+
+
+def here(*arguments: str) -> tuple[int, str, str]:
+    """The same without a process: for what every command goes through alike."""
+    with (
+        chdir(ROOT),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as end,
+    ):
+        cli.main(arguments)
+    return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
 
 def last(out: str) -> dict[str, Any]:
@@ -62,6 +77,32 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
         (["run", "--workload", "replay", "--file", "none.jsonl"], "none.jsonl"),
         (["run", "--workload", "embedding"], "--workload: found embedding"),
         (["run", "--warmup", "60"], "--warmup: found 60, expected less"),
+        (["run", "--rate", "5", "--concurrency", "3"], "--concurrency: found one with --arrivals poisson"),
+        (["run", "--stages", "9@1", "--rate", "5"], "--rate: found one with --arrivals stages"),
+        (["run", "--stages", "9@1", "--duration", "5"], "--duration: found 5, expected none with stages"),
+        (["run", "--rate", "5", "--burstiness", "0.5"], "--burstiness: found 0.5, expected --arrivals gamma"),
+        (["run", "--rate", "5", "--speed", "2"], "--speed: found 2.0, expected --arrivals replay"),
+        (["run", "--turns", "3"], "--turns: found 3, expected --workload conversation"),
+        (["run", "--target", "encode", "--ratio", "2"], "--ratio: found 2.0, expected --workload seq2seq"),
+        (["run", "--texts", "3"], "--texts: found 3, expected --workload embedding"),
+        (["run", "--zipf", "2"], "--zipf: found 2.0, expected --prefixes"),
+        (["run", "--target", "encode", "--prefixes", "2"], "--prefixes: found 2, expected prompts that are made"),
+        (
+            ["run", "--workload", "seq2seq", "--output-tokens", "8"],
+            "--output-tokens: found some with --workload seq2seq",
+        ),
+        (["run", "--slow-rate", "2"], "--slow-rate: found 2.0, expected --slow with it"),
+        (["run", "--max-retries", "1"], "--max-retries: found 1, expected --retry with it"),
+        (["sweep", "--stages", "5@1"], "--stages: found 5@1, expected --points or --from"),
+        (["sweep", "--arrivals", "ramp"], "--arrivals: found ramp, expected constant, poisson, gamma with --over rate"),
+        (["sweep", "--arrivals", "closed"], "--arrivals: found closed, expected constant"),
+        (
+            ["sweep", "--workload", "replay", "--file", "f", "--arrivals", "replay"],
+            "--arrivals: found replay, expected",
+        ),
+        (["sweep", "--rate", "3"], "--rate: found 3.0, expected --points or --from"),
+        (["sweep", "--over", "concurrency", "--concurrency", "3"], "--concurrency: found 3, expected --points"),
+        (["sweep", "--over", "concurrency", "--arrivals", "poisson"], "--arrivals: found poisson, expected closed"),
         (["sweep", "--points", "1,x"], "--points: found '1,x', expected numbers"),
         (["compare", "a.json", "b.json"], "a.json: expected a run or sweep.json"),
         (["report", "README.md"], "README.md: expected a run or sweep.json"),
@@ -69,7 +110,7 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
     ],
 )
 def test_usage_errors_are_one_line(arguments: list[str], said: str) -> None:
-    code, out, err = command(*arguments)
+    code, out, err = here(*arguments)
     assert code == 2
     assert out == ""
     assert said in err
@@ -139,14 +180,14 @@ def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
         results.append(str(tmp_path / name / "run.json"))
     quick, slow = results
     pairs = ((quick, quick), (quick, slow), (slow, quick))
-    same, worse, better = (command("compare", *pair, "--tolerance", "0.5") for pair in pairs)
+    same, worse, better = (here("compare", *pair, "--tolerance", "0.5") for pair in pairs)
     assert [code for code, _, _ in (same, worse, better)] == [0, 1, 0]
     assert {row["verdict"] for row in last(same[1])["rows"]} == {"same"}
     first = {row["name"]: row for row in last(worse[1])["rows"]}["ttft_p50 ms"]
     assert 2 < first["ci95"][0] <= first["ratio"] <= first["ci95"][1] < 4.5
     assert first["verdict"] == "worse"
     assert "e2e_p50 ms" in last(worse[1])["regressions"]
-    code, _, err = command("compare", quick, str(tmp_path / "quick" / "report.html"))
+    code, _, err = here("compare", quick, str(tmp_path / "quick" / "report.html"))
     assert code == 2 and "expected a run or sweep.json" in err
 
 
@@ -182,7 +223,7 @@ def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "sweep.json").read_text())["points"]
     counted = Counter((float(one["rate"]), one["outcome"]) for one in requests)
     assert counted == Counter((point["load"], one) for point in kept for one in point["run"]["columns"]["outcome"])
-    again = command("report", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "again.html"))
+    again = here("report", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "again.html"))
     assert again[0] == 0
     assert (tmp_path / "again.html").read_text() == (tmp_path / "report.html").read_text()
 
@@ -201,7 +242,7 @@ def test_sweeps_are_compared_load_by_load(tmp_path: Path) -> None:
             assert run(server.url, tmp_path / name, "--requests", "12")[0] == 0
     quick, slow = (tmp_path / name / "run.json" for name in ("quick", "slow"))
     a = sweep_of(quick, tmp_path / "a.json", "rate", 2.0, 4.0, 8.0)
-    code, out, err = command("compare", a, sweep_of(slow, tmp_path / "b.json", "rate", 4.0, 8.0, 9.5))
+    code, out, err = here("compare", a, sweep_of(slow, tmp_path / "b.json", "rate", 4.0, 8.0, 9.5))
     assert code == 1, err
     found = last(out)
     assert {row["name"].partition(":")[0] for row in found["rows"]} == {"rate 4", "rate 8"}
@@ -215,7 +256,7 @@ def test_sweeps_are_compared_load_by_load(tmp_path: Path) -> None:
         (sweep_of(slow, tmp_path / "d.json", "concurrency", 2.0), "A is a sweep over rate and B over concurrency"),
         (str(slow), "A is a sweep and B a run: expected two of the same kind"),
     ):
-        code, _, err = command("compare", a, other)
+        code, _, err = here("compare", a, other)
         assert code == 2 and said in err
 
 

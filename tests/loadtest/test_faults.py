@@ -132,8 +132,8 @@ def test_only_its_own_processes_are_hurt(site: Site) -> None:
     assert os.getpid() not in site.processes()
 
 
-def test_a_question_that_gets_no_answer_is_counted(site: Site) -> None:
-    answers = iter([httpx.RemoteProtocolError("gone"), False, True])
+def test_a_question_that_gets_no_answer_is_counted_unless_it_was_given_up(site: Site) -> None:
+    answers = iter([httpx.RemoteProtocolError("gone"), httpx.ReadTimeout("given up"), False, True])
 
     def condition() -> bool:
         found = next(answers)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from loadtest import overhead
+from loadtest.bench import models
+from loadtest.errors import UsageError
+from tests.bench_models import small_models
 
 
 @pytest.mark.slow
@@ -21,9 +28,37 @@ def test_engine_and_service_do_the_same_work_in_turns() -> None:
     for found in results.values():
         assert len(found["pairs"]) == 2
         for pair in found["pairs"]:
-            assert pair["service_first_ms"] > pair["engine_first_ms"] > 0
-            assert 0 < pair["service_tokens_per_s"] < 2 * pair["engine_tokens_per_s"]
-            assert min(pair["engine_us"], pair["engine_alone_us"], pair["service_us"], pair["clients_us"]) > 0
-        assert 0.05 < found["share"] < 1.5
+            assert 0 < pair["events"] <= 1 and 0.9 <= pair["spoken"] <= 1
+            assert all(value > 0 for value in pair.values())
+        for name, figure in (
+            ("share", lambda pair: pair["service_tokens_per_s"] / pair["engine_tokens_per_s"]),
+            ("added_ms", lambda pair: pair["service_first_ms"] - pair["engine_first_ms"]),
+        ):
+            assert found[name] == pytest.approx(statistics.median(map(figure, found["pairs"])))
     each, held = results.values()
-    assert held["service_us"] + held["clients_us"] < each["service_us"] + each["clients_us"]
+    assert held["events"] < each["events"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["D1", "E1"])
+def test_a_benchmark_model_is_taken_by_its_name(name: str, tmp_path: Path) -> None:
+    with small_models():
+        models.built(name, tmp_path)
+    command = [sys.executable, "-m", "loadtest", "overhead", "--runtime", "local", "--model", name, "--pairs", "1"]
+    command += ["--cache", str(tmp_path), "--streams", "4", "--output-tokens", "32", "--temperature", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] == name and found["output_tokens"] == 32 and found["temperature"] == 1
+    assert found["results"]["local"]["spoken"] > 0.9
+    assert "Unknown child" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "said"),
+    [("N1", 8, "--model: found an encoder"), ("D1", 961, "--output-tokens: found 961, expected at most 960")],
+)
+def test_what_a_model_cannot_make_is_refused(name: str, tokens: int, said: str, tmp_path: Path) -> None:
+    with small_models():
+        engine = overhead._Engine(overhead._subject(name, tmp_path), 0.0)
+    with pytest.raises(UsageError, match=said):
+        engine.check(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, measured
+from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, in_three_tries, measured
 from tests.service.processes import ServiceProcess, running
 
 COUNTS = {"requests ended", "refusals", "prompt tokens", "output tokens"}
@@ -39,6 +39,7 @@ def check(document: dict[str, Any], figures: set[str]) -> None:
         assert -2 <= rows[name]["client"] - rows[name]["server"] <= BEFORE_ARRIVAL_MS, rows[name]
 
 
+@in_three_tries
 def test_generation_agrees_with_the_service(service: ServiceProcess) -> None:
     document = measured(service.url, model="code", requests=16, arrivals=CLOSED, workload=SMALL).document
     check(document, COUNTS | {"first token, mean", "between tokens, mean", "end to end, mean", "queueing, mean"})
@@ -63,6 +64,7 @@ def test_tokens_seen_are_those_of_the_usage(service: ServiceProcess) -> None:
 
 
 @pytest.mark.parametrize("target", ["openai-completions", "generate"])
+@in_three_tries
 def test_an_encoder_decoder(service: ServiceProcess, target: str) -> None:
     work = Workload(kind="seq2seq", prompt_tokens="uniform:6-20")
     document = measured(
@@ -72,6 +74,7 @@ def test_an_encoder_decoder(service: ServiceProcess, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["encode", "openai-embeddings"])
+@in_three_tries
 def test_embeddings(service: ServiceProcess, target: str) -> None:
     work = Workload(kind="embedding", prompt_tokens="uniform:4-20", texts="uniform:1-4")
     document = measured(service.url, target=target, model="embed", requests=8, arrivals=CLOSED, workload=work).document

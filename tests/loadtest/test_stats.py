@@ -90,6 +90,12 @@ def test_judging() -> None:
     assert [one["met"] for one in slo.judge(limits, summary)] == [True, False, False, True, False]
 
 
+@pytest.mark.parametrize(("reject", "met"), [({}, True), ({"p99": 80.0}, True), ({"p99": 120.0}, False)])
+def test_a_limit_of_refusals_is_met_where_nothing_is_refused(reject: dict[str, float], met: bool) -> None:
+    (one,) = slo.judge(slo.parse("reject_p99<100ms"), {"latency_ms": {"reject": reject} if reject else {}})
+    assert (one["found"], one["met"]) == (reject.get("p99"), met)
+
+
 @pytest.mark.parametrize(
     "text", ["ttft<500ms", "ttft_p99<500", "ttft_p98<5ms", "error_rate<5ms", "x", "goodput>2s", "a_p99<.ms"]
 )

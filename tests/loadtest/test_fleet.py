@@ -1,0 +1,34 @@
+"""How the processes that make load end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from loadtest import fleet
+from loadtest.fleet import Fleet
+from loadtest.settings import Settings
+from loadtest.texts import estimated
+
+
+async def codes(hung: bool) -> list[int | None]:
+    """Exit codes of two workers, of which the second may hang."""
+    made = Fleet(Settings("http://127.0.0.1:1", "generate", workers=2), estimated(), "")
+    await made.start()
+    if hung:
+        os.kill(made._processes[1].pid, signal.SIGSTOP)
+    await made.aclose()
+    return [process.returncode for process in made._processes]
+
+
+def test_workers_end_by_themselves() -> None:
+    """One that is killed as it ends is reaped behind asyncio's back, which then warns of an unknown child."""
+    assert asyncio.run(codes(hung=False)) == [0, 0]
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_LEAVE_S", 0.1)
+    assert asyncio.run(codes(hung=True))[1] == -signal.SIGKILL
