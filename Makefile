@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 ARGS ?=
 IMAGE ?= triptych
 IMAGE_ARGS ?=
+# The wheels of an image are those of this machine's Python: so is the Python in it.
+BASE_IMAGE ?= python:$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-slim
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -93,13 +95,13 @@ wheels/.done: requirements.lock
 	touch $@
 
 image: wheels
-	docker build --build-arg PIP_NO_INDEX=1 $(IMAGE_ARGS) -t $(IMAGE) .
+	docker build --build-arg BASE_IMAGE=$(BASE_IMAGE) --build-arg PIP_NO_INDEX=1 $(IMAGE_ARGS) -t $(IMAGE) .
 
 image-test: .venv/.dev wheels
-	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_image.py tests/deploy/test_ray_cluster.py $(ARGS)
+	BASE_IMAGE=$(BASE_IMAGE) $(BIN)/python -m pytest -m docker -rs tests/deploy/test_image.py tests/deploy/test_ray_cluster.py $(ARGS)
 
 compose-test: .venv/.dev wheels
-	$(BIN)/python -m pytest -m docker -rs tests/deploy/test_compose_up.py $(ARGS)
+	BASE_IMAGE=$(BASE_IMAGE) $(BIN)/python -m pytest -m docker -rs tests/deploy/test_compose_up.py $(ARGS)
 
 monitoring: .venv/.dev
 	$(BIN)/python -m deploy.monitoring

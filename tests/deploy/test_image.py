@@ -14,8 +14,8 @@ import pytest
 
 from model.native.levels import fitting
 from tests.deploy.docker import ROOT, WHEELS, Container, build, container, docker, inspect, need_engine
+from tests.service.asking import post, read_all
 from tests.service.processes import eventually
-from tests.service.test_runtimes import post, read_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
