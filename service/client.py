@@ -45,6 +45,9 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Fail whatever still runs and release the engines. Idempotent."""
 
+    def check_room(self, model: str) -> None:
+        """Raise as `submit` does where it would refuse whatever is asked of `model`, so that nothing is prepared."""
+
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Queue all of `requests` at once, or raise `QueueFullError` or `EngineGoneError` with none queued."""
 

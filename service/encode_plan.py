@@ -19,7 +19,7 @@ from service.client import EngineClient
 from service.config import Limits
 from service.errors import invalid, too_large
 from service.limits import check_encode, encode_too_large
-from service.plan import engine_id
+from service.plan import check_room, engine_id
 from service.registry import Registry, ServedModel, Task
 from service.schemas.bodies import EncodeBody
 from service.schemas.types import ImageFile, TextPair
@@ -74,6 +74,7 @@ class EncodePlanner:
         check_encode(body, self._limits)
         _check_output(body, served, info)
         inputs = _inputs(body)
+        check_room(self._client, served)
         if served.config.image is not None:
             return await self._plan_images(body, served, inputs, request_id, arrival)
         self._check_inputs(inputs, served, info, may_cut=body.truncate is not False)

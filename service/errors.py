@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.engine.errors import QueueFullError
+from model.engine.errors import EngineGoneError, QueueFullError
 from service.context import current
 
 logger = logging.getLogger("triptych.errors")
@@ -99,7 +99,10 @@ def request_too_slow(seconds: float) -> ApiError:
     return ApiError(408, message, type="timeout_error", code="request_too_slow", headers=headers)
 
 
-def queue_full(error: QueueFullError) -> ApiError:
+def not_taken(error: QueueFullError | EngineGoneError) -> ApiError:
+    """What an engine refuses before any work."""
+    if isinstance(error, EngineGoneError):
+        return unavailable("the engine is gone; a new one is being started", "engine_dead")
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
     return ApiError(
         429,
@@ -118,10 +121,6 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
 
 def draining() -> ApiError:
     return unavailable("the service is draining and takes no new requests", "draining")
-
-
-def engine_gone() -> ApiError:
-    return unavailable("the engine is gone; a new one is being started", "engine_dead")
 
 
 def internal(

@@ -82,6 +82,9 @@ class FakeEngineClient:
     async def close(self) -> None:
         self._closed = True
 
+    def check_room(self, model: str) -> None:
+        self._admit()
+
     def submit(self, requests: Sequence[Request]) -> FakeStream:
         self._admit()
         self.submitted.extend(requests)

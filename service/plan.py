@@ -13,12 +13,13 @@ from itertools import count
 from typing import Any, cast
 
 from model.bounds import GREEDY_BELOW
+from model.engine.errors import EngineGoneError, QueueFullError
 from model.engine.stats import ModelInfo
 from model.request import Request, SamplingParams
 from service.client import EngineClient
 from service.config import Limits
 from service.context import current
-from service.errors import ApiError, invalid
+from service.errors import ApiError, invalid, not_taken
 from service.limits import check_generate, stop_texts
 from service.registry import Registry, ServedModel, Task
 from service.schemas.bodies import GenerateBody
@@ -79,6 +80,17 @@ def sources(value: str | list[str] | list[int] | list[list[int]], param: str) ->
     return [Source(one, f"{param}[{index}]") for index, one in enumerate(several)]
 
 
+def check_room(client: EngineClient, served: ServedModel) -> None:
+    """Raise what handing work over would, so that nothing is rendered, tokenised or tried for a full engine."""
+    context = current()
+    if context is not None:
+        context.model = served.name
+    try:
+        client.check_room(served.name)
+    except (QueueFullError, EngineGoneError) as error:
+        raise not_taken(error) from None
+
+
 class GeneratePlanner:
     """Turns bodies into plans for the models that are loaded."""
 
@@ -105,6 +117,7 @@ class GeneratePlanner:
         prompts = sources(body.prompt, "prompt")
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
+        check_room(self._client, served)
         ids = await self._tokenise(prompts, served, info)
         forced = await self._decoder_ids(prefix, _language(body, served), served, info)
         if structure is not None:

@@ -35,13 +35,20 @@ class Admission:
         A queue that is empty takes any request that passed the limits, so that none is refused forever.
         """
         counts = sequences or dict.fromkeys(tokens, 1)
-        if sum(self._sequences.values()) + sum(counts.values()) > self._max_sequences and self._sequences:
-            raise QueueFullError("queue_requests", self._retry_after(sum(counts.values())))
-        waiting = self.waiting_tokens
-        if waiting and waiting + sum(tokens.values()) > self._max_waiting_tokens:
-            raise QueueFullError("queue_tokens", self._retry_after(len(tokens)))
+        self._check(len(tokens), sum(counts.values()), sum(tokens.values()))
         self._sequences.update(counts)
         self._waiting_tokens.update(tokens)
+
+    def check_room(self) -> None:
+        """Raise `QueueFullError` where `admit` would refuse even a request of one token."""
+        self._check(1, 1, 1)
+
+    def _check(self, requests: int, sequences: int, tokens: int) -> None:
+        if sum(self._sequences.values()) + sequences > self._max_sequences and self._sequences:
+            raise QueueFullError("queue_requests", self._retry_after(sequences))
+        waiting = self.waiting_tokens
+        if waiting and waiting + tokens > self._max_waiting_tokens:
+            raise QueueFullError("queue_tokens", self._retry_after(requests))
 
     @property
     def waiting_tokens(self) -> int:

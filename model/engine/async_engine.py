@@ -112,6 +112,11 @@ class AsyncEngine:
             await self._transport.close()
             self._transport = None
 
+    def check_room(self, model: str) -> None:
+        """Raise as `submit` does where it would refuse whatever is asked of `model`."""
+        self._check_alive()
+        self._admission[model].check_room()
+
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Accept all requests (of one model) or none.
 

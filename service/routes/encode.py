@@ -17,7 +17,7 @@ from service.dialects.common import speaking
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.sglang import SglangEncodeBody
 from service.encode_plan import EncodePlan
-from service.errors import cancelled, deadline_passed, engine_failed, engine_gone, queue_full
+from service.errors import cancelled, deadline_passed, engine_failed, not_taken
 from service.http import context_of_request, json_response, named, read_one_of, unless_gone
 from service.jobs import Job, worst
 from service.replies import Json, encode_reply
@@ -100,10 +100,8 @@ async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -
     """Every input's vectors, or the `ApiError` that says why there are none."""
     try:
         outputs = await unless_gone(request, service.client.encode(plan.requests))
-    except QueueFullError as error:
-        raise queue_full(error) from None
-    except EngineGoneError:
-        raise engine_gone() from None
+    except (QueueFullError, EngineGoneError) as error:
+        raise not_taken(error) from None
     except EngineError:
         service.jobs.accept(job)
         job.end(FinishReason.ERROR)

@@ -16,7 +16,7 @@ from service.dialects import huggingface, sglang
 from service.dialects.common import NATIVE_NAMES, renamed, speaking
 from service.dialects.huggingface_bodies import TextGenerationBody
 from service.dialects.sglang import SglangGenerateBody
-from service.errors import deadline_passed, engine_failed, engine_gone, queue_full
+from service.errors import deadline_passed, engine_failed, not_taken
 from service.http import context_of_request, json_response, named, read_one_of, unless_gone
 from service.jobs import Job
 from service.plan import GeneratePlan
@@ -125,10 +125,8 @@ def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]
     context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     try:
         stream = service.client.submit(plan.requests)
-    except QueueFullError as error:
-        raise queue_full(error) from None
-    except EngineGoneError:
-        raise engine_gone() from None
+    except (QueueFullError, EngineGoneError) as error:
+        raise not_taken(error) from None
     job = service.jobs.open(context, tuple(request.request_id for request in plan.requests), stream)
     service.jobs.accept(job)
     return stream, job

@@ -12,6 +12,7 @@ from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBo
 from service.dialects.openai_replies import ChatCompletions, Completions
 from service.errors import invalid
 from service.http import read_body
+from service.plan import check_room
 from service.registry import ServedModel, Task
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, body, errors, ok
@@ -90,6 +91,7 @@ async def _prompt(service: Service, served: ServedModel, asked: ChatBody) -> lis
         bound = service.limits.max_chat_messages
         raise invalid(f"messages has {len(asked.messages)} entries, more than {bound}", "messages")
     tokenizer = served.require_tokenizer("messages")
+    check_room(service.client, served)
     text = await _rendered(service, served, asked)
     ids = await service.threads.run(
         served.name, len(text), lambda: tokenizer.encode(text, add_special_tokens=False).ids

@@ -47,6 +47,22 @@ def test_waiting_tokens_are_bounded_until_the_first_output() -> None:
     assert refused(bound, {"d": 1}).reason == "queue_tokens"
 
 
+def test_room_is_what_a_request_of_one_token_finds() -> None:
+    bound = admission()
+    bound.admit({"a": 99}, sequences={"a": 4})
+    bound.check_room()
+    bound.admit({"b": 1})
+    with pytest.raises(QueueFullError, match="queue_requests"):
+        bound.check_room()
+    bound.release("a")
+    bound.check_room()
+    bound.admit({"c": 99})
+    with pytest.raises(QueueFullError, match="queue_tokens"):
+        bound.check_room()
+    bound.started("c")
+    bound.check_room()
+
+
 def test_all_or_none() -> None:
     bound = admission()
     bound.admit({"a": 1})

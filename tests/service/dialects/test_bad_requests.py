@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from service.chat_process import RenderPool
 from service.config import Limits, ServiceSettings
+from service.structure import GrammarTrials
+from service.tokenizing import TokenizerThreads
 from tests.service.dialects.support import BRACKETS, chat_app, talker
 from tests.service.support import App, ask, check_accounts, events, make_app, run, samples, served, word_tokenizer
 from tests.service.test_bad_requests import check_error
@@ -332,6 +335,25 @@ def test_a_full_queue_is_a_429(app: App, route: str) -> None:
     reply = ask(app, "POST", route, json=GOOD[route])
     check_error(reply, 429, None, "queue_full")
     assert reply.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize("route", [C, M, "/", "/generate_stream", G, V, "/embed", E])
+def test_nothing_is_prepared_for_an_engine_that_takes_nothing(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = chat_app()
+
+    async def prepared(*_: object, **__: object) -> None:
+        raise AssertionError("rendered, tokenised or tried")
+
+    for owner, name in ((TokenizerThreads, "run"), (RenderPool, "render"), (GrammarTrials, "check")):
+        monkeypatch.setattr(owner, name, prepared)
+    asked = {**GOOD[route], **({"regex": "a+"} if route == C else {})}
+    assert ask(app, "POST", route, json=asked).status_code == 500  # as it is prepared here
+    app.script.queue_full = "queue_tokens"
+    check_error(ask(app, "POST", route, json=asked), 429, None, "queue_full")
+    refused = samples(app, "triptych_rejections_total")  # by model and reason
+    assert [model for (model, reason), times in refused.items() if reason == "queue_tokens" and times] == [
+        asked.get("model", "enc")
+    ]
 
 
 def test_every_dialect_is_counted() -> None:
