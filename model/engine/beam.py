@@ -64,8 +64,6 @@ class BeamSearch:
         return [(beam, token) for _, beam, token in running]
 
     def _finish(self, score: float, length: int, token_ids: tuple[int, ...]) -> None:
-        if self._is_full and self.early_stopping is True:
-            return
         self.finished.append(Hypothesis(score / length**self.length_penalty, token_ids))
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self.num_beams :]

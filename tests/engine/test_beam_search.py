@@ -196,3 +196,12 @@ def test_fewer_continuations_than_beams_are_enough() -> None:
     assert search.advance([[(9, -0.1), (4, -0.2)]], [[1]]) == [(0, 4)]
     assert search.finished[0].token_ids == (1, 9)
     assert search.finished[0].score == pytest.approx(-0.6 / 2)
+
+
+def test_hypotheses_that_end_at_once_compete_even_where_the_first_of_them_is_enough() -> None:
+    """Stopping early looks at how many there are before and after a step, not amid it."""
+    search = BeamSearch(2, 1.0, True, 4, frozenset({9}))
+    assert search.advance([[(4, -2.9), (9, -3.0), (5, -3.1)]], [[]]) == [(0, 4), (0, 5)]
+    search.advance([[(9, -0.3), (6, -9.0)], [(9, -0.3), (6, -9.0)]], [[4], [5]])
+    assert search.done
+    assert [one.token_ids for one in search.best([])] == [(4, 9), (5, 9)]  # and not (9,), which is worse
