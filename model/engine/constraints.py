@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 def forced_token(sequence: Sequence, rules: GenerationRules) -> int | None:
     """The only token allowed: the first of a translation, or the end where the length is used up."""
-    if rules.forced_first is not None and sequence.num_tokens == 1:
-        return rules.forced_first
     if rules.forced_last is not None and sequence.num_output_tokens == sequence.params.max_tokens - 1:
         return rules.forced_last
-    return None
+    return rules.forced_first if sequence.num_tokens == 1 else None
 
 
 def banned_tokens(sequence: Sequence, rules: GenerationRules) -> list[int]:

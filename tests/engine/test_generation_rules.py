@@ -121,6 +121,13 @@ def test_a_forced_first_token(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)
+def test_an_only_token_is_the_forced_end(kind: str, tmp_path: Path) -> None:
+    rules = {"forced_bos_token_id": OTHER, "forced_eos_token_id": 2}
+    outputs = ours(kind, tmp_path, rules, max_tokens=1)
+    assert ids(outputs) == theirs(kind, {**rules, "max_new_tokens": 1}) == [2]
+
+
+@pytest.mark.parametrize("kind", SEQ2SEQ)
 def test_what_the_decoder_starts_from(kind: str, tmp_path: Path) -> None:
     outputs = ours(kind, tmp_path, {"decoder_start_token_id": OTHER}, ignore_eos=True, logprobs=0)
     for start, close in ((OTHER, True), (START, False)):
