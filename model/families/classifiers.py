@@ -14,7 +14,9 @@ _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, Classifier
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
 
-# One decision for a text. For tokens it is `classifier` (or `score`) in every family.
+_SCORING = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma")  # their heads for tokens are called `score` too
+
+# One decision for a text. For tokens it is `classifier` in every other family.
 _SEQUENCE: dict[str, ClassifierTable] = {
     "albert": ClassifierTable("classifier", _POOLER),
     "bert": ClassifierTable("classifier", _POOLER),
@@ -24,15 +26,14 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     "xlm-roberta": _ROBERTA,
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
-    **dict.fromkeys(("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"), _DECODER),
+    **dict.fromkeys(("gpt2", "gpt_neox", *_SCORING), _DECODER),
 }
 
 
 def _head(model_type: str, per_token: bool) -> ClassifierTable | None:
     if not per_token:
         return _SEQUENCE.get(model_type)
-    out = "score" if _SEQUENCE.get(model_type) is _DECODER else "classifier"
-    return ClassifierTable(out, ClassifierInput.EVERY)
+    return ClassifierTable("score" if model_type in _SCORING else "classifier", ClassifierInput.EVERY)
 
 
 def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig | None:

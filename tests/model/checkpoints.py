@@ -204,7 +204,10 @@ _CLASSIFIERS: Rows = {
     "electra-token": _model("ElectraForTokenClassification", BERT, embedding_size=12, **_LABELS),
     "xlnet-sequence": _model("XLNetForSequenceClassification", XLNET, **_LABELS),
     "llama-sequence": _model("LlamaForSequenceClassification", LLAMA, **_LABELS),
+    "llama-token": _model("LlamaForTokenClassification", LLAMA, **_LABELS),
     "gpt2-sequence": _model("GPT2ForSequenceClassification", GPT2, **_LABELS),
+    "gpt2-token": _model("GPT2ForTokenClassification", GPT2, **_LABELS),
+    "gpt-neox-token": _model("GPTNeoXForTokenClassification", NEOX, **_LABELS),
     "vit-image": _model("ViTForImageClassification", VIT, **_LABELS),
 }
 KINDS: Rows = {**_DECODERS, **_ENCODER_DECODERS, **_ENCODERS, **_CLASSIFIERS}
