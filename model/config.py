@@ -219,6 +219,8 @@ class StackConfig:
             raise ConfigError(
                 f"num_layers ({self.num_layers}) must be a multiple of unique_layers ({self.unique_layers})"
             )
+        if self.hidden_size % 2 and self.position.kind in (PositionKind.SINUSOIDAL, PositionKind.XLNET_RELATIVE):
+            raise ConfigError(f"sinusoidal positions come in pairs of dimensions, found {self.hidden_size}")
 
     @property
     def distinct_layers(self) -> int:

@@ -141,6 +141,19 @@ def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, chan
         config_from_raw({**defaults(name), **change})
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Marian", {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}),
+        ("M2M100", {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}),
+        ("XLNet", {"d_model": 33, "n_head": 3, "d_head": 11}),
+    ],
+)
+def test_sinusoids_of_an_odd_width_are_refused(name: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="pairs of dimensions, found 33"):
+        config_from_raw({**defaults(name), **change})
+
+
 def rotary(model: ModelConfig) -> RotaryConfig:
     assert model.decoder is not None and model.decoder.position.rotary is not None
     return model.decoder.position.rotary
