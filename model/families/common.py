@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.config import Activation, AttentionConfig, ConfigError, GenerationRules
+from model.config import Activation, AttentionConfig, ConfigError, GenerationRules, HeadConfig
 from model.weights import WeightRule
 
 _ACTIVATIONS = {
@@ -62,6 +62,20 @@ def generation_rules(raw: Mapping[str, Any]) -> GenerationRules:
 def tied(raw: Mapping[str, Any], names: Collection[str] | None, head: str = "lm_head.weight") -> bool:
     """Whether the token table is the output matrix: the tensors decide where they are known."""
     return bool(raw.get("tie_word_embeddings", True)) if names is None else head not in names
+
+
+def decoder_head(
+    raw: Mapping[str, Any], names: Collection[str] | None, weight: str = "lm_head.weight"
+) -> HeadConfig | None:
+    """Of a decoder-only model; None for a folder of the bare model, where nothing says which token comes next.
+
+    What is not the token table and not stored is missed, unless `architectures` names the bare model.
+    """
+    if names is None or weight in names or raw.get("tie_word_embeddings") is not False:
+        return HeadConfig(tied=tied(raw, names, weight))
+    architecture = (raw.get("architectures") or [""])[0] or ""
+    bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return None if bare else HeadConfig(tied=False)
 
 
 def split_width(hidden_size: int, num_heads: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from model.config import (
     AttentionConfig,
     EmbeddingConfig,
-    HeadConfig,
     MLPConfig,
     ModelConfig,
     NormConfig,
@@ -17,7 +16,7 @@ from model.config import (
     StackConfig,
 )
 from model.families.classifiers import classifier, classifier_rules
-from model.families.common import activation, affine, ids, refuse_unless, split_width, tied
+from model.families.common import activation, affine, decoder_head, ids, refuse_unless, split_width
 from model.settings import Settings
 from model.weights import Family, WeightRule
 
@@ -44,7 +43,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type="gpt2",
         embedding=EmbeddingConfig(raw["vocab_size"], size),
         decoder=decoder,
-        head=None if labels else HeadConfig(tied=tied(raw, names)),
+        head=None if labels else decoder_head(raw, names),
         classifier=labels,
         max_positions=raw["n_positions"],
         bos_token_id=raw.get("bos_token_id"),

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from model.config import (
     AttentionConfig,
     EmbeddingConfig,
-    HeadConfig,
     MLPConfig,
     ModelConfig,
     NormConfig,
@@ -17,7 +16,7 @@ from model.config import (
     StackConfig,
 )
 from model.families.classifiers import classifier, classifier_rules
-from model.families.common import activation, affine, ids, split_width, tied
+from model.families.common import activation, affine, decoder_head, ids, split_width
 from model.families.rope import rotary
 from model.settings import Settings
 from model.weights import Family, WeightRule
@@ -48,7 +47,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type="gpt_neox",
         embedding=EmbeddingConfig(raw["vocab_size"], size),
         decoder=decoder,
-        head=None if labels else HeadConfig(tied=tied(raw.otherwise(tie_word_embeddings=False), names, _HEAD)),
+        head=None if labels else decoder_head(raw.otherwise(tie_word_embeddings=False), names, _HEAD),
         classifier=labels,
         max_positions=raw.get("max_position_embeddings", 2048),
         bos_token_id=raw.get("bos_token_id"),

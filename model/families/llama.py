@@ -14,7 +14,6 @@ from model.config import (
     AttentionConfig,
     ConfigError,
     EmbeddingConfig,
-    HeadConfig,
     MLPConfig,
     ModelConfig,
     NormConfig,
@@ -24,7 +23,16 @@ from model.config import (
     StackConfig,
 )
 from model.families.classifiers import classifier, classifier_rules
-from model.families.common import activation, affine, fused, ids, refuse_unless, self_attention, split_width, tied
+from model.families.common import (
+    activation,
+    affine,
+    decoder_head,
+    fused,
+    ids,
+    refuse_unless,
+    self_attention,
+    split_width,
+)
 from model.families.rope import rotary
 from model.settings import Settings
 from model.weights import Family, WeightRule
@@ -59,7 +67,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type=raw["model_type"],
         embedding=EmbeddingConfig(raw["vocab_size"], size),
         decoder=decoder,
-        head=None if labels else HeadConfig(tied=tied(raw, names)),
+        head=None if labels else decoder_head(raw, names),
         classifier=labels,
         max_positions=raw.get("max_position_embeddings", 2048),
         bos_token_id=raw.get("bos_token_id"),

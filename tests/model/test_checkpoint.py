@@ -139,6 +139,20 @@ def test_a_folder_of_a_bare_encoder_decoder_generates_without_a_heads_bias(tmp_p
     torch.testing.assert_close(model.logits(hidden) + whole.head.bias, whole.logits(hidden))
 
 
+@pytest.mark.parametrize(("kind", "head"), [("llama", "lm_head"), ("gpt-neox", "embed_out")])
+def test_a_bare_decoder_with_an_untied_table_has_no_head(kind: str, head: str, tmp_path: Path) -> None:
+    """As models that embed texts are published: their token table tells no next token."""
+    folder = copied(kind, tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.pop(f"{head}.weight"))
+    with pytest.raises(CheckpointError, match=f"missing: {head}.weight"):
+        read_and_load(folder)
+    edit_json(folder / "config.json", architectures=["LlamaModel"])
+    model = read_and_load(folder)
+    assert not model.config.can_generate and model.head is None
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    assert read_and_load(folder).config.can_generate
+
+
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     folder = copied("llama", tmp_path)
     edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
