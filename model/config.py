@@ -122,6 +122,8 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         _positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        if self.window is not None:
+            _positive(self, window=self.window)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
 

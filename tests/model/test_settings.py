@@ -141,6 +141,13 @@ def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, chan
         config_from_raw({**defaults(name), **change})
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Phi3"])
+def test_a_window_of_nothing_is_refused(name: str) -> None:
+    """The kernels in C took 0 for no window, torch's for no keys."""
+    with pytest.raises(ConfigError, match="window must be positive, found 0"):
+        config_from_raw({**defaults(name), "sliding_window": 0})
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
