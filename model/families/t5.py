@@ -19,7 +19,16 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.common import activation, affine, cross_attention, fused, ids, self_attention, tied
+from model.families.common import (
+    activation,
+    affine,
+    cross_attention,
+    fused,
+    ids,
+    refuse_unless,
+    self_attention,
+    tied,
+)
 from model.settings import Settings
 from model.weights import Family, WeightRule
 
@@ -30,9 +39,9 @@ def _stack(raw: Settings, side: str) -> StackConfig:
     projection = raw.get("feed_forward_proj", "relu" if raw["model_type"] == "t5" else "gated-gelu")
     gated = projection.startswith("gated-")
     name = projection.removeprefix("gated-")
-    act = {"act": "gelu_new" if gated and name == "gelu" else name}  # gated-gelu means the tanh approximation
-    for derived in ("dense_act_fn", "is_gated_act"):
-        raw.get(derived)  # said again by feed_forward_proj
+    said = {"feed_forward_proj": "gelu_new" if gated and name == "gelu" else name}  # gated-gelu: the tanh approximation
+    act = activation(said, "feed_forward_proj", "relu")
+    refuse_unless(raw, dense_act_fn=said["feed_forward_proj"], is_gated_act=gated)  # the same again, as it is stored
     for trained in ("n_positions", "scalable_attention"):
         raw.get(trained)  # how it was trained: buckets have no end, and the reference library knows but one attention
     layers = raw["num_layers"]
@@ -40,7 +49,7 @@ def _stack(raw: Settings, side: str) -> StackConfig:
         num_layers=(raw.get("num_decoder_layers") or layers) if decoder else layers,
         hidden_size=raw["d_model"],
         attention=AttentionConfig(heads, heads, raw["d_kv"], scale=1.0),
-        mlp=MLPConfig(raw["d_ff"], activation(act, "act", "relu"), gated=gated, bias=False),
+        mlp=MLPConfig(raw["d_ff"], act, gated=gated, bias=False),
         norm=NormConfig(NormKind.RMS, raw.get("layer_norm_epsilon", 1e-6)),
         position=PositionConfig(
             PositionKind.T5_BUCKETS,

@@ -133,6 +133,8 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
         ("Bart", {"add_bias_logits": True}),
         ("ViT", {"pooler_act": "relu"}),
         ("T5", {"feed_forward_proj": "gated-snake"}),
+        ("T5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu"}),
+        ("T5", {"feed_forward_proj": "relu", "is_gated_act": True}),
     ],
 )
 def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, change: dict[str, Any]) -> None:
