@@ -7,7 +7,9 @@ import functools
 import os
 import ssl
 
+import httpx
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -15,3 +17,13 @@ if not torch.cuda.is_available():
 # Each HTTP client reads all of the system's certificates, which takes 30 ms, and hundreds of them ask this machine
 # without TLS: what was read once is every client's.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+
+# A client waits 5 s by default, which a machine with other work takes for a start of threads or a first request.
+_WAITS = httpx._config.DEFAULT_TIMEOUT_CONFIG  # every call's and client's default is this one object
+_WAITS.connect = _WAITS.read = _WAITS.write = _WAITS.pool = 60.0
+
+# The same examples each time, however slow the machine; --hypothesis-profile=default looks for others.
+settings.register_profile(
+    "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")

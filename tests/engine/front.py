@@ -21,7 +21,7 @@ from model.transformer import StackInput, Transformer
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
 
-TEST_SECONDS = 120.0  # a test that takes longer hangs, however busy the machine
+TEST_SECONDS = 300.0  # a test that takes longer hangs, however busy the machine
 
 
 def async_test(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
@@ -77,7 +77,7 @@ def ends_of(outputs: list[TokenOutput]) -> dict[tuple[str, int], FinishReason]:
     return ends
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait for the condition; how long it took."""
     began = time.monotonic()
     while not condition():
@@ -92,10 +92,11 @@ def idle(engine: AsyncEngine) -> bool:
 
 
 class Brake:
-    """Makes decoder passes of this process slow, hang or fail (`failing`, `fails` of the tokens); counts them."""
+    """Makes decoder passes of this process slow, wait or fail (`failing`, `fails` of the tokens); counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
+        self.ready: Callable[[], bool] = lambda: True  # a pass waits for it
         self.failing = False
         self.fails: Callable[[list[int]], bool] = lambda token_ids: self.failing
         self.passes = 0
@@ -103,9 +104,16 @@ class Brake:
 
         def braked(model: Transformer, inputs: StackInput, *arguments: Any) -> Any:
             self.passes += 1
+            self._wait()
             if self.fails(inputs.input_ids.tolist()):
                 raise RuntimeError("secret detail of the fault")
             time.sleep(self.seconds)
             return decode(model, inputs, *arguments)
 
         monkeypatch.setattr(Transformer, "decode", braked)
+
+    def _wait(self) -> None:
+        end = time.monotonic() + TEST_SECONDS
+        while not self.ready():
+            assert time.monotonic() < end, "nobody let it go on"
+            time.sleep(0.002)

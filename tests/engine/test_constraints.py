@@ -57,9 +57,9 @@ def test_no_ngram_comes_twice_by_the_definition(tokens: list[int], size: int) ->
 
 def test_a_long_text_is_searched_in_linear_time() -> None:
     made = sequence((5,) * 100_000, no_repeat_ngram_size=50_000)
-    began = time.perf_counter()
+    began = time.thread_time()
     assert set(banned_tokens(made, NONE)) == {5}
-    assert time.perf_counter() - began < 1  # word by word it takes 2.5e9 comparisons
+    assert time.thread_time() - began < 5  # word by word it takes 2.5e9 comparisons
 
 
 @pytest.mark.parametrize(

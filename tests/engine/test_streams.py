@@ -149,21 +149,20 @@ async def test_what_was_let_go_is_not_held_again_by_what_came_before_it_was_read
 @async_test
 async def test_what_is_held_comes_when_its_time_has_even_if_the_engine_pauses() -> None:
     stream = opened(Keeper(), asked(), interval=0.1)
+    began = time.monotonic()
     stream.push(token(IDS[0]))
     await anext(stream)
-    began = time.monotonic()
     for token_id in IDS[1:4]:
         stream.push(token(token_id))
     assert (await anext(stream)).token_ids == list(IDS[1:4])
-    assert 0.09 < time.monotonic() - began < 5
-    took = []
+    assert 0.09 < time.monotonic() - began < 20
     for token_id in IDS[4:7]:
         await asyncio.sleep(0.12)
-        began = time.monotonic()
         stream.push(token(token_id))  # the last ones were given out longer ago
-        assert (await anext(stream)).token_ids == [token_id]
-        took.append(time.monotonic() - began)
-    assert min(took) < 0.09  # at once; one of them may be when this process got no CPU
+        reading = asyncio.ensure_future(anext(stream))
+        for _ in range(5):  # turns of the loop, and no time
+            await asyncio.sleep(0)
+        assert reading.done() and reading.result().token_ids == [token_id]
 
 
 @async_test

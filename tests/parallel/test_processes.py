@@ -61,7 +61,7 @@ def command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-async def gone(pids: list[int], seconds: float = 5.0) -> None:
+async def gone(pids: list[int], seconds: float = 60.0) -> None:
     await until(lambda: not any(map(is_alive, pids)), seconds)
 
 
@@ -159,16 +159,17 @@ async def check_death(engine: AsyncEngine) -> None:
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
     first, *_ = followers = ranks(engine)
+    os.kill(first, signal.SIGSTOP)  # so that no call ends before it is killed
     streams = [engine.submit([request("llama-gqa", f"lost{i}", 30, i, max_tokens=60)]) for i in range(3)]
-    await until(lambda: engine.stats()["llama-gqa"].running > 0)
+    await asyncio.sleep(0.2)
     os.kill(first, signal.SIGKILL)
     began = time.monotonic()
     failures = await asyncio.gather(*map(collect, streams), return_exceptions=True)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0  # and not when the others' calls time out
     assert all(isinstance(failure, EngineDeadError) for failure in failures)
     assert {str(failure) for failure in failures} == {"rank 1 of llama-gqa ended by signal SIGKILL"}
     assert not engine.health().ready
-    await gone([transport.pid, *followers], 10.0)
+    await gone([transport.pid, *followers])
 
 
 OFFLINE = """
@@ -214,7 +215,7 @@ def line(program: subprocess.Popen[str]) -> list[str]:
     return program.stdout.readline().split()
 
 
-def wait_gone(pid: int, seconds: float = 5.0) -> None:
+def wait_gone(pid: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while is_alive(pid):
         assert time.monotonic() < deadline, "a rank outlives its rank 0"
