@@ -36,7 +36,7 @@ def chromium(profile: Path, *arguments: str) -> Iterator[Browser]:
     """A browser with a profile of its own in the empty folder `profile`, closed at the end."""
     flags = [*_ARGUMENTS, f"--user-data-dir={profile}", *arguments]
     wanted = {"goog:chromeOptions": {"binary": CHROMIUM, "args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
-    with _driver() as url, httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+    with _driver() as url, httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
         session = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
         browser = Browser(http, f"/session/{session['sessionId']}")
         try:
@@ -51,7 +51,7 @@ def _driver() -> Iterator[str]:
     assert CHROMEDRIVER is not None
     driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert driver.stdout is not None
-    hung = threading.Timer(20, driver.kill)
+    hung = threading.Timer(120, driver.kill)
     hung.start()
     try:
         started = next((line for line in driver.stdout if _STARTED in line), None)
@@ -60,7 +60,7 @@ def _driver() -> Iterator[str]:
         yield f"http://127.0.0.1:{started.partition(_STARTED)[2].strip().rstrip('.')}"
     finally:
         driver.terminate()
-        driver.communicate(timeout=10)
+        driver.communicate(timeout=60)
 
 
 class Browser:
@@ -108,7 +108,7 @@ class Browser:
         return found[_ELEMENT]
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """What `condition()` returns once it is true; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):

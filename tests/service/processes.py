@@ -11,15 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 120
+START_SECONDS = 240
+PATIENCE = 60.0  # of what takes a moment where the machine has nothing else to do
 _LISTEN = "0A"  # as /proc/net/tcp has it
 
 
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait until `condition` holds; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
@@ -62,10 +63,10 @@ class ServiceProcess:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 120) -> int:
         """The exit code."""
         code = self._process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
     def stop(self) -> None:
@@ -100,6 +101,17 @@ class ServiceProcess:
         """The process that the engines run in; there must be one."""
         (pid,) = (pid for pid, line in self.descendants().items() if "model.engine.process" in line)
         return pid
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Its engine stands still: what runs does not end meanwhile, however slow this process is."""
+        pid = self.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

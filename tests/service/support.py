@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
@@ -35,7 +37,7 @@ from model.config import (
     PositionConfig,
     StackConfig,
 )
-from model.engine.stats import ModelInfo
+from model.engine.stats import ModelInfo, StepStats
 from model.tokenizer import Encoded, Tokenizer
 from service.app import create_app
 from service.config import ServiceSettings
@@ -84,7 +86,7 @@ class HeldTokenizer(Tokenizer):
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
         self.asked.set()
-        assert self.go.wait(10), "nobody let it go"
+        assert self.go.wait(60), "nobody let it go"
         return super().encode(text, pair, add_special_tokens=add_special_tokens)
 
 
@@ -201,10 +203,33 @@ def run(app: App, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]], *
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Return once `condition` holds; fail after 3 s."""
-    async with asyncio.timeout(3):
+    """Return once `condition` holds; fail after a minute."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def hold(app: App) -> asyncio.Event:
+    """The engine gives out nothing more until the event is set."""
+    free, work = asyncio.Event(), app.client._work
+
+    async def held(*arguments: Any) -> None:
+        await free.wait()
+        await work(*arguments)
+
+    app.client._work = held  # type: ignore[method-assign]
+    return free
+
+
+def let_time_pass(app: App, monkeypatch: pytest.MonkeyPatch, seconds: float, *, outputs: int) -> None:
+    """So much of it, when the engine has given out so many."""
+    given, now = [0], time.monotonic
+
+    def step(_: StepStats) -> None:
+        given[0] += 1
+
+    app.client.on_step(step)
+    monkeypatch.setattr(time, "monotonic", lambda: now() + (seconds if given[0] > outputs else 0.0))
 
 
 def ask(app: App, method: str, path: str, **options: Any) -> httpx.Response:
@@ -236,7 +261,7 @@ def live(app: App) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(5)
+        thread.join(60)
 
 
 def samples(app: App, name: str) -> dict[tuple[str, ...], float]:

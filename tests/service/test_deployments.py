@@ -71,7 +71,7 @@ def built(folder: Path) -> dict[str, dict[str, Any]]:
     for device in ("cuda", "cpu"):
         asked[device] = {"models": {"gen": {"path": str(folder), "device": device, "tensor_parallel_size": 2}}}
     command = [sys.executable, "-c", BUILD, json.dumps(list(asked.values()))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
 

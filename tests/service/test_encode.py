@@ -13,7 +13,7 @@ import pytest
 from model.request import EncodeTask, Pooling
 from service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
 from service.tokenizing import cut_text
-from tests.service.support import App, ask, check_accounts, make_app, run, samples, until, word_tokenizer
+from tests.service.support import App, ask, check_accounts, hold, make_app, run, samples, until, word_tokenizer
 from tests.service.test_bad_requests import check_error
 
 
@@ -130,10 +130,13 @@ def test_deadline_and_cancel() -> None:
     app = make_app(delay_s=0.05)
     check_error(ask(app, "POST", "/encode", json={"input": "w1", "timeout_s": 0.01}), 504, "timeout_s", "deadline")
 
+    free = hold(app)
+
     async def work(client: httpx.AsyncClient) -> None:
         running = asyncio.create_task(client.post("/encode", json={"input": "w1"}, headers={"x-request-id": "mine"}))
         await until(lambda: app.client.running)
         assert (await client.delete("/requests/mine")).status_code == 200
+        free.set()
         check_error(await running, 409, None, "cancelled")
 
     run(app, work)

@@ -16,7 +16,19 @@ from model.request import Request, SamplingParams
 from service.config import ServiceSettings
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
-from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, make_app, opened, run, until
+from tests.service.support import (
+    App,
+    ask,
+    byte_tokenizer,
+    check_accounts,
+    events,
+    hold,
+    let_time_pass,
+    make_app,
+    opened,
+    run,
+    until,
+)
 from tests.service.test_bad_requests import check_error
 
 
@@ -199,11 +211,12 @@ def test_an_unexpected_exception_tells_nothing() -> None:
     check_accounts(app)
 
 
-def test_deadlines() -> None:
+def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(delay_s=0.05)
     late = {"model": "gen", "prompt": "ab", "timeout_s": 0.01}
     check_error(ask(app, "POST", "/generate", json=late), 504, "timeout_s", "deadline")
-    reply = generate(app, timeout_s=0.6, max_tokens=50)
+    let_time_pass(app, monkeypatch, 10.0, outputs=5)
+    reply = generate(app, timeout_s=10.0, max_tokens=50)
     assert reply["choices"][0]["finish_reason"] == "deadline"
     assert 0 < reply["usage"]["completion_tokens"] < 50
     [only, done] = streamed(app, timeout_s=0.01)
@@ -214,6 +227,7 @@ def test_deadlines() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancel_by_id(stream: bool) -> None:
     app = make_app(delay_s=0.01)
+    free = hold(app)
 
     async def work(client: httpx.AsyncClient) -> httpx.Response:
         body = {"model": "gen", "prompt": ["ab", "c"], "max_tokens": 50, "stream": stream, "request_id": "mine"}
@@ -221,6 +235,7 @@ def test_cancel_by_id(stream: bool) -> None:
         await until(lambda: app.client.running)
         cancelled = await client.delete("/requests/mine")
         assert cancelled.json() == {"id": "mine", "cancelled": 1}
+        free.set()
         return await running
 
     reply = run(app, work)

@@ -51,7 +51,7 @@ def test_a_browser_draws_every_head(tmp_path: Path) -> None:
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     quiet = ["--disable-background-networking", f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=3000"]
     run = subprocess.run(
-        ["chromium", *flags, *quiet, "--dump-dom", out.as_uri()], capture_output=True, text=True, timeout=60
+        ["chromium", *flags, *quiet, "--dump-dom", out.as_uri()], capture_output=True, text=True, timeout=240
     )
     assert run.stdout.count("<canvas") == 6 * 12
     assert run.stdout.count("<line ") > 20

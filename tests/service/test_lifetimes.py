@@ -22,11 +22,12 @@ def test_a_second_signal_ends_it_at_once(models: list[str]) -> None:
     """Whichever came first, as one handler has both: the exit code is of the last."""
     with running([*models, *RUNTIMES["local"]]) as service:
         connection = post(service.url, "/generate", {**LONG, "stream": True})
-        eventually(lambda: metric(service.url, "requests_running", model="gen") > 0, 10)
-        service.signal(signal.SIGINT)
-        eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 503, 2)
-        service.signal(signal.SIGTERM)
-        assert service.wait(20) == 128 + signal.SIGTERM, service.output
+        eventually(lambda: metric(service.url, "requests_running", model="gen") > 0)
+        with service.held():
+            service.signal(signal.SIGINT)
+            eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 503, 20)
+            service.signal(signal.SIGTERM)
+        assert service.wait() == 128 + signal.SIGTERM, service.output
         connection.close()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,13 +15,14 @@ import httpx
 import pytest
 
 from service.config import Limits, ServiceSettings
+from service.protocol import BoundedProtocol
 from tests.service.support import App, check_accounts, events, live, make_app
 from tests.service.test_bad_requests import check_error
 
 LONG = {"model": "gen", "prompt": "ab", "max_tokens": 50}
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 3.0) -> None:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about"
@@ -32,13 +35,21 @@ def settings(**limits: Any) -> ServiceSettings:
 
 def settled(app: App) -> None:
     """Nothing runs any more and the accounts add up."""
-    eventually(lambda: not len(app.service.jobs))
+
+    def adds_up() -> bool:  # a client has its answer before it is accounted for
+        with suppress(AssertionError):
+            check_accounts(app)
+            return True
+        return False
+
+    with suppress(AssertionError):  # which says less than the next
+        eventually(adds_up, 20)
     time.sleep(0.02)
     check_accounts(app)
 
 
 def test_a_stream_arrives_piece_by_piece() -> None:
-    app = make_app(delay_s=0.1)
+    app = make_app(delay_s=0.3)
     with (
         live(app) as url,
         httpx.stream("POST", f"{url}/generate", json={**LONG, "max_tokens": 10, "stream": True}) as reply,
@@ -96,7 +107,7 @@ def test_a_stream_passes_the_layers_around_it_by() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
-    app = make_app(delay_s=0.02)
+    app = make_app(delay_s=0.2)
     with live(app) as url:
         connection = _post(url, "/generate", {**LONG, "stream": stream})
         eventually(lambda: app.client.running)
@@ -107,7 +118,7 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
 
 
 def test_a_client_that_leaves_aborts_its_encoding() -> None:
-    app = make_app(delay_s=5)
+    app = make_app(delay_s=60)
     with live(app) as url:
         connection = _post(url, "/encode", {"input": ["w1", "w2"]})
         eventually(lambda: app.client.running)
@@ -117,7 +128,7 @@ def test_a_client_that_leaves_aborts_its_encoding() -> None:
 
 
 def test_keep_alive_comments_fill_a_silence() -> None:
-    app = make_app(delay_s=0.2, settings=settings(stream_keepalive_s=0.05))
+    app = make_app(delay_s=0.5, settings=settings(stream_keepalive_s=0.05))
     with live(app) as url:
         text = httpx.post(f"{url}/generate", json={**LONG, "max_tokens": 2, "stream": True}).text
     assert text.count(": keep-alive\n\n") >= 3
@@ -172,18 +183,27 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\
     ],
     ids=["name", "value", "path", "trailer"],
 )
-def test_a_head_that_never_ends_is_cut_off(begin: bytes, status: bytes) -> None:
-    app = make_app()
+def test_a_head_that_never_ends_is_cut_off(begin: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, received = make_app(), Counter[BoundedProtocol]()
+    receive = BoundedProtocol.data_received
+
+    def noted(protocol: BoundedProtocol, data: bytes) -> None:
+        received[protocol] += len(data)
+        receive(protocol, data)
+
+    monkeypatch.setattr(BoundedProtocol, "data_received", noted)
     with live(app) as url:
         connection = _connect(url)
         connection.sendall(begin)
-        assert _flood(connection, 20_000_000) < 2_000_000  # what sockets hold
+        assert _flood(connection, 40_000_000) < 20_000_000  # what sockets hold at most
         connection.close()
         connection = _connect(url)
         connection.sendall(begin)
-        time.sleep(0.1)  # what comes in one piece with a body counts from the next piece on
-        connection.sendall(b"a" * 70_000)
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status if status else b"")
+        # What comes in one piece with a body counts from the next piece on.
+        eventually(lambda: len(begin) in received.values())
+        with suppress(ConnectionError):
+            connection.sendall(b"a" * 70_000)
+        assert _answer(connection).startswith(b"HTTP/1.1 " + status if status else b"")
         connection.close()
         assert httpx.get(f"{url}/info").status_code == 200
         settled(app)
@@ -201,32 +221,34 @@ def test_a_head_that_never_ends_is_cut_off(begin: bytes, status: bytes) -> None:
 def test_a_request_that_dribbles_is_ended(begin: bytes, more: bytes, status: bytes) -> None:
     app = make_app(settings=settings(receive_s=0.3))
     with live(app) as url:
+        began = time.monotonic()
         connection = _connect(url)
         connection.settimeout(0.05)
-        began = time.monotonic()
         connection.sendall(begin)
         reply = None
-        while reply is None and time.monotonic() - began < 3:
+        while reply is None and time.monotonic() - began < 60:
             try:
-                reply = connection.recv(1 << 16)
+                reply = _answer(connection)
             except TimeoutError:
-                connection.sendall(more)
+                with suppress(ConnectionError):
+                    connection.sendall(more)
         assert reply is not None and reply.startswith(status)
         assert time.monotonic() - began > 0.25
         if status:
             assert b'"code":"request_too_slow"' in reply
-            assert connection.recv(1) == b""  # and closed
-        assert httpx.post(f"{url}/generate", json=LONG).status_code == 200
+            connection.settimeout(60)
+            assert _answer(connection) == b""  # and closed
+        eventually(lambda: httpx.post(f"{url}/generate", json=LONG).status_code == 200)  # this client may be late too
         settled(app)
 
 
 def test_requests_on_one_connection_are_timed_apart() -> None:
-    app = make_app(settings=settings(receive_s=0.3))
+    app = make_app(settings=settings(receive_s=1.0))
     with live(app) as url, httpx.Client() as client:
         for _ in range(4):
             assert client.post(f"{url}/generate", json=LONG).status_code == 200
-            time.sleep(0.15)
-        time.sleep(0.3)  # idle between requests for longer: that is the keep-alive's to end
+            time.sleep(0.3)
+        time.sleep(1.0)  # idle between requests for longer: that is the keep-alive's to end
         assert client.get(f"{url}/info").status_code == 200
         settled(app)
 
@@ -263,6 +285,14 @@ def _connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     where = urlsplit(url)
     connection.connect((where.hostname, where.port))
     return connection
+
+
+def _answer(connection: socket.socket) -> bytes:
+    """What comes next; nothing where the other side closed, whatever of ours it had not read."""
+    try:
+        return connection.recv(1 << 16)
+    except ConnectionError:
+        return b""
 
 
 def _flood(connection: socket.socket, most: int) -> int:

@@ -59,7 +59,7 @@ class Replica:
 
     def shown(self) -> dict[tuple[str, ...], float]:
         """Figures by name and label values; the process ends."""
-        text, _ = self.process.communicate("\n", timeout=20)
+        text, _ = self.process.communicate("\n", timeout=120)
         found: dict[tuple[str, ...], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

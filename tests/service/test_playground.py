@@ -109,7 +109,7 @@ def _done(browser: Browser) -> str:
 
 @with_browser
 def test_type_stream_stop_and_see(browser: Browser, app: App) -> None:
-    app.script.delay_s = 0.02
+    app.script.delay_s = 0.2
     with live(app) as url:
         _open(browser, url, "gen")
         browser.type("#prompt", "ab")

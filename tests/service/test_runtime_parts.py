@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
 import json
 import os
 import socket
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -155,7 +157,7 @@ class Last(Staying):
         if self.leaves:
             self.close_connection = True
         else:
-            self.at_once.wait(20)
+            self.at_once.wait(60)
             self.do_GET()
 
 
@@ -185,7 +187,7 @@ def haproxy(replicas: dict[str, ThreadingHTTPServer]) -> Iterator[tuple[str, int
             yield "127.0.0.1", port
         finally:
             process.stdin.close()
-            process.wait(20)
+            process.wait(60)
             os.environ.clear()
             os.environ.update(before)
 
@@ -205,17 +207,20 @@ def test_haproxy_bounds_a_head(haproxy: tuple[str, int], begin: bytes, more: byt
     with socket.create_connection(haproxy) as connection:
         connection.settimeout(0.2)
         connection.sendall(begin)
-        while time.monotonic() - began < 5:
+        while time.monotonic() - began < 60:
             try:
                 part = connection.recv(1 << 16)
                 reply += part
                 if not part:
                     break
             except TimeoutError:
-                connection.sendall(more)
+                with suppress(ConnectionError):
+                    connection.sendall(more)
+            except ConnectionError:  # closed before it had read what was sent meanwhile
+                break
         else:
             pytest.fail(f"not closed, after {reply!r}")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     assert reply.startswith(said) and bool(reply) == bool(said)
 
 
@@ -228,7 +233,7 @@ def test_haproxy_says_in_the_contracts_shape_that_no_replica_is_there(haproxy: t
 
 def test_haproxy_says_in_the_contracts_shape_that_a_body_is_late(haproxy: tuple[str, int]) -> None:
     with socket.create_connection(haproxy) as connection:
-        connection.settimeout(5)
+        connection.settimeout(60)
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
         head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
@@ -251,7 +256,7 @@ def test_haproxy_asks_serves_proxy_where_the_only_replica_closes_all_that_it_has
     """A leaving replica stops listening, then closes its connections: each that HAProxy kept may cost a try."""
     ask = partial(httpx.Client.post, url="http://{}:{}/held/generate".format(*haproxy), json={"prompt": "a"})
     with ExitStack() as stack, ThreadPoolExecutor(Last.at_once.parties) as pool:
-        clients = [stack.enter_context(httpx.Client(timeout=20)) for _ in range(Last.at_once.parties)]
+        clients = [stack.enter_context(httpx.Client()) for _ in range(Last.at_once.parties)]
         assert [reply.status_code for reply in pool.map(ask, clients)] == [200] * len(clients)
         replicas["held"].shutdown()
         replicas["held"].server_close()
@@ -265,9 +270,18 @@ def test_haproxy_takes_one_refused_connection_for_a_replica_that_is_gone(
     url = "http://{}:{}/refused/generate".format(*haproxy)
     replicas["refused"].shutdown()
     replicas["refused"].server_close()
-    began = time.monotonic()
     assert httpx.post(url, json={"prompt": "a"}).status_code == 200
-    assert time.monotonic() - began < 2.5  # HAProxy waits a second after each one that is refused
+    assert refusals("refused", replicas["refused"].server_port) <= 1  # HAProxy waits a second after each
+
+
+def refusals(backend: str, port: int) -> int:
+    """How many connections of HAProxy's to the replica failed."""
+    with socket.socket(socket.AF_UNIX) as control:
+        control.connect(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
+        control.sendall(b"show stat\n")
+        told = control.makefile(encoding="utf-8").read().removeprefix("# ")
+    rows = csv.DictReader(io.StringIO(told))
+    return next(int(row["econ"]) for row in rows if (row["pxname"], row["svname"]) == (backend, f"replica{port}"))
 
 
 @pytest.mark.parametrize("why", ["asked for", "told Ray", "no binary", "address"])
@@ -323,7 +337,7 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
     for _ in range(3):
         subprocess.run([sys.executable, "-c", {child!r}, str(Path(folder, "log"))], check=True)
 """
-    done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "from the child\n" * 3)
 
 
@@ -340,7 +354,7 @@ with tempfile.TemporaryDirectory() as folder:
             os.write(pipe, b"c" * 1000)  # together more than a pipe holds
     os.write(2, b"ended")
 """
-    done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "a\0b\n" + "c" * 100_000 + "ended")
 
 
@@ -355,7 +369,7 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
         os.write(pipe, b"a" * 1000)  # together more than a pipe holds
 """
     with open("/dev/full", "w") as full:
-        subprocess.run([sys.executable, "-c", parent], cwd=ROOT, stderr=full, timeout=60, check=True)
+        subprocess.run([sys.executable, "-c", parent], cwd=ROOT, stderr=full, timeout=240, check=True)
 
 
 def test_ports_of_haproxy_are_none_that_a_connection_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

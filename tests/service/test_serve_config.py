@@ -149,7 +149,7 @@ def test_serve_knows_every_field(file: Path) -> None:
     run = triptych_here("serve-config", str(file), "--num-cpus", "0.5")
     assert run.returncode == 0, run.stderr
     made = json.dumps(yaml.safe_load(run.stdout))
-    built = subprocess.run([sys.executable, "-c", BUILD, made], capture_output=True, text=True, timeout=60)
+    built = subprocess.run([sys.executable, "-c", BUILD, made], capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr
     assert [line.split()[:2] for line in built.stdout.splitlines()] == [["triptych", "True"], ["triptych", "False"]]
     assert built.stdout.split()[-1] == "3"

@@ -59,13 +59,13 @@ def test_a_stream_says_the_same_in_fewer_events(url: str, n: int) -> None:
 
 
 def test_the_first_token_and_the_end_are_not_held_back(url: str) -> None:
-    firsts = [streamed(url, return_token_ids=True)[0]["choices"][0]["token_ids"] for _ in range(4)]
-    assert min(map(len, firsts)) < TOKENS / 10  # more than one where the machine is so busy that the front is late
+    # More than one where the machine is so busy that the front is late.
+    firsts = (streamed(url, return_token_ids=True)[0]["choices"][0]["token_ids"] for _ in range(20))
+    assert any(len(first) < TOKENS / 10 for first in firsts)
     began = time.monotonic()
     found = streamed(url)
     assert len(found) <= 2 + (time.monotonic() - began) / INTERVAL  # all but the last so long behind the one before
-    quickest = min(_seconds(url, max_tokens=2) for _ in range(5))
-    assert quickest < INTERVAL
+    assert any(_seconds(url, max_tokens=2) < INTERVAL for _ in range(20))
 
 
 def _seconds(url: str, **fields: Any) -> float:

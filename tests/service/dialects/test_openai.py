@@ -14,7 +14,8 @@ import pytest
 from model.grammar import choice_grammar, json_grammar, regex_grammar
 from service.config import ServiceSettings
 from tests.service.dialects.support import chat_app
-from tests.service.support import App, byte_tokenizer, check_accounts, live
+from tests.service.processes import eventually
+from tests.service.support import App, byte_tokenizer, check_accounts, let_time_pass, live
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 AB = list(byte_tokenizer().encode("ab").ids)  # <s> a b
@@ -284,20 +285,22 @@ def test_error_classes() -> None:
             list(client.completions.create(**ABC, stream=True))
 
 
-def test_timeouts_and_aborted_sequences() -> None:
+def test_timeouts_and_aborted_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     app = chat_app(delay_s=0.05)
     with client_of(app) as client:
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.1).completions.create(**ABC)
         with pytest.raises(openai.InternalServerError, match="deadline"):
             client.completions.create(**ABC, extra_body={"timeout_s": 0.01})
-        reply = client.completions.create(**ABC | {"max_tokens": 50}, extra_body={"timeout_s": 0.2})
+        eventually(lambda: not app.client.running, 60)
+        let_time_pass(app, monkeypatch, 10.0, outputs=5)
+        reply = client.completions.create(**ABC | {"max_tokens": 50}, extra_body={"timeout_s": 10.0})
         assert str(reply.choices[0].finish_reason) == "abort"
         assert reply.choices[0].text
 
 
 def test_leaving_a_stream_ends_its_work() -> None:
-    app = chat_app(delay_s=0.02)
+    app = chat_app(delay_s=0.1)
     with client_of(app) as client, client.completions.create(**ABC | {"max_tokens": 50}, stream=True) as stream:
         next(iter(stream))
     assert len(app.client.aborted) == 1

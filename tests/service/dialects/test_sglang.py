@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.support import App, ask, check_accounts, events, make_app
+from tests.service.support import App, ask, check_accounts, events, let_time_pass, make_app
 
 
 def generate(app: App, **fields: Any) -> Any:
@@ -63,9 +63,10 @@ def test_streams_are_cumulative(app: App) -> None:
     assert {one["index"] for one in found} == {0, 1}
 
 
-def test_a_deadline_is_an_abort() -> None:
-    app = make_app(delay_s=0.05)
-    reply = generate(app, text="ab", timeout_s=0.6, sampling_params={"max_new_tokens": 50})
+def test_a_deadline_is_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    let_time_pass(app, monkeypatch, 10.0, outputs=5)
+    reply = generate(app, text="ab", timeout_s=10.0, sampling_params={"max_new_tokens": 50})
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     check_accounts(app)
 
