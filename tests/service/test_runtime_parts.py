@@ -275,13 +275,14 @@ def test_haproxy_takes_one_refused_connection_for_a_replica_that_is_gone(
 
 
 def refusals(backend: str, port: int) -> int:
-    """How many connections of HAProxy's to the replica failed."""
+    """How many tries HAProxy has lost on the replica."""
     with socket.socket(socket.AF_UNIX) as control:
         control.connect(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
         control.sendall(b"show stat\n")
         told = control.makefile(encoding="utf-8").read().removeprefix("# ")
     rows = csv.DictReader(io.StringIO(told))
-    return next(int(row["econ"]) for row in rows if (row["pxname"], row["svname"]) == (backend, f"replica{port}"))
+    (row,) = (row for row in rows if (row["pxname"], row["svname"]) == (backend, f"replica{port}"))
+    return int(row["wretr"]) + int(row["wredis"])
 
 
 @pytest.mark.parametrize("why", ["asked for", "told Ray", "no binary", "address"])
