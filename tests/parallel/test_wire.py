@@ -48,7 +48,7 @@ def test_a_call_arrives_as_it_was_made() -> None:
             sent.set()
             send_tensors(tensors, group)
             return said
-        assert sent.wait(10)
+        assert sent.wait(60)
         heard = msgspec.msgpack.decode(frames[0], type=Message)
         assert isinstance(heard, Call) and heard.name == "decode"
         return unpacked(heard, receive_tensors(heard, group), group.device)
