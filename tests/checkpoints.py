@@ -44,7 +44,7 @@ def bert(folder: Path, *, max_positions: int = 128, classes: int = 0) -> Path:
     """An encoder with a WordPiece tokenizer, [CLS] and [SEP]; with `classes`, a classifier of texts."""
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-    tokenizer = word_piece(vocab_size=200)
+    tokenizer = word_piece()
     config = BertConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=32,
@@ -75,13 +75,18 @@ def byte_level_bpe(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def word_piece(vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+def word_piece() -> Tokenizer:
+    """Of the words and characters of `TEXT`; a trainer's vocabulary would be another one each time."""
+    split = pre_tokenizers.BertPreTokenizer()
+    words = {word for text in TEXT for word, _ in split.pre_tokenize_str(text)}
+    characters = sorted(set("".join(words)))
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(TEXT, trainer)
+    pieces = [*specials, *characters, *("##" + one for one in characters), *sorted(words - set(characters))]
+    vocabulary = {piece: at for at, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(specials)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",

@@ -8,6 +8,7 @@ import os
 import ssl
 
 import httpx
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -27,3 +28,9 @@ settings.register_profile(
     "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws does not depend on which others drew before it."""
+    torch.manual_seed(0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from model.config import ConfigError
 from model.pretrained import embedded_models
@@ -25,11 +25,21 @@ def embedded(name: str) -> Callable[[], Tokenizer]:
     return make
 
 
+def pieces(split: pre_tokenizers.PreTokenizer) -> tuple[list[str], list[str]]:
+    """Characters of the corpus, and longer pieces with which its words begin: a trainer's are others each time."""
+    words = sorted({word for text in CORPUS for word, _ in split.pre_tokenize_str(text)})
+    begins = {word[:size] for word in words for size in (2, 3, 5) if size <= len(word)}
+    return sorted(set("".join(words))), sorted(begins)
+
+
 def word_piece() -> Tokenizer:
-    raw = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    split = pre_tokenizers.BertPreTokenizer()
+    characters, longer = pieces(split)
+    names = ["[UNK]", "[SEP]", *characters, *longer, *("##" + one for one in (*characters, *longer))]
+    raw = tokenizers.Tokenizer(models.WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = split
     raw.decoder = decoders.WordPiece()
-    raw.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", "[SEP]"]))
+    raw.add_special_tokens(["[UNK]", "[SEP]"])
     return Tokenizer(raw)
 
 
@@ -40,11 +50,13 @@ def word_level() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    raw = tokenizers.Tokenizer(models.Unigram())
-    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    split = pre_tokenizers.Metaspace()
+    characters, longer = pieces(split)
+    scored = [(piece, -8.0 + len(piece)) for piece in (*characters, *longer)]
+    raw = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *scored], unk_id=0))
+    raw.pre_tokenizer = split
     raw.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
-    raw.train_from_iterator(CORPUS, trainer)
+    raw.add_special_tokens(["<unk>", "</s>"])
     return Tokenizer(raw)
 
 
