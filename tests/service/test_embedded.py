@@ -190,7 +190,13 @@ def test_openais_client_gets_json_that_the_schema_accepts(url: str) -> None:
     wrapped = {"type": "json_schema", "json_schema": {"name": "date", "schema": DATE, "strict": True}}
     for model, prompt in (("normalize", "the third of march twenty twenty four"), ("code", "x = ")):
         reply = client.completions.create(
-            model=model, prompt=prompt, n=3, max_tokens=64, temperature=0.7, extra_body={"response_format": wrapped}
+            model=model,
+            prompt=prompt,
+            n=3,
+            max_tokens=64,
+            temperature=0.7,
+            seed=5,
+            extra_body={"response_format": wrapped},
         )
         assert [choice.finish_reason for choice in reply.choices] == ["stop"] * 3
         for choice in reply.choices:
