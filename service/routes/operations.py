@@ -64,6 +64,7 @@ async def info(request: Request) -> Response:
         "versions": versions,
         "models": [_model(service, served) for served in service.registry],
         "elsewhere": service.registry.elsewhere,
+        "asks_for_key": service.settings.asks_for_key,
         "limits": asdict(service.limits),
         **huggingface_info(service),
     }

@@ -136,6 +136,7 @@ class InfoReply(Reply):
     elsewhere: dict[str, str] = Field(
         description="Models of other groups, and the route below which each is served.", examples=[{"chat": "/chat"}]
     )
+    asks_for_key: bool = Field(description="Whether requests must carry a key.", examples=[False])
     limits: dict[str, float] = Field(description="The bounds on one request.", examples=[{"max_n": 8}])
 
     model_id: str = Field(description="For clients of Hugging Face's servers: the first model.", examples=["code"])

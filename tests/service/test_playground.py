@@ -94,6 +94,10 @@ def _open(browser: Browser, url: str, model: str) -> None:
     browser.console()
     browser.open(url)
     eventually(lambda: browser.text(".model b"))
+    _choose(browser, model)
+
+
+def _choose(browser: Browser, model: str) -> None:
     browser.run("document.querySelector(`input[value=${arguments[0]}]`).click()", model)
 
 
@@ -114,7 +118,7 @@ def test_type_stream_stop_and_see(browser: Browser, app: App) -> None:
         _open(browser, url, "gen")
         browser.type("#prompt", "ab")
         browser.press("#prompt", CONTROL + ENTER)
-        eventually(lambda: "hello" in browser.text("#output"))
+        eventually(lambda: "hello h" in browser.text("#output"))
         assert _busy(browser)
         browser.click("#stop-button")
         assert _done(browser).startswith("stopped")
@@ -128,6 +132,7 @@ def test_type_stream_stop_and_see(browser: Browser, app: App) -> None:
         assert browser.text("#output") == "abhello hel"
         assert facts.startswith("length") and "3 in, 9 tokens out" in facts and "first token" in facts
         assert app.client.submitted[-1].params.logprobs == 5
+        assert "Authorization" not in browser.text("#curl")  # no key is asked for
         browser.press("#output", ARROW_RIGHT * 2)
         eventually(lambda: "60.7 %" in browser.text("#tip"))  # exp(-0.5), the script's
         assert (
@@ -233,6 +238,35 @@ def test_encode_and_see_the_heat_map(browser: Browser, app: App) -> None:
 
 
 @with_browser
+def test_the_last_comparison_is_the_one_that_is_shown(browser: Browser, app: App) -> None:
+    def ask_for(text: str) -> None:
+        browser.type(".text:nth-child(1) textarea", text)
+        browser.click("#compare button.first")
+
+    with live(app) as url:
+        _open(browser, url, "enc")
+        for _ in range(2):
+            browser.click(".text:last-child button")
+        browser.type(".text:nth-child(2) textarea", "w50")
+        app.script.delay_s = 2.0
+        ask_for("w1")
+        eventually(lambda: app.client.running)
+        app.script.delay_s = 0.0
+        ask_for("w2")
+        eventually(lambda: app.client.aborted and not app.client.running)  # nobody waits for the first any more
+        eventually(lambda: "w2" in browser.text("#map tbody"))
+
+        app.script.delay_s = 2.0
+        ask_for("w3")
+        eventually(lambda: app.client.running)
+        _choose(browser, "gen")
+        eventually(lambda: not app.client.running)
+        _choose(browser, "enc")
+        assert browser.text("#map tbody") == browser.text("#error:not([hidden])") == ""
+        assert browser.console() == []
+
+
+@with_browser
 def test_in_a_browser_with_a_key(browser: Browser) -> None:
     app = make_app(settings=KEYS)
     with live(app) as url:
@@ -242,4 +276,6 @@ def test_in_a_browser_with_a_key(browser: Browser) -> None:
         assert _done(browser).startswith("length")
         assert browser.text("#output").endswith("hello")
         assert browser.console() == []
+        line = browser.text("#curl")  # pasted where the variable has the key, it works
+        assert '-H "Authorization: Bearer $TRIPTYCH_API_KEY"' in line and "canary" not in line
     check_accounts(app)
