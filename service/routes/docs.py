@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
+from service.pages import page
 from service.prefix import prefix_of
 from service.schemas.bodies import DetokenizeBody, EncodeBody, GenerateBody, TokenizeBody
 from service.schemas.dialect_replies import (
@@ -152,13 +152,12 @@ def install(app: FastAPI, *, with_keys: bool) -> None:
         prefix = prefix_of(request.scope)
         return JSONResponse({**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi())
 
-    async def page(request: Request) -> Response:
-        # Relative: FastAPI's own page would show the root's description below a prefix.
-        return get_swagger_ui_html(openapi_url="openapi.json", title=f"{app.title} - Swagger UI")
+    async def drawn(request: Request) -> Response:
+        return page("docs")  # FastAPI's own would fetch its script from another host, and the root's description
 
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_route("/openapi.json", described, include_in_schema=False)
-    app.add_route("/docs", page, include_in_schema=False)
+    app.add_route("/docs", drawn, include_in_schema=False)
 
 
 def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The playground at `GET /`: what is served, and what a person can do with it in a real browser."""
+"""The pages, `GET /` and `/docs`: what is served, and what a person can do with them in a real browser."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ KEYS = ServiceSettings(api_keys=("canary-key", "key:with:colons"))
 with_browser = pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason="needs chromium and chromedriver")
 
 
-def test_the_page_and_its_headers(app: App) -> None:
-    reply = ask(app, "GET", "/")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_page_and_its_headers(app: App, path: str) -> None:
+    reply = ask(app, "GET", path)
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert reply.headers["x-content-type-options"] == "nosniff"
@@ -33,11 +34,12 @@ def test_the_page_and_its_headers(app: App) -> None:
         (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", reply.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
-    check_error(ask(app, "PUT", "/", json={}), 405, None, "method_not_allowed")
+    check_error(ask(app, "PUT", path, json={}), 405, None, "method_not_allowed")
 
 
-def test_the_page_needs_nothing_from_outside(app: App) -> None:
-    page = ask(app, "GET", "/").text
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_page_needs_nothing_from_outside(app: App, path: str) -> None:
+    page = ask(app, "GET", path).text
     assert set(re.findall(r"\w+://[\w.]+", page)) == {"http://www.w3.org"}  # the name of SVG, never fetched
     for outside in (
         r"\bsrc=",
@@ -279,3 +281,24 @@ def test_in_a_browser_with_a_key(browser: Browser) -> None:
         line = browser.text("#curl")  # pasted where the variable has the key, it works
         assert '-H "Authorization: Bearer $TRIPTYCH_API_KEY"' in line and "canary" not in line
     check_accounts(app)
+
+
+@with_browser
+def test_the_docs_show_every_route_and_field(browser: Browser, app: App) -> None:
+    document = ask(app, "GET", "/openapi.json").json()
+    with live(app) as url:
+        browser.console()
+        browser.open(f"{url}/docs")
+        eventually(lambda: browser.text("section"))
+        shown = browser.run("return [...document.querySelectorAll('main > section[id]')].map((one) => one.id)")
+        assert shown == [method + path for path, one in document["paths"].items() for method in one]
+        rows = "return [...document.querySelectorAll(`#${arguments[0]} tbody th`)].map((one) => one.firstChild.data)"
+        for name, schema in document["components"]["schemas"].items():
+            assert browser.run(rows, name) == list(schema.get("properties", {})), name
+        shapes = browser.text("#GenerateBody")
+        assert "temperature" in shapes and "number 0 to 100" in shapes
+        assert browser.run("return location.hash = 'Usage', document.body.innerText.includes('cached_tokens')") is False
+        eventually(lambda: browser.run("return document.getElementById('Usage').open"))
+        assert "Authorization" not in browser.text("main")
+        assert f"curl {url}/info" in browser.text("main")
+        assert browser.console() == []
