@@ -16,6 +16,7 @@ from loadtest import options
 from loadtest.errors import ServerError, UsageError
 from loadtest.settings import Settings
 from loadtest.slo import Limit
+from model.config import ConfigError
 
 PROG = "python -m loadtest"
 _APART = (
@@ -40,7 +41,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Says nothing of a default that is none: the text does."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default in (None, "", False)
+        silent = action.default in (None, "", False, [])
         return action.help if silent else super()._get_help_string(action)
 
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = _parser(argv).parse_args(argv)
         code = arguments.command(arguments) or 0
-    except UsageError as error:
+    except (UsageError, ConfigError) as error:
         print(f"loadtest: {error}", file=sys.stderr)
         code = 2
     except ServerError as error:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from loadtest import options
 from loadtest.bench.floors import Ceilings, Floor
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
@@ -31,6 +32,7 @@ from loadtest.bench.rows import Row, StepRow, brief, row, steps_table, table
 from loadtest.bench.worker import Worker
 from loadtest.bench.workloads import QUICK, Scale, Workload, workloads
 from loadtest.errors import UsageError
+from model.engine.config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from model.pretrained import embedded_models
 
 OURS = "triptych"
@@ -46,19 +48,19 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("offline", help="an engine without a server")
     parser.add_argument("--models", default="", help=f"of {', '.join(CONFIGS)} (default: the embedded models)")
     parser.add_argument("--only", default="", help="workloads whose name has this in it, or `steps`")
-    parser.add_argument("--runs", type=int, default=3, help="counted runs of each row (default: 3)")
+    parser.add_argument("--runs", type=options.positive, default=3, help="counted runs of each row")
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests, half of the lengths")
-    parser.add_argument("--requests", type=int, help="only the first so many of those that come at once")
+    parser.add_argument("--requests", type=options.positive, help="only the first so many of those that come at once")
     parser.add_argument(
         "--peer", action="append", default=[], choices=list(PEERS), help="take turns with it; repeatable"
     )
-    parser.add_argument("--dtype", default="auto", help="number format (default: auto)")
-    parser.add_argument("--quantization", default="none", help="none or int8 (default: none)")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto or int8 (default: auto)")
-    parser.add_argument("--attention-backend", default="auto", help="auto, native, triton or sdpa (default: auto)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="number format")
+    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of matrices")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="number format of KV")
+    parser.add_argument("--attention-backend", default="auto", choices=ATTENTION_BACKENDS, help="what computes it")
     parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
     parser.add_argument("--json", type=Path, help="append each workload's rows to this file as soon as they are known")
-    parser.add_argument("--seed", type=int, default=0, help="of the workload (default: 0)")
+    parser.add_argument("--seed", type=options.whole, default=0, help="of the workload")
     parser.set_defaults(command=run)
 
 
@@ -71,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in names:
         if name not in CONFIGS:
             raise UsageError(f"--models: found {name!r}, expected some of {', '.join(CONFIGS)}")
+    if arguments.json is not None:
+        _check_writable(arguments.json)
     bench = Bench(arguments)
     try:
         for name in names:
@@ -80,7 +84,17 @@ def run(arguments: argparse.Namespace) -> int:
                 bench.measure(name, path, None)
     finally:  # what an interrupted run has is worth its line
         bench.report()
+    if not bench.rows and not bench.steps:
+        raise UsageError(f"--only: found {arguments.only!r}, expected part of a workload's name, or `steps`")
     return int(any(row.engine == OURS and row.unable is not None for row in bench.rows))
+
+
+def _check_writable(path: Path) -> None:
+    """Before hours of measuring, not after."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--json: {path}: {error.strerror}") from None
 
 
 class Bench:

@@ -205,7 +205,7 @@ def _add_workload(group: Any) -> None:
     group.add_argument("--prompt-tokens", metavar="LENGTHS", help="of a prompt, a turn, a text; none: the workload's")
     group.add_argument("--output-tokens", metavar="LENGTHS", help="max_tokens; none: the workload's")
     group.add_argument("--prefixes", type=whole, default=0, metavar="K", help="shared beginnings of prompts")
-    group.add_argument("--prefix-tokens", type=_positive, default=128, metavar="N", help="of each, before the rest")
+    group.add_argument("--prefix-tokens", type=positive, default=128, metavar="N", help="of each, before the rest")
     group.add_argument("--zipf", type=amount, default=1.0, metavar="A", help="popularity of beginning k is 1/k^A")
     group.add_argument("--turns", default="uniform:2-5", metavar="LENGTHS", help="of a conversation")
     group.add_argument("--think", type=amount, default=1.0, metavar="SECONDS", help="mean pause before a next turn")
@@ -222,7 +222,7 @@ def _add_arrivals(group: Any) -> None:
     group.add_argument(
         "--rate", type=above_zero, default=None, metavar="R", help="requests a second; where a ramp begins"
     )
-    group.add_argument("--concurrency", type=_positive, default=None, metavar="N", help="closed: clients; none: 8")
+    group.add_argument("--concurrency", type=positive, default=None, metavar="N", help="closed: clients; none: 8")
     group.add_argument("--burstiness", type=above_zero, default=1.0, metavar="K", help="gamma: shape; below 1: bursts")
     group.add_argument("--ramp-to", type=above_zero, default=None, metavar="R", help="ramp: where it ends")
     group.add_argument("--stages", default=None, metavar="R@S,...", help="stages: rate @ seconds, one after another")
@@ -258,7 +258,7 @@ def _add_run(group: Any) -> None:
         metavar="SECONDS",
         help="after the last arrival; what is not answered then has failed",
     )
-    group.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes that make the load")
+    group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes that make the load")
     group.add_argument(
         "--max-lag", type=above_zero, default=10.0, metavar="MS", help="of the generator, p99; more: invalid"
     )
@@ -287,7 +287,7 @@ def whole(text: str) -> int:
     return int(_number(text, int, 0, 1e12, "a whole number"))
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     return int(_number(text, int, 1, 1e9, "a whole number above 0"))
 
 

@@ -60,13 +60,15 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help=help_text)
     parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
     parser.add_argument("--runtime", choices=RUNTIMES, default="", help="only this one; none: both")
-    parser.add_argument("--streams", type=options.whole, default=64, metavar="N", help="of many")
-    parser.add_argument("--output-tokens", type=options.whole, default=OUTPUT, metavar="N", help="of each of many")
+    parser.add_argument("--streams", type=options.positive, default=64, metavar="N", help="of many")
+    parser.add_argument("--output-tokens", type=options.positive, default=OUTPUT, metavar="N", help="of each of many")
     help_text = "of the sampling, on both sides; 0 is greedy"
     parser.add_argument("--temperature", type=options.amount, default=0.0, metavar="X", help=help_text)
-    parser.add_argument("--pairs", type=options.whole, default=5, metavar="N", help="turns of each")
+    parser.add_argument("--pairs", type=options.positive, default=5, metavar="N", help="turns of each")
     help_text = "the service's setting; several: one after the other"
-    parser.add_argument("--stream-interval", type=float, nargs="+", default=[0.0], metavar="SECONDS", help=help_text)
+    parser.add_argument(
+        "--stream-interval", type=options.amount, nargs="+", default=[0.0], metavar="SECONDS", help=help_text
+    )
     parser.set_defaults(command=_command)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from loadtest import options
 from model.engine.config import EngineConfig
 from model.engine.llm import LLM
 from model.pretrained import corpus, embedded_models, pairs
@@ -29,7 +30,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("quality", help="what bfloat16 and int8 cost in quality, on the embedded models")
-    parser.add_argument("--pairs", type=int, default=1_000, help="held-out pairs for normalize (default: 1000)")
+    parser.add_argument("--pairs", type=options.positive, default=1_000, help="held-out pairs for normalize")
     parser.set_defaults(command=run)
 
 

@@ -41,6 +41,8 @@ def add_command(commands: Any) -> None:
 
 
 def _command(asked: argparse.Namespace) -> int:
+    if asked.write:
+        table.around(Path(asked.write))  # what is wrong with it is said before twenty minutes of faults
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         wanted = _wanted(asked, Path(folder))
         rows = list(rows_of(wanted, asked.model, asked.rate))

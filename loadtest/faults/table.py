@@ -55,7 +55,13 @@ def markdown(rows: Sequence[Row], about: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Put `text` between the marks in `path`. Raises `UsageError` where they are not."""
+    """Put `text` between the marks in `path`; raises as `around`."""
+    before, after = around(path)
+    path.write_text(f"{before}\n{text}{after}", encoding="utf-8")
+
+
+def around(path: Path) -> tuple[str, str]:
+    """What stands in `path` up to the first mark, and from the second on. Raises `UsageError` where they are not."""
     try:
         found = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -64,7 +70,7 @@ def write(path: Path, text: str) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise UsageError(f"--write: {path}: expected the lines {BEGIN} and {END}")
-    path.write_text(f"{before}{begin}\n{text}{end}{after}", encoding="utf-8")
+    return before + begin, end + after
 
 
 def _cells(row: Row) -> list[str]:

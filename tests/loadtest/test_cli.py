@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from loadtest import cli
+from model.config import ConfigError
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import in_several_tries
 
@@ -108,6 +109,12 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
         (["compare", "a.json", "b.json"], "a.json: expected a run or sweep.json"),
         (["report", "README.md"], "README.md: expected a run or sweep.json"),
         (["runs"], "invalid choice: 'runs'"),
+        (["offline", "--runs", "0"], "--runs: found '0', expected a whole number above 0"),
+        (["offline", "--dtype", "fp9"], "--dtype: invalid choice: 'fp9'"),
+        (["offline", "--models", "N1", "--json", "not/there.json"], "--json: not/there.json: No such file"),
+        (["quality", "--pairs", "0"], "--pairs: found '0', expected a whole number above 0"),
+        (["overhead", "--streams", "0"], "--streams: found '0', expected a whole number above 0"),
+        (["faults", "--write", "not/there.md"], "--write: not/there.md: No such file"),
     ],
 )
 def test_usage_errors_are_one_line(arguments: list[str], said: str) -> None:
@@ -117,6 +124,23 @@ def test_usage_errors_are_one_line(arguments: list[str], said: str) -> None:
     assert said in err
     assert err.startswith("loadtest: ")
     assert err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_served_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arguments: object) -> int:
+        raise ConfigError("there: no such folder")
+
+    monkeypatch.setattr(cli, "_report", refuse)
+    assert here("report", "x") == (2, "", "loadtest: there: no such folder\n")
+
+
+def test_a_bench_of_nothing_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loadtest import offline  # imports torch
+
+    monkeypatch.setattr(offline.Bench, "measure", lambda *_: None)
+    monkeypatch.setattr(offline, "step_milliseconds", lambda _: 0.0)
+    code, _, err = here("offline", "--only", "nothing")
+    assert code == 2 and "--only: found 'nothing', expected part of a workload's name" in err
 
 
 def test_no_server_is_no_usage_error(tmp_path: Path) -> None:
