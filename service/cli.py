@@ -137,6 +137,12 @@ def _bounded(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {2**31 - 1}, found {text!r}")
+    return int(text)
+
+
 def _stop(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected a text that is not empty")
@@ -156,7 +162,7 @@ def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser("inspect", help="the anatomy of a checkpoint")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: all embedded models)")
     parser.add_argument(
-        "--context", type=int, default=1024, help="tokens that a decode step attends to (default: 1024)"
+        "--context", type=_positive, default=1024, help="tokens that a decode step attends to (default: 1024)"
     )
     parser.add_argument("--memory", default="1GiB", help="KV memory to fill with sequences (default: 1GiB)")
     parser.add_argument("--json", action="store_true", help="the same as JSON, one line a model")

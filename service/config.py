@@ -79,6 +79,8 @@ class ServiceSettings:
     otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: none are made
 
     def __post_init__(self) -> None:
+        if not self.host.strip():  # which the system takes for every interface
+            raise ConfigError("host must be an address, found none; 0.0.0.0 is every interface")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port must be 0 to 65535, found {self.port}")
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):

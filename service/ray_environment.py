@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from model.config import ConfigError
 from service.config import Limits
 from service.errors import request_too_slow, unavailable
 from service.metrics import MULTIPROCESS_FOLDER, make_folder
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from service.runtime import ServeConfig
 
 _PORTS_FROM = 20000  # Ray's workers take 10002 to 19999
-_LONGEST_TEMP = 16  # characters: Ray and HAProxy put Unix sockets of up to 85 more below, of 107 allowed
+_LONGEST_TEMP = 16  # bytes: Ray and HAProxy put Unix sockets of up to 85 more below, of 107 allowed
+_LONGEST_SOCKET = 97  # bytes of one that HAProxy is told: it adds more while it binds
 _HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # it finds replicas on 127.0.0.1, and they listen where it does
 _HEAD_MARGIN = 4  # times `max_header_bytes`: what is shorter is the application's to refuse, as under `BoundedProtocol`
 _UNREACHABLE = "503.http"
@@ -48,14 +50,16 @@ sed -i 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' "$3" && exec {binary} "$@"
 def prepared(config: ServeConfig) -> Iterator[Path]:
     """Set the environment for a session; its folder, private to this user, which is deleted in the end.
 
-    Raises `ConfigError` where the environment names a folder for metrics that cannot be made.
+    Raises `ConfigError` where it cannot be made, nor a folder for metrics that the environment names, and where
+    HAProxy's sockets are to have too long a path.
     """
-    folder = Path(tempfile.mkdtemp(prefix="triptych-", dir=_temp_dir()))
+    folder = _session_folder()
     for name, value in variables(config, folder).items():
         os.environ.setdefault(name, value)
     try:
         make_folder()
         if uses_haproxy(config, os.environ):
+            _check_sockets(os.environ)
             _haproxy_folder(folder).mkdir()
             _write_error_pages(_haproxy_folder(folder), config.settings.limits)
             _start_haproxy_by(_haproxy_folder(folder) / "haproxy")
@@ -191,9 +195,28 @@ def _haproxy_folder(folder: Path) -> Path:
     return folder / "h"
 
 
+def _session_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="triptych-", dir=_temp_dir()))
+    except OSError as error:
+        where = f" as {error.filename}" if error.filename else ""
+        raise ConfigError(
+            f"no folder for Ray can be made{where}: {error.strerror}; set TMPDIR to a folder that can be written to, "
+            f"of at most {_LONGEST_TEMP} bytes, for the Unix sockets below it"
+        ) from None
+
+
 def _temp_dir() -> str:
+    """The usual folder, or /tmp where the paths of sockets below that would be too long."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) <= _LONGEST_TEMP else "/tmp"
+    return usual if len(os.fsencode(usual)) <= _LONGEST_TEMP else "/tmp"
+
+
+def _check_sockets(environment: Mapping[str, str]) -> None:
+    for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
+        found = len(os.fsencode(environment.get(name, "")))
+        if found > _LONGEST_SOCKET:
+            raise ConfigError(f"{name}: the path of a socket may have {_LONGEST_SOCKET} bytes, found {found}")
 
 
 def _free_port() -> int:

@@ -79,6 +79,9 @@ def test_help_and_a_mistake_import_nothing_heavy(arguments: tuple[str, ...]) -> 
         (("serve", "code", "code"), "two models have the same name"),
         (("generate", "code", "x", "--dtype", "int3"), "--dtype: found 'int3'"),
         (("inspect", "nothing"), "nothing: no such folder"),
+        (("inspect", "--context", "0"), "--context: expected a whole number from 1 to 2147483647, found '0'"),
+        (("inspect", "--context", "-5"), "--context: expected a whole number from 1"),
+        (("serve", "--host", "", "--runtime", "local", "--port", "0"), "host must be an address, found none"),
         *(
             (("generate", "code", "x", flag), f"argument {flag.partition('=')[0]}: {message}")
             for flag, message in (

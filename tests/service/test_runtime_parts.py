@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -325,6 +326,29 @@ def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
     clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(tmp_path / "not" / "there"))
     with ray_environment.prepared(ServeConfig(SPECS)):
         assert (tmp_path / "not" / "there").is_dir()
+
+
+def test_a_session_that_has_no_room_is_said(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clean.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 9)))  # too long for sockets, though it is not there
+    with ray_environment.prepared(ServeConfig(SPECS)) as folder:
+        assert folder.parent == Path("/tmp")
+    clean.setattr(tempfile, "tempdir", "/proc")  # where nobody can make a folder
+    with (
+        pytest.raises(ConfigError, match=r"no folder for Ray can be made as /proc/triptych-.*; set TMPDIR to a folder"),
+        ray_environment.prepared(ServeConfig(SPECS)),
+    ):
+        pass
+    clean.setattr(tempfile, "tempdir", "/" + "é" * 12)
+    assert ray_environment._temp_dir() == "/tmp"  # bytes count, not characters
+
+
+def test_a_socket_with_too_long_a_path_is_said_before_haproxy_starts(clean: pytest.MonkeyPatch) -> None:
+    clean.setitem(os.environ, "RAY_SERVE_HAPROXY_SOCKET_PATH", "/tmp/" + "x" * 93)
+    with (
+        pytest.raises(ConfigError, match=r"RAY_SERVE_HAPROXY_SOCKET_PATH: .* 97 bytes, found 98"),
+        ray_environment.prepared(ServeConfig(SPECS)),
+    ):
+        pass
 
 
 def test_the_log_pipe_joins_stderr_of_other_processes() -> None:
