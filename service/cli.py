@@ -41,6 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
+    _open_standard_files()
     arguments = argparse.Namespace(verbose=False)
     try:
         arguments, unknown = _parser().parse_known_args(argv)
@@ -63,6 +64,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+def _open_standard_files() -> None:
+    """What the caller has closed becomes /dev/null: a socket would get its number, and libuv aborts at one of those."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free is this one
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _parser() -> argparse.ArgumentParser:

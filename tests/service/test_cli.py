@@ -107,6 +107,33 @@ def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], messag
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_files_that_the_caller_has_closed_are_no_sockets(closed: tuple[int, ...]) -> None:
+    """Nor does `serve` end at once, or by SIGABRT at its end."""
+    code = (
+        "import os, sys\nfrom service import cli\n"
+        "try: cli.main(['serve', '--port', 'x'])\n"
+        "except SystemExit as end: told = end.code, [os.get_inheritable(n) and os.path.realpath(f'/proc/self/fd/{n}')"
+        " for n in range(3)], sys.stdin.readable(), sys.stdout.write('x'), sys.stderr.isatty()\n"
+        "os.write(int(sys.argv[1]), repr(told).encode())"
+    )
+    read, write = os.pipe()
+    with os.fdopen(read) as told:
+        command = [sys.executable, "-c", code, str(write)]
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command,
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            pass_fds=(write,),
+            preexec_fn=lambda: [*map(os.close, closed)],
+        )
+        os.close(write)
+        assert told.read() == repr((2, ["/dev/null"] * 3, True, 1, False))
+        assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize("of_file", ["models: {a: /a}", "groups: {text: {models: {a: /a}}}"])
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_models_are_named_in_one_place(
