@@ -32,8 +32,9 @@ class LayerCache:
         ):
             if scales is not None:
                 most = rows.float().abs().amax(dim=-1)  # [T, K]
-                scales.view(-1, scales.shape[-1]).index_copy_(0, slots, most / 127)
-                rows = (rows.float() * (127 / most.clamp(min=1e-30))[..., None]).round()
+                levels = torch.full_like(most, 127)  # a number's reciprocal would be multiplied with, on a GPU
+                scales.view(-1, scales.shape[-1]).index_copy_(0, slots, most / levels)
+                rows = (rows.float() * (levels / most.clamp(min=1e-30))[..., None]).round()
             pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
 
     def read(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:

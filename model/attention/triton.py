@@ -213,6 +213,7 @@ def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None
         BLOCK_HEADS=block_heads,
         BLOCK_D=block_dim,
         QUANTIZED=cache.scales is not None,
+        enable_fp_fusion=False,  # a product and the sum that rounds it are two operations, as in `LayerCache.write`
     )
 
 

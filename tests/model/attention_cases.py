@@ -167,7 +167,8 @@ def _pages(case: Case, keys: list[Tensor], values: list[Tensor]) -> tuple[LayerC
 def _dequantised(rows: Tensor) -> Tensor:
     """What is left of `[S, K, D]` after 8 bits and a scale for each token and head."""
     most = rows.float().abs().amax(-1, keepdim=True)
-    return ((rows.float() * (127 / most)).round() * (most / 127)).double()
+    levels = torch.full_like(most, 127)
+    return ((rows.float() * (levels / most)).round() * (most / levels)).double()
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -27,6 +27,7 @@ from tests.model.attention_cases import Case, problem
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CPU = torch.device("cpu")
 
 
@@ -37,10 +38,10 @@ class Compiler:
         self.kernel, self.capability, self.into = kernel, capability, into
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            options = {name: constants.pop(name) for name in OPTIONS if name in constants}
             signature, constexprs, attributes = self.described(arguments, constants)
             source = ASTSource(self.kernel, signature, constexprs, attributes)
-            options = {"num_warps": num_warps, "num_stages": num_stages}
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             self.into.append({"kernel": self.kernel.__name__, "grid": grid, **taken(made)})
 
@@ -78,6 +79,7 @@ def taken(made: Any) -> dict[str, Any]:
         "stack": int(stack),
         "shared": made.metadata.shared,
         "warp_group_products": made.asm["ptx"].count("wgmma.mma_async"),
+        "contracted": made.asm["ptx"].count("fma.rn"),
         "asynchronous_copies": made.asm["ptx"].count("cp.async.c"),
     }
 

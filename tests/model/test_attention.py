@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, visible
 from model.attention.reference import ReferenceBackend
@@ -219,3 +220,21 @@ def test_the_pool_gives_back_what_was_written_where_it_was_written() -> None:
 def test_which_keys_a_query_sees(causal: bool, window: int | None, expected: list[str]) -> None:
     seen = visible(torch.tensor([[2, 3]]), torch.arange(4), torch.tensor([4]), causal=causal, window=window)
     assert ["".join(str(int(key)) for key in row) for row in seen[0]] == expected
+
+
+def test_scales_are_quotients_of_tensors() -> None:
+    """On a GPU torch multiplies by a number's reciprocal instead, which is not the kernels' scale in the last bit."""
+
+    class Quotients(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            assert func.overloadpacket is not torch.ops.aten.reciprocal
+            if func.overloadpacket is torch.ops.aten.div:
+                assert all(isinstance(argument, torch.Tensor) and argument.dim() for argument in args)
+                divided.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    divided: list[torch.Tensor] = []
+    pages, scales = (torch.zeros(2, 4, 2, 8, dtype=torch.int8) for _ in range(2)), torch.zeros(2, 2, 4, 2)
+    with Quotients():
+        LayerCache(*pages, (scales[0], scales[1])).write(torch.arange(3), *torch.randn(2, 3, 2, 8))
+    assert len(divided) == 4

@@ -32,6 +32,8 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
         if capability == 90 and narrow:
             assert kernel["stack"] == 0, kernel  # nothing is spilt
         assert kernel["stack"] < 1024, kernel
+        if kernel["kernel"] == "write_pages":
+            assert kernel["contracted"] == 0, kernel  # else ties are rounded as no other backend does
         if kernel["kernel"] == "attend" and narrow:
             assert kernel["asynchronous_copies"] > 0, kernel
             decoding = kernel["case"].startswith("1of")
