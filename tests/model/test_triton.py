@@ -19,6 +19,7 @@ from tests.model.attention_cases import Case, assert_finite_and_close, problem, 
 from tests.model.triton_cases import (
     DECODE,
     DEVICES,
+    GRID_DEVICES,
     MIXED,
     SMALL,
     Cut,
@@ -34,6 +35,15 @@ from tests.model.triton_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+
+# Every pair of settings at least once: each variant is compiled on its own, which takes a second.
+PAIRS = [
+    (False, None, False, False),
+    (False, 512, True, True),
+    (True, None, True, True),
+    (True, 512, False, True),
+    (True, 512, True, False),
+]
 
 CASES = [
     Case(DECODE),
@@ -90,7 +100,7 @@ def test_tiles_as_they_are_chosen(dim: int, dtype: torch.dtype, device: torch.de
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", GRID_DEVICES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 1, 80), (6, 2, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -111,11 +121,9 @@ def test_the_grid(
 @no_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 1, 256), (12, 12, 64)])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("window", [None, 512])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("int8", "window", "causal", "buckets"), PAIRS)
 def test_real_sizes(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool, window: int | None, causal: bool
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool, window: int | None, causal: bool, buckets: bool
 ) -> None:
     """Against the reference backend in float32 on the same device: the formula itself would take hours."""
     for segments in (
@@ -123,15 +131,13 @@ def test_real_sizes(
         ((1, 8000),),
         ((700, 700), (1, 3000), (300, 4000), (1, 1), (33, 33)),
     ):
-        for buckets in (False, True):
-            case = Case(segments, heads, kv_heads, dim, causal, window, True, True, 16, dtype, int8, buckets)
-            device = torch.device("cuda")
-            given = real_problem(case, device)
-            assert given.cache is not None
-            pages = (given.cache.keys.clone(), given.cache.values.clone())
-            slow = replace(given, cache=LayerCache(*pages, clone_pair(given.cache.scales)))
-            expected = run(ReferenceBackend(), slow)
-            assert_finite_and_close(run(TritonBackend(), given), expected.cpu().double(), tolerance(case))
+        case = Case(segments, heads, kv_heads, dim, causal, window, True, True, 16, dtype, int8, buckets)
+        given = real_problem(case, torch.device("cuda"))
+        assert given.cache is not None
+        pages = (given.cache.keys.clone(), given.cache.values.clone())
+        slow = replace(given, cache=LayerCache(*pages, clone_pair(given.cache.scales)))
+        expected = run(ReferenceBackend(), slow)
+        assert_finite_and_close(run(TritonBackend(), given), expected.cpu().double(), tolerance(case))
 
 
 @pytest.mark.parametrize("device", DEVICES)

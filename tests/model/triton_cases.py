@@ -22,6 +22,10 @@ DEVICES = [
     pytest.param(CPU, marks=interpreted, id="interpreter"),
     pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, no_gpu], id="gpu"),
 ]
+GRID_DEVICES = [  # a grid is hundreds of variants to compile: -m slow asks for it, -m gpu does not
+    DEVICES[0],
+    pytest.param(torch.device("cuda"), marks=no_gpu, id="gpu"),
+]
 DECODE = ((1, 1), (1, 37), (1, 16))
 MIXED = ((1, 33), (21, 21), (1, 3), (5, 40), (2, 2))
 SMALL = Tiles(16, 16, 4, 2)  # so that few keys are many tiles
