@@ -19,7 +19,18 @@ from model.positions import rotate
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What the compiler makes of one function: a variant for each width, dtype and epsilon, one more for a single row.
+# Beyond its own bound of 8, which three models reach, it runs functions as they are and only warns.
+_VARIANTS = 128
+
 logger = logging.getLogger(__name__)
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, _VARIANTS)
+    return torch.compile(function, dynamic=True)
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -32,7 +43,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         if not (isinstance(first, Tensor) and first.is_cuda):
             return function(*args, **kwargs)
         if not made:
-            made.append(torch.compile(function, dynamic=True))
+            made.append(_compiled(function))
         try:
             return made[0](*args, **kwargs)
         except RuntimeError as error:

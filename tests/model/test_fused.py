@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +51,24 @@ def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-unt
         torch.testing.assert_close(compiled(*inputs), plain(*inputs))
 
 
+@pytest.mark.slow  # likewise
+def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant for each width, dtype and epsilon, for one row and for more."""
+    variants = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        variants.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    add_rms = fused._compiled(fused._add_rms.__wrapped__)
+    widths = range(8, 24)
+    for width in widths:
+        for rows in (1, 5, 7):
+            add_rms(torch.ones(rows, width), torch.ones(rows, width), nn.Parameter(torch.ones(width), False), 1e-6)
+    assert len(variants) == 2 * len(widths)
+
+
 class Elsewhere(torch.Tensor):
     is_cuda = True
 
@@ -58,14 +78,14 @@ def test_what_cannot_be_compiled_runs_as_it_is(
 ) -> None:
     calls = []
 
-    def broken(function, **_):  # type: ignore[no-untyped-def]
+    def broken(function):  # type: ignore[no-untyped-def]
         def run(*_: object) -> None:
             calls.append(function.__name__)
             raise RuntimeError("no compiler here")
 
         return run
 
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(fused, "_compiled", broken)
     double = fused.fused(lambda x: x + x)
     x = torch.ones(3).as_subclass(Elsewhere)
     with caplog.at_level(logging.WARNING):
@@ -77,7 +97,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(
 def test_memory_that_is_out_says_nothing_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [torch.OutOfMemoryError("for now"), None]
 
-    def scarce(function, **_):  # type: ignore[no-untyped-def]
+    def scarce(function):  # type: ignore[no-untyped-def]
         def run(x: torch.Tensor) -> torch.Tensor:
             failure = failures.pop(0)
             if failure is not None:
@@ -86,7 +106,7 @@ def test_memory_that_is_out_says_nothing_of_the_compiler(monkeypatch: pytest.Mon
 
         return run
 
-    monkeypatch.setattr(torch, "compile", scarce)
+    monkeypatch.setattr(fused, "_compiled", scarce)
     double = fused.fused(lambda x: x + x)
     x = torch.ones(3).as_subclass(Elsewhere)
     with pytest.raises(torch.OutOfMemoryError):
