@@ -30,7 +30,7 @@ class Fetched:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))  # else of the current device
 
     def get(self) -> Tensor:
         """It, once it is there."""

@@ -34,20 +34,26 @@ logger = logging.getLogger(__name__)
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: only one of them runs at a time."""
+    """CUDA graphs of one device that share one pool of memory: only one of them runs at a time."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._side = (
+                torch.cuda.Stream()
+            )  # one for all: cuBLAS keeps a work space for each stream that it was used on
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled and handles made before anything is recorded
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
+        with torch.cuda.device(self._device):  # streams are the current device's
+            here = torch.cuda.current_stream()
+            self._side.wait_stream(here)
+            with torch.cuda.stream(self._side):  # kernels are compiled and handles made before anything is recorded
+                run()
+            here.wait_stream(self._side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+                result = run()
         return result, graph.replay
 
 

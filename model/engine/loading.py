@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from model.transformer import Transformer
 
 if TYPE_CHECKING:
     from model.parallel.followers import Followers
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -231,11 +234,10 @@ def _generate_engine(
     scheduler = Scheduler(block_manager, spec.engine.max_num_seqs, spec.engine.max_num_batched_tokens)
     graphs = None
     if can_record(spec.engine, model, device):
-        seqs = spec.engine.max_num_seqs
-        graphs = DecodeGraphs(
-            model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=CudaRecorder()
+        seqs, record = spec.engine.max_num_seqs, CudaRecorder(device)
+        graphs = recorded(
+            DecodeGraphs(model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=record)
         )
-        graphs.record_all()
     return Engine(
         spec.name,
         ModelRunner(model, cache, block_manager, graphs),
@@ -269,6 +271,18 @@ def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -
     relative = model.decoder.config.position.kind is PositionKind.XLNET_RELATIVE
     alone = engine.tensor_parallel_size == 1  # sums over ranks are not recorded
     return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.name == "triton" and not relative
+
+
+def recorded(graphs: DecodeGraphs) -> DecodeGraphs | None:
+    """All sizes recorded; None where that does not work, which the log says: steps are then launched one by one."""
+    try:
+        graphs.record_all()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        logger.warning("decode steps could not be recorded, so they run launch by launch", exc_info=True)
+        return None
+    return graphs
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:
