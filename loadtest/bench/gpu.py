@@ -246,8 +246,12 @@ def against_transformers(bench: Bench) -> dict[str, Any]:
     raw = shrunk(GPU_MODELS[name]) if bench.tiny else GPU_MODELS[name]
     peer = random_engine(raw, bench.dtype, bench.device)
     asks = tuple(Ask(ids(rng, prompt, raw["vocab_size"]), wanted) for prompt, wanted in lengths)
-    theirs = [peer.run(Workload("streams", asks)).seconds for _ in range(2)][-1]  # the first compiles
+    try:
+        theirs = [peer.run(Workload("streams", asks)).seconds for _ in range(2)][-1]  # the first compiles
+    finally:
+        peer.close()
     del peer
+    release(bench.device)
     loaded = bench.load(name, seqs=count, context=2 * bench.scaled(512) + 16)
     warm(loaded, bench.scaled(512))
     ours = generate(loaded, lengths).seconds
@@ -282,6 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type != "cuda" and not options.tiny:
         parser.error("there is no CUDA device here; --tiny tries the script without")
     ceilings = measure_ceilings(device, options.tiny)
+    release(device)
     bench = Bench(device, torch.bfloat16 if device.type == "cuda" else torch.float32, options.tiny, ceilings)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     machine = {"device": name, "torch": str(torch.__version__)}
@@ -299,9 +304,14 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"[:300]}
         report(options.json, case, wanted, found)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
+
+
+def release(device: torch.device) -> None:
+    """What is no longer used, back to the device: pools are as large as what is free there."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def report(path: Path | None, case: str, wanted: str, found: dict[str, Any]) -> None:

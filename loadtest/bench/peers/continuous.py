@@ -7,6 +7,7 @@ a step's mask stays small; no search for common prefixes, as there are none.
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +58,38 @@ class Engine:
             first.append(output.timestamps[0] - began)
         return Run(time.perf_counter() - began, sorted(first))
 
+    def close(self) -> None:
+        """End its thread, which would keep the pool, run beside whoever is measured next and outlive the program."""
+        if self._manager is not None:
+            self._manager.stop(block=True)
+            self._manager.destroy()
+            self._manager = None
+
     def _manager_for(self, workload: Workload) -> Any:
         """A running manager whose pool holds all of `workload`; the run that makes it is not a counted one."""
         pages = sum(-(-(len(ask.ids) + ask.output_tokens) // _PAGE) for ask in workload.asks)
         if self._manager is None or pages > self._pages:
-            if self._manager is not None:
-                self._manager.stop(block=True)
-                self._manager.destroy()
+            self.close()
             self._pages = pages
+            sizes: dict[str, Any] = {_page_setting(): _PAGE, "num_blocks": pages + 1, "max_batch_tokens": _STEP_TOKENS}
             self._manager = self.model.init_continuous_batching(
                 generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=_NEVER, pad_token_id=0),
-                continuous_batching_config=ContinuousBatchingConfig(
-                    page_size=_PAGE, num_blocks=pages + 1, max_batch_tokens=_STEP_TOKENS, allow_block_sharing=False
-                ),
+                continuous_batching_config=ContinuousBatchingConfig(allow_block_sharing=False, **sizes),
             )
             with torch.inference_mode():
                 self._manager.start()
         return self._manager
 
 
+def _page_setting() -> str:
+    """What a page's size is called: another name up to 5.17."""
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    return "page_size" if "page_size" in known else "block_size"
+
+
 def random_engine(raw: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Engine:
     """The network of a raw config.json with weights of the library's own drawing."""
     config = transformers.AutoConfig.for_model(**raw)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    with torch.device(device):  # weights are drawn where they stay
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return Engine(Path(), {}, model)
