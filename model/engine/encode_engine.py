@@ -49,7 +49,7 @@ class EncodeEngine:
         self.normalize = normalize
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
-        self._pacing = Pacing()
+        self.pacing = Pacing()
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +84,7 @@ class EncodeEngine:
                     EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
                 )
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
-        self._pacing.observe(seconds, 0, tokens)
+        self.pacing.observe(seconds, 0, tokens)
         return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch))
 
     def _next_batch(self, now: float) -> tuple[list[EncodeRequest], list[EncodeOutput]]:
@@ -93,7 +93,7 @@ class EncodeEngine:
         late = [r for r in self._waiting if r.deadline is not None and r.deadline <= now]
         if late:
             self._waiting = deque(r for r in self._waiting if r.deadline is None or r.deadline > now)
-        budget, most = self.max_num_batched_tokens, self._pacing.most_tokens
+        budget, most = self.max_num_batched_tokens, self.pacing.most_tokens
         if most is not None:
             budget = min(budget, most)
         while self._waiting and len(batch) < self.max_num_seqs:

@@ -7,6 +7,7 @@ import time
 
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
+from model.engine.pacing import Pacing
 from model.request import EncodeRequest, EncodeTask, Request, SamplingParams
 
 LENGTHS = (3, 40, 200)  # tokens: the kernels are cut in other ways for few, some and many rows
@@ -29,6 +30,8 @@ def warm_up(encode: EncodeEngine, generate: Engine | None) -> None:
             while generate.has_work:
                 generate.step()
         generate.block_manager.forget()
+        generate.pacing = Pacing() if generate.pacing is not None else None
+    encode.pacing = Pacing()  # seconds that compilers took would count as what tokens cost
     logger.info("%s is warm after %.1f s", encode.name, time.monotonic() - began)
 
 
