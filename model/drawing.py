@@ -98,7 +98,9 @@ def _least_likely(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams])
         at = on_device(tried, scaled.device, torch.int64)
         values = highest(scaled[at], size)
         least[at], reached = _last_kept(values, total[at], [params[i] for i in tried])
-        done = {i for i, yes in zip(tried, reached.tolist(), strict=True) if yes}
+        done = set(tried)
+        if size < scaled.shape[1] and not all(params[i].top_k for i in tried):  # else nothing waits for the device
+            done = {i for i, yes in zip(tried, reached.tolist(), strict=True) if yes}
         left = [i for i in left if i not in done]
         if not left:
             break

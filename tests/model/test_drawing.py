@@ -92,3 +92,17 @@ def test_highest_are_the_highest_in_order(size: int) -> None:
     rows[1] = float("-inf")
     rows[1, 5] = 0.0
     assert torch.equal(highest(rows, size), rows.sort(dim=-1, descending=True).values[:, :size])
+
+
+def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value fetched from a GPU would keep the host from preparing the next step."""
+
+    def fetched(_: Tensor) -> None:
+        raise AssertionError("the host waits")
+
+    monkeypatch.setattr(Tensor, "tolist", fetched)
+    params = [SamplingParams(temperature=1.0, top_k=k, top_p=p) for k, p in ((20, 0.95), (5, 1.0), (1500, 0.5))]
+    logits = torch.randn(4, 2000)
+    draw(logits, [*params, SamplingParams(temperature=0.7, min_p=0.1)], [0.1, 0.5, 0.9, 0.3])
+    with pytest.raises(AssertionError, match="waits"):
+        draw(logits[:1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
