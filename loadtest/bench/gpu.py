@@ -31,6 +31,7 @@ from model.attention.selection import select_backend
 from model.checkpoint import Checkpoint
 from model.engine.config import EngineConfig
 from model.engine.loading import LoadedModel, assemble
+from model.engine.model_runner import ModelRunner
 from model.engine.protocol import ModelSpec
 from model.request import EncodeRequest, Request, SamplingParams
 
@@ -150,10 +151,11 @@ def check(bench: Bench) -> dict[str, Any]:
     for name in ("llama-1b", "bart-large", "t5-xl"):
         fast = exact.load(name, seqs=8, context=64, tokens=64)
         slow = exact.load(name, seqs=8, context=64, tokens=64, attention_backend="sdpa", cuda_graphs=False)
-        assert slow.generate is not None
+        assert fast.generate is not None and slow.generate is not None
         slow.generate.overlap = False
         equal[name] = generate(fast, lengths).outputs == generate(slow, lengths).outputs
-    return {"backend": fast.info.attention_backend, **equal}
+        graphs = isinstance(fast.generate.runner, ModelRunner) and fast.generate.runner.graphs is not None
+    return {"backend": fast.info.attention_reason, "graphs": graphs, **equal}
 
 
 def one_stream(bench: Bench, name: str) -> dict[str, Any]:
