@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -98,15 +99,25 @@ class DecodeGraphs:
         """Hidden states `[B, d]` of a step that fits, valid until the next run; `tokens` are those of the step
         before."""
         size = next(size for size in self.sizes if size >= len(steps))
-        layout = self._layouts[size]
-        row = self._row[: sum(layout.sizes)]
-        host = pack(layout, steps, self._blocks, awaited, pinned=self._cache.device.type == "cuda")
-        row.copy_(sent(host, self._cache.device))
+        used = replace(Layout.of(steps), tokens=size, segments=size)  # tables as long as they are, not as they may be
+        host = pack(used, steps, self._blocks, awaited, pinned=self._cache.device.type == "cuda")
+        step = self._fill(self._layouts[size], used, sent(host, self._cache.device))
         if awaited and tokens is not None:
-            fill_awaited(layout.split(row), tokens)
+            fill_awaited(step, tokens)
         hidden, replay = self._recorded[size]
         replay()
         return hidden[: len(steps)]
+
+    def _fill(self, layout: Layout, used: Layout, packed: Tensor) -> PackedStep:
+        """Put a step of the recorded `layout`, but shorter tables, where it is read; what no length reaches stays."""
+        row = self._row[: sum(layout.sizes)]
+        step, new = layout.split(row), used.split(packed)
+        row[: layout.before_tables].copy_(packed[: layout.before_tables])
+        step.tables[:, : used.blocks].copy_(new.tables)
+        if layout.cross_blocks:
+            step.cross_lens.copy_(new.cross_lens)
+            step.cross_tables[:, : used.cross_blocks].copy_(new.cross_tables)
+        return step
 
     @torch.inference_mode()
     def _recording(self, size: int) -> tuple[Tensor, Callable[[], object]]:

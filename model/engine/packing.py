@@ -46,6 +46,11 @@ class Layout:
         t, b = self.tokens, self.segments
         return [t, t, t, t, b + 1, b, b * self.blocks, b, b * self.cross_blocks]
 
+    @property
+    def before_tables(self) -> int:
+        """Integers in front of the tables: they lie alike whatever the tables' lengths."""
+        return sum(self.sizes[:6])
+
     def split(self, flat: Tensor) -> PackedStep:
         """Views of a row of so many integers."""
         ids, positions, slots, awaited, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = flat.split(self.sizes)
