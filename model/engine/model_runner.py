@@ -13,6 +13,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -234,12 +235,14 @@ def packed_input(
 ) -> StackInput:
     """Whole segments, one after the other, attending to themselves without a cache."""
     lens = tuple(map(len, segments))
-    types = None
-    if token_types is not None:
-        types = on_device(list(chain.from_iterable(token_types)), device, torch.int64)
+
+    def flat(rows: Rows[Rows[int]]) -> Tensor:
+        return sent(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
+
+    types = flat(token_types) if token_types is not None else None
     return StackInput(
-        input_ids=on_device(list(chain.from_iterable(segments)), device, torch.int64),
-        positions=on_device([p for length in lens for p in range(length)], device, torch.int64),
+        input_ids=flat(segments),
+        positions=flat([range(length) for length in lens]),
         metadata=AttentionMetadata(lens, lens, causal=causal, device=device),
         token_types=types,
     )
