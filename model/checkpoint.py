@@ -29,6 +29,20 @@ _ALWAYS_DEFAULTS = (
     *("repetition_penalty", "no_repeat_ngram_size", "max_length"),
     *("num_beams", "length_penalty", "early_stopping"),
 )
+# What else of generation_config.json changes an output and is not served; at 1, or at 0 and empty, it changes nothing.
+_NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
+_NOT_SERVED = (
+    *(
+        "constraints",
+        "diversity_penalty",
+        "dola_layers",
+        "encoder_no_repeat_ngram_size",
+        "epsilon_cutoff",
+        "eta_cutoff",
+    ),
+    *("exponential_decay_length_penalty", "force_words_ids", "penalty_alpha", "sequence_bias", "stop_strings", "top_h"),
+    "watermarking_config",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,7 @@ class Checkpoint:
     normalize: bool = False
     images: ImageProcessing | None = None  # how an image is brought into the model's shape
     max_input_tokens: int | None = None  # what an input of /encode may have; None: what the positions allow
+    not_served: tuple[str, ...] = ()  # settings of generation_config.json that would change outputs and are passed over
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -70,6 +85,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         normalize=normalize,
         images=processing(read_json(path / "preprocessor_config.json"), config.image) if config.image else None,
         max_input_tokens=limit,
+        not_served=_not_served(generation) if config.can_generate else (),
     )
 
 
@@ -131,6 +147,12 @@ def _sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dic
     elif generation.get("min_length") and encoder_decoder:
         chosen["min_tokens"] = generation["min_length"] - 1  # the start token counts
     return chosen
+
+
+def _not_served(generation: dict[str, Any]) -> tuple[str, ...]:
+    asked = {name for name in _NOT_SERVED if generation.get(name)}
+    asked |= {name for name in _NOT_SERVED_UNLESS_ONE if generation.get(name) not in (None, 1)}
+    return tuple(sorted(asked))
 
 
 def _pooling(path: Path, config: ModelConfig) -> tuple[Pooling, bool]:

@@ -41,9 +41,8 @@ class CudaRecorder:
         self._device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
-            self._side = (
-                torch.cuda.Stream()
-            )  # one for all: cuBLAS keeps a work space for each stream that it was used on
+            # One stream for all: cuBLAS keeps a work space for each that it was used on.
+            self._side = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         with torch.cuda.device(self._device):  # streams are the current device's

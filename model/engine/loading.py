@@ -79,6 +79,10 @@ def load(spec: ModelSpec) -> LoadedModel:
     _check_native(spec.engine, selection)
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
+    if checkpoint.not_served:
+        logger.warning(
+            "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
+        )
     model = _load_model(spec, checkpoint, selection, dtype, device, max_model_len)
     loaded = assemble(spec, checkpoint, model, selection)
     loaded.info.load_seconds = time.monotonic() - began

@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import read_checkpoint
 from model.config import ConfigError, PositionKind
+from model.engine.config import EngineConfig
+from model.engine.loading import load
+from model.engine.protocol import ModelSpec
 from model.families import FAMILIES
 from model.loader import load_model, stored_tensors
 from model.request import Pooling
@@ -285,6 +288,21 @@ def test_sampling_defaults_come_from_the_generation_config(
     folder = copied("llama", tmp_path)
     (folder / "generation_config.json").write_text(json.dumps(generation))
     assert read_checkpoint(folder).sampling_defaults == defaults
+
+
+def test_settings_that_would_change_outputs_and_are_not_served_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied("marian", tmp_path)
+    neutral = {"encoder_no_repeat_ngram_size": 0, "guidance_scale": None, "num_beam_groups": 1, "sequence_bias": {}}
+    edit = {"encoder_repetition_penalty": 1.2, "stop_strings": ["x"]}
+    (folder / "generation_config.json").write_text(json.dumps(neutral))
+    assert read_checkpoint(folder).not_served == ()
+    (folder / "generation_config.json").write_text(json.dumps(neutral | edit))
+    load(ModelSpec("mine", str(folder), EngineConfig(kv_cache_memory=1 << 18)))
+    assert (
+        "mine: generation_config.json asks for what is not served: encoder_repetition_penalty, stop_str" in caplog.text
+    )
 
 
 def test_generation_config_overrules_token_ids(tmp_path: Path) -> None:
