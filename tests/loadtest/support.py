@@ -37,7 +37,7 @@ def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
-        for _ in range(5):
+        for _ in range(9):
             with suppress(AssertionError):
                 return test(*arguments, **named)
         test(*arguments, **named)
