@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import gc
+import importlib.util
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -326,6 +328,24 @@ def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
     clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(tmp_path / "not" / "there"))
     with ray_environment.prepared(ServeConfig(SPECS)):
         assert (tmp_path / "not" / "there").is_dir()
+
+
+def test_until_an_application_runs_haproxy_has_our_503(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Serve's own configuration has a 404 in plain text there, which is no sign of loading."""
+    found = importlib.util.find_spec("ray")
+    assert found is not None and found.origin is not None
+    template = (Path(found.origin).parent / "serve" / "_private" / "haproxy_templates.py").read_text()
+    (refusal,) = re.findall(r"^ *http-request return status 404 content-type text/plain .*$", template, re.MULTILINE)
+    with ray_environment.prepared(ServeConfig(SPECS)) as folder:
+        written = tmp_path / "haproxy.cfg"
+        page = f"    errorfile 503 {folder}/h/503.http\n    mode http\n"
+        times = "".join(f"    timeout {what} 1s\n" for what in ("connect", "client", "server"))
+        written.write_text(f"defaults\n{page}{times}frontend f\n    bind *:20000\n{refusal}\n".replace("\\'", "'"))
+        script = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        ran = subprocess.run([script, "-c", "-f", str(written)], capture_output=True, text=True, timeout=20)
+    assert ran.returncode == 0, ran.stderr
+    assert "    http-request return status 503 default-errorfiles\n" in written.read_text()
+    assert "bind 127.0.0.1:20000" in written.read_text()
 
 
 def test_a_session_that_has_no_room_is_said(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
