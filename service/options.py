@@ -287,8 +287,18 @@ def read_yaml(path: Path) -> Any:
     """What a file holds; nothing is an empty mapping. Raises `ConfigError`."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """YAML's own takes the last of two keys that are the same, and drops the first without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [str(key.value) for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1 and name != "<<":
+                    raise ConfigError(f"{path}: key {name} stands twice, line {node.start_mark.line + 1} and below")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        return yaml.load(path.read_text(encoding="utf-8"), Loader) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

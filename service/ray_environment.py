@@ -40,8 +40,8 @@ _TOO_SLOW = "408.http"
 _TIMEOUT_MARGIN = 60.0  # seconds by which the layers in front wait longer than the service itself
 
 
-# Its arguments are -db -f CONFIGURATION and more. Until an application runs, Serve has a 404 in plain text for all paths
-# and so for /readyz: instead, our page of an absent replica.
+# Its arguments are -db -f CONFIGURATION and more. Until an application runs, Serve answers all paths, /readyz too, by
+# a 404 in plain text: instead, our page of an absent replica.
 _HAPROXY_SCRIPT = r"""#!/bin/sh
 sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
   -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' "$3" \
