@@ -16,7 +16,6 @@ from loadtest import options
 from loadtest.errors import ServerError, UsageError
 from loadtest.settings import Settings
 from loadtest.slo import Limit
-from model.config import ConfigError
 
 PROG = "python -m loadtest"
 _APART = (
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = _parser(argv).parse_args(argv)
         code = arguments.command(arguments) or 0
-    except (UsageError, ConfigError) as error:
+    except UsageError as error:
         print(f"loadtest: {error}", file=sys.stderr)
         code = 2
     except ServerError as error:

@@ -27,6 +27,7 @@ from loadtest.fleet import Fleet
 from loadtest.records import Outcome, Record
 from loadtest.run import Subject
 from loadtest.settings import Arrivals, Clients, Settings, Workload
+from model.config import ConfigError
 from model.engine.sockets import SPIN_COUNT
 
 RUNTIMES = ("local", "ray")
@@ -73,6 +74,13 @@ def add_command(commands: Any) -> None:
 
 
 def _command(asked: argparse.Namespace) -> int:
+    try:
+        return _measured(asked)
+    except ConfigError as error:
+        raise UsageError(f"--model: {error}") from None
+
+
+def _measured(asked: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the service's engine has it
     model = _subject(asked.model, asked.cache)
     results = {}

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from loadtest import cli
-from model.config import ConfigError
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import in_several_tries
 
@@ -113,6 +112,7 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
         (["offline", "--dtype", "fp9"], "--dtype: invalid choice: 'fp9'"),
         (["offline", "--models", "N1", "--json", "not/there.json"], "--json: not/there.json: No such file"),
         (["quality", "--pairs", "0"], "--pairs: found '0', expected a whole number above 0"),
+        (["overhead", "--model", "nope"], "--model: nope: no such folder"),
         (["overhead", "--streams", "0"], "--streams: found '0', expected a whole number above 0"),
         (["faults", "--write", "not/there.md"], "--write: not/there.md: No such file"),
     ],
@@ -124,14 +124,6 @@ def test_usage_errors_are_one_line(arguments: list[str], said: str) -> None:
     assert said in err
     assert err.startswith("loadtest: ")
     assert err.count("\n") == 1
-
-
-def test_a_model_that_cannot_be_served_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(arguments: object) -> int:
-        raise ConfigError("there: no such folder")
-
-    monkeypatch.setattr(cli, "_report", refuse)
-    assert here("report", "x") == (2, "", "loadtest: there: no such folder\n")
 
 
 def test_a_bench_of_nothing_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
