@@ -17,7 +17,7 @@
 #define PARTS (PANEL / LANES) /* registers that the outputs of a panel fill */
 #define L2_BYTES 524288 /* of weights that are used for all rows before the next */
 #define LINE 64         /* bytes that memory gives at once, and that a step in k takes of a panel */
-#define AHEAD (8 * LINE)
+#define AHEAD (32 * LINE)
 
 #if defined(__AVX512BF16__)
 #define HAS_BF16_DOT 1
@@ -71,14 +71,16 @@ typedef struct {
 } Place;
 
 /* Asks memory for weights a little before they are wanted: the block's panels, and towards their end what follows the
- * last of them. */
+ * last of them. One row is as fast as memory without. Fewer rows than a block are all there are: their weights need not
+ * stay in caches. */
 INLINE void fetch(int mr, int panels, const void *weights, Place place) {
+    if (mr == 1) return;
     const char *line = (const char *)weights + AHEAD;
     if (line >= place.end) line += (panels - 1) * place.panel;
 #pragma GCC unroll 4
     for (int j = 0; j < panels; j++, line += place.panel) {
-        if (mr > 2) __builtin_prefetch(line, 0, 3);
-        else __builtin_prefetch(line, 0, 2); /* a row or two are through before a line is there */
+        if (mr < ROWS) __builtin_prefetch(line, 0, 0);
+        else __builtin_prefetch(line, 0, 3);
     }
 }
 
@@ -301,13 +303,13 @@ INLINE void blocks(int dtype, int nv, const Job *job, int64_t rows, int64_t colu
     for (; row + ROWS <= rows; row += ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop, 0);
     int left = (int)(rows - row);
     if (left > 4)
-        block(dtype, ROWS, nv, job, row, left, column, start, stop, 1);
+        block(dtype, ROWS, nv, job, row, left, column, start, stop, !row);
     else if (left > 2)
-        block(dtype, 4, nv, job, row, left, column, start, stop, 1);
+        block(dtype, 4, nv, job, row, left, column, start, stop, !row);
     else if (left == 2)
-        block(dtype, 2, nv, job, row, left, column, start, stop, 1);
+        block(dtype, 2, nv, job, row, left, column, start, stop, !row);
     else if (left == 1)
-        block(dtype, 1, nv, job, row, left, column, start, stop, 1);
+        block(dtype, 1, nv, job, row, left, column, start, stop, !row);
 }
 
 INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
