@@ -45,8 +45,8 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Fail whatever still runs and release the engines. Idempotent."""
 
-    def check_room(self, model: str) -> None:
-        """Raise as `submit` does where it would refuse whatever is asked of `model`, so that nothing is prepared."""
+    def check_room(self, model: str, sequences: int = 1) -> None:
+        """Raise as `submit` and `encode` do where they would refuse so many sequences, so that nothing is prepared."""
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Queue all of `requests` at once, or raise `QueueFullError` or `EngineGoneError` with none queued."""

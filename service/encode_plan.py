@@ -74,7 +74,7 @@ class EncodePlanner:
         check_encode(body, self._limits)
         _check_output(body, served, info)
         inputs = _inputs(body)
-        check_room(self._client, served)
+        check_room(self._client, served, len(inputs))
         if served.config.image is not None:
             return await self._plan_images(body, served, inputs, request_id, arrival)
         self._check_inputs(inputs, served, info, may_cut=body.truncate is not False)

@@ -82,7 +82,7 @@ class FakeEngineClient:
     async def close(self) -> None:
         self._closed = True
 
-    def check_room(self, model: str) -> None:
+    def check_room(self, model: str, sequences: int = 1) -> None:
         self._admit()
 
     def submit(self, requests: Sequence[Request]) -> FakeStream:

@@ -80,13 +80,13 @@ def sources(value: str | list[str] | list[int] | list[list[int]], param: str) ->
     return [Source(one, f"{param}[{index}]") for index, one in enumerate(several)]
 
 
-def check_room(client: EngineClient, served: ServedModel) -> None:
+def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) -> None:
     """Raise what handing work over would, so that nothing is rendered, tokenised or tried for a full engine."""
     context = current()
     if context is not None:
         context.model = served.name
     try:
-        client.check_room(served.name)
+        client.check_room(served.name, sequences)
     except (QueueFullError, EngineGoneError) as error:
         raise not_taken(error) from None
 
@@ -117,7 +117,7 @@ class GeneratePlanner:
         prompts = sources(body.prompt, "prompt")
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
-        check_room(self._client, served)
+        check_room(self._client, served, len(prompts) * max(body.n, num_beams(body, served)))
         ids = await self._tokenise(prompts, served, info)
         forced = await self._decoder_ids(prefix, _language(body, served), served, info)
         if structure is not None:

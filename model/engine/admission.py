@@ -24,7 +24,7 @@ class Admission:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._max_sequences = config.max_num_seqs + config.queued_requests_limit
-        self._max_waiting_tokens = config.queued_tokens_limit
+        self._max_waiting_tokens = max(1, config.queued_tokens_limit)
         self._sequences: dict[str, int] = {}  # of every request that has not ended
         self._waiting_tokens: dict[str, int] = {}  # of those without an output
         self._ends: deque[float] = deque(maxlen=_RECENT)
@@ -32,23 +32,23 @@ class Admission:
     def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None) -> None:
         """Count the requests (id -> prompt tokens) in, all or none; raises `QueueFullError`.
 
-        A queue that is empty takes any request that passed the limits, so that none is refused forever.
+        A queue that is empty takes as many sequences as there are, so that none is refused forever.
         """
         counts = sequences or dict.fromkeys(tokens, 1)
-        self._check(len(tokens), sum(counts.values()), sum(tokens.values()))
+        self.check_room(sum(counts.values()))
         self._sequences.update(counts)
         self._waiting_tokens.update(tokens)
 
-    def check_room(self) -> None:
-        """Raise `QueueFullError` where `admit` would refuse even a request of one token."""
-        self._check(1, 1, 1)
+    def check_room(self, sequences: int = 1) -> None:
+        """Raise `QueueFullError` where `admit` would refuse so many sequences.
 
-    def _check(self, requests: int, sequences: int, tokens: int) -> None:
+        Tokens are bounded by those that wait already, so that this is known before a text is tokenised, and long prompts
+        find room as often as short ones: the last that is taken may reach beyond the bound.
+        """
         if sum(self._sequences.values()) + sequences > self._max_sequences and self._sequences:
             raise QueueFullError("queue_requests", self._retry_after(sequences))
-        waiting = self.waiting_tokens
-        if waiting and waiting + tokens > self._max_waiting_tokens:
-            raise QueueFullError("queue_tokens", self._retry_after(requests))
+        if self.waiting_tokens >= self._max_waiting_tokens:
+            raise QueueFullError("queue_tokens", self._retry_after(1))
 
     @property
     def waiting_tokens(self) -> int:

@@ -112,10 +112,10 @@ class AsyncEngine:
             await self._transport.close()
             self._transport = None
 
-    def check_room(self, model: str) -> None:
-        """Raise as `submit` does where it would refuse whatever is asked of `model`."""
+    def check_room(self, model: str, sequences: int = 1) -> None:
+        """Raise as `submit` and `encode` do where they would refuse so many sequences of `model`."""
         self._check_alive()
-        self._admission[model].check_room()
+        self._admission[model].check_room(sequences)
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Accept all requests (of one model) or none.

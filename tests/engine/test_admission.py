@@ -47,19 +47,33 @@ def test_waiting_tokens_are_bounded_until_the_first_output() -> None:
     assert refused(bound, {"d": 1}).reason == "queue_tokens"
 
 
-def test_room_is_what_a_request_of_one_token_finds() -> None:
+def test_a_long_prompt_finds_room_where_a_short_one_does() -> None:
+    bound = admission(requests=50)
+    bound.admit({"a": 99})
+    bound.admit({"long": 500})
+    assert bound.waiting_tokens == 599
+    assert refused(bound, {"b": 1}).reason == "queue_tokens"
+    bound.started("long")
+    bound.admit({"b": 1})
+
+
+def test_room_is_what_admission_finds_before_the_tokens_are_known() -> None:
     bound = admission()
     bound.admit({"a": 99}, sequences={"a": 4})
     bound.check_room()
+    with pytest.raises(QueueFullError, match="queue_requests"):
+        bound.check_room(2)
+    assert refused(bound, {"b": 1}, sequences={"b": 2}).reason == "queue_requests"
     bound.admit({"b": 1})
     with pytest.raises(QueueFullError, match="queue_requests"):
         bound.check_room()
+    bound.release("b")
+    bound.admit({"c": 1})
     bound.release("a")
-    bound.check_room()
-    bound.admit({"c": 99})
+    bound.admit({"d": 99})
     with pytest.raises(QueueFullError, match="queue_tokens"):
         bound.check_room()
-    bound.started("c")
+    bound.started("d")
     bound.check_room()
 
 
@@ -72,7 +86,11 @@ def test_all_or_none() -> None:
 
 def test_an_empty_queue_takes_whatever_passed_the_limits() -> None:
     admission().admit({"huge": 10_000}, sequences={"huge": 99})
-    admission(requests=0, tokens=0).admit({"one": 1})
+    none_waits = admission(requests=0, tokens=0)
+    none_waits.admit({"one": 1})
+    assert refused(none_waits, {"two": 1}).reason == "queue_tokens"
+    none_waits.started("one")
+    none_waits.admit({"two": 1})
 
 
 def test_release_is_harmless_twice_and_for_strangers() -> None:

@@ -234,7 +234,7 @@ async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
     async with served(LLAMA, max_num_seqs=1, max_queued_tokens=30) as engine:
         running_ = engine.submit([request(LLAMA, "running", 20, max_tokens=70)])
         await anext(running_)
-        waiting = engine.submit([request(LLAMA, "waiting", 25, max_tokens=1)])
+        waiting = engine.submit([request(LLAMA, "waiting", 31, max_tokens=1)])
         with pytest.raises(QueueFullError) as error:
             engine.submit([request(LLAMA, "too-many", 6)])
         assert error.value.reason == "queue_tokens"
