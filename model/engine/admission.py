@@ -42,8 +42,8 @@ class Admission:
     def check_room(self, sequences: int = 1) -> None:
         """Raise `QueueFullError` where `admit` would refuse so many sequences.
 
-        Tokens are bounded by those that wait already, so that this is known before a text is tokenised, and long prompts
-        find room as often as short ones: the last that is taken may reach beyond the bound.
+        Tokens are bounded by those that wait already, so that this is known before a text is tokenised, and long
+        prompts find room as often as short ones: the last that is taken may reach beyond the bound.
         """
         if sum(self._sequences.values()) + sequences > self._max_sequences and self._sequences:
             raise QueueFullError("queue_requests", self._retry_after(sequences))
