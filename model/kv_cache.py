@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model import huge_pages
 from model.config import StackConfig
 from model.transfer import on_device
 
@@ -56,15 +57,15 @@ class KVCache:
     ) -> None:
         attention = stack.attention
         shape = (stack.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         self._tensors = [self.keys, self.values]
         scales: Sequence[tuple[Tensor, Tensor] | None] = [None] * stack.num_layers
         if dtype is torch.int8:
-            key_scales, value_scales = (torch.zeros(shape[:-1], device=device) for _ in range(2))
+            key_scales, value_scales = (_zeros(shape[:-1], torch.float32, device) for _ in range(2))
             self._tensors += [key_scales, value_scales]
             scales = list(zip(key_scales, value_scales, strict=True))
         self.layers = tuple(
@@ -76,3 +77,9 @@ class KVCache:
         target, source = (on_device(list(of), self.device, torch.int64) for of in (copies, copies.values()))
         for tensor in self._tensors:
             tensor[:, target] = tensor[:, source]
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":  # blocks are taken from all over the pool, the longest unused first
+        return huge_pages.zeros(shape, dtype)
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
