@@ -22,7 +22,8 @@ def page(name: str) -> HTMLResponse:
 
 @cache
 def _text(name: str) -> str:
-    return files("service").joinpath(f"static/{name}.html").read_text(encoding="utf-8")
+    html, look = (files("service").joinpath(f"static/{file}").read_text("utf-8") for file in (f"{name}.html", "look.css"))
+    return html.replace("/* look.css */", look)
 
 
 @cache
