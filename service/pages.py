@@ -22,7 +22,9 @@ def page(name: str) -> HTMLResponse:
 
 @cache
 def _text(name: str) -> str:
-    html, look = (files("service").joinpath(f"static/{file}").read_text("utf-8") for file in (f"{name}.html", "look.css"))
+    html, look = (
+        files("service").joinpath(f"static/{file}").read_text("utf-8") for file in (f"{name}.html", "look.css")
+    )
     return html.replace("/* look.css */", look)
 
 

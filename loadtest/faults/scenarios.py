@@ -68,6 +68,9 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
 _KILL, _HALT = signal.SIGKILL, signal.SIGSTOP
 _FAILURES = frozenset({End.TOLD, End.UNAVAILABLE})
 _CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
+_CROWD = frozenset(
+    {End.BUSY}
+)  # all that waited for the only replica comes at once, and may be more than its queue holds
 
 
 def _hostile(runtime: str) -> list[Scenario]:
@@ -96,12 +99,12 @@ def _of_ray() -> list[Scenario]:
         *("--scale-up-delay", "1", "--scale-down-delay", "3"),
     )
     return [
-        Scenario("replica killed, of 1", _sending(_KILL, "ServeReplica"), "ray", allowed=_CUTS),
+        Scenario("replica killed, of 1", _sending(_KILL, "ServeReplica"), "ray", allowed=_CUTS | _CROWD),
         Scenario("Serve's controller killed", _sending(_KILL, "ServeController"), "ray"),
         Scenario("replica killed, of 2", _sending(_KILL, "ServeReplica"), "ray", two, allowed=_CUTS),
         Scenario("replica hangs, of 2", _hang_replica, "ray", two, allowed=_CUTS, stages=((0.7, _HANGING_S),)),
         Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),
-        Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY),
+        Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY, allowed=_CROWD),
         Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=_UP_AND_DOWN, after_s=_UP_AND_DOWN[0][1]),
     ]
 
