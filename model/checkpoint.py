@@ -32,15 +32,18 @@ _ALWAYS_DEFAULTS = (
 # What else of generation_config.json changes an output and is not served; at 1, or at 0 and empty, it changes nothing.
 _NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
 _NOT_SERVED = (
-    *(
-        "constraints",
-        "diversity_penalty",
-        "dola_layers",
-        "encoder_no_repeat_ngram_size",
-        "epsilon_cutoff",
-        "eta_cutoff",
-    ),
-    *("exponential_decay_length_penalty", "force_words_ids", "penalty_alpha", "sequence_bias", "stop_strings", "top_h"),
+    "constraints",
+    "diversity_penalty",
+    "dola_layers",
+    "encoder_no_repeat_ngram_size",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "penalty_alpha",
+    "sequence_bias",
+    "stop_strings",
+    "top_h",
     "watermarking_config",
 )
 

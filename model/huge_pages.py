@@ -15,7 +15,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """As `torch.zeros` on the CPU, written once, so that memory which is not there is missed now."""
     size = math.prod(shape) * dtype.itemsize
     if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # of a kernel without any
         memory.madvise(mmap.MADV_HUGEPAGE)

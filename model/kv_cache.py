@@ -82,4 +82,4 @@ class KVCache:
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu":  # blocks are taken from all over the pool, the longest unused first
         return huge_pages.zeros(shape, dtype)
-    return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)

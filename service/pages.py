@@ -22,10 +22,15 @@ def page(name: str) -> HTMLResponse:
 
 @cache
 def _text(name: str) -> str:
-    html, look = (
-        files("service").joinpath(f"static/{file}").read_text("utf-8") for file in (f"{name}.html", "look.css")
-    )
-    return html.replace("/* look.css */", look)
+    """A page, with what all pages have in common in the places of its marks."""
+    html = _file(f"{name}.html")
+    for mark, shared in (("<!-- head.html -->", "head.html"), ("/* look.css */", "look.css")):
+        html = html.replace(mark, _file(shared).strip())
+    return html
+
+
+def _file(name: str) -> str:
+    return files("service").joinpath(f"static/{name}").read_text(encoding="utf-8")
 
 
 @cache

@@ -68,9 +68,8 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
 _KILL, _HALT = signal.SIGKILL, signal.SIGSTOP
 _FAILURES = frozenset({End.TOLD, End.UNAVAILABLE})
 _CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
-_CROWD = frozenset(
-    {End.BUSY}
-)  # all that waited for the only replica comes at once, and may be more than its queue holds
+# All that waited for the only replica comes at once, and may be more than its queue holds.
+_CROWD = frozenset({End.BUSY})
 
 
 def _hostile(runtime: str) -> list[Scenario]:
