@@ -291,6 +291,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     decoder_start_token_id: int | None = None
     generation: GenerationRules = field(default_factory=GenerationRules)
+    float16_overflows: bool = False  # activations of published weights exceed 65,504 (T5, Pegasus)
 
     def __post_init__(self) -> None:
         if self.encoder is None and self.decoder is None:

@@ -115,7 +115,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("api_key_file", str, "", "more keys, one a line; read again when it changes", "FILE", "none"),
     Option("device", str, _ENGINE.device, "where the models run", "auto|cpu|cuda[:N]", per_model=True),
     Option(
-        "dtype", one_of(*DTYPES), _ENGINE.dtype, "number format of weights and KV", "|".join(DTYPES), per_model=True
+        "dtype",
+        one_of(*DTYPES),
+        _ENGINE.dtype,
+        "number format of weights and KV; auto: bfloat16 where it is computed fast (CPUs with AVX-512 BF16 or AMX, "
+        "GPUs from compute capability 8.0 on), else float32, or float16 on an older GPU if the model keeps within it",
+        "|".join(DTYPES),
+        per_model=True,
     ),
     Option(
         "quantization",

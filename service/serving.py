@@ -149,8 +149,9 @@ def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) ->
 
 def _model_lines(info: ModelInfo, engine: EngineConfig) -> list[str]:
     lines = [
-        f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, {info.dtype}, "
-        f"{info.weight_bytes / 1e6:.0f} MB on {_where(info)}, loaded in {info.load_seconds:.1f} s",
+        f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, "
+        f"{info.dtype} ({info.dtype_reason}), {info.weight_bytes / 1e6:.0f} MB on {_where(info)}, "
+        f"loaded in {info.load_seconds:.1f} s",
         f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
     ]
     limits = f"context {info.max_model_len}, {info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"

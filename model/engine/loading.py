@@ -18,6 +18,7 @@ from model.config import ConfigError, ModelConfig, PositionKind
 from model.engine.block_manager import BlockManager
 from model.engine.config import EngineConfig
 from model.engine.decode_graph import CudaRecorder, DecodeGraphs
+from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
 from model.engine.matching import Grammars
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     began = time.monotonic()
     checkpoint = read_checkpoint(Path(spec.path))
     device = resolve_device(spec.engine.device)
-    dtype = resolve_dtype(spec.engine.dtype, checkpoint, device)
+    dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
     _check_ranks(spec.engine, checkpoint.config, device)
     selection = _select(spec.engine, device, dtype)
     _check_native(spec.engine, selection)
@@ -126,22 +126,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
     return device
-
-
-def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """`auto` on a CPU is bfloat16 where that computes faster and float32 elsewhere, on a GPU the checkpoint's own."""
-    if name == "auto" and device.type == "cpu":
-        name = "bfloat16" if has_fast_bf16() else "float32"
-    elif name == "auto":
-        name = checkpoint.dtype
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype {name!r} is not served; served are {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies in bfloat16: AVX-512 BF16 or AMX."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def resolve_max_model_len(engine: EngineConfig, config: ModelConfig) -> int:
@@ -338,13 +322,15 @@ def _info(
 ) -> ModelInfo:
     config = checkpoint.config
     weight = next(model.parameters())
+    quantized = spec.engine.quantization == "int8"
     return ModelInfo(
         name=spec.name,
         form=config.form,
         model_type=config.model_type,
         parameters=dissect(config).total_parameters,
         weight_bytes=weight_bytes(model),
-        dtype="int8" if spec.engine.quantization == "int8" else str(weight.dtype).removeprefix("torch."),
+        dtype="int8" if quantized else str(weight.dtype).removeprefix("torch."),
+        dtype_reason="asked for" if quantized else choose_dtype(spec.engine.dtype, config, weight.device).reason,
         device=str(weight.device),
         attention_backend=selection.backend.name,
         attention_reason=selection.reason,

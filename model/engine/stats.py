@@ -53,6 +53,7 @@ class ModelInfo:
     parameters: int
     weight_bytes: int  # of one rank, as all sizes
     dtype: str
+    dtype_reason: str
     device: str
     attention_backend: str
     attention_reason: str

@@ -49,6 +49,7 @@ def config(
     pre_norm: bool = False,
     embed_norm: bool = False,
     head_bias: bool = True,
+    float16_overflows: bool = False,
 ) -> ModelConfig:
     """Defaults are Marian's."""
     learned = positions is PositionKind.LEARNED
@@ -98,6 +99,7 @@ def config(
         eos_token_ids=ids(raw.get("eos_token_id")),
         pad_token_id=raw.get("pad_token_id"),
         decoder_start_token_id=raw.get(_START.get(raw["model_type"], "pad_token_id")) if start is None else start,
+        float16_overflows=float16_overflows,
     )
 
 
@@ -145,5 +147,5 @@ FAMILIES = {
     "bart": Family(_LEARNED, rules, "model."),
     "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model."),
     "m2m_100": Family(m2m_100, rules, "model.", _TABLES),
-    "pegasus": Family(partial(config, pre_norm=True), rules, "model.", _TABLES),
+    "pegasus": Family(partial(config, pre_norm=True, float16_overflows=True), rules, "model.", _TABLES),
 }

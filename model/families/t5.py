@@ -82,6 +82,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         eos_token_ids=ids(raw.get("eos_token_id", 1)),
         pad_token_id=raw.get("pad_token_id", 0),
         decoder_start_token_id=raw.get("pad_token_id", 0) if start is None else start,
+        float16_overflows=True,  # the reference library keeps `wo` in float32 and clamps what follows
     )
 
 

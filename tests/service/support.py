@@ -128,6 +128,7 @@ def info(name: str, form: str, **changes: Any) -> ModelInfo:
         parameters=1000,
         weight_bytes=4000,
         dtype="float32",
+        dtype_reason="scripted",
         device="cpu",
         attention_backend="reference",
         attention_reason="scripted",

@@ -18,8 +18,8 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from model.engine.config import EngineConfig
+from model.engine.dtypes import has_fast_bf16
 from model.engine.llm import LLM
-from model.engine.loading import has_fast_bf16
 from model.native.library import Library, native
 from model.pretrained import CHECKPOINTS, corpus, embedded_models, pairs
 from model.pretrained.evaluate import pieces

@@ -1,0 +1,50 @@
+"""Which number format a model is computed in on its device, and why; the reason is shown at start-up and in /info."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from model.config import ConfigError, ModelConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_AMPERE = (8, 0)  # the first compute capability that multiplies in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDtype:
+    """The number format of weights, activations and (unless set otherwise) KV."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> ComputeDtype:
+    """What the setting `dtype` means for this model on this device; raises `ConfigError` for an unknown name.
+
+    `auto` looks at the device, not at what the checkpoint happens to be stored in: many BERT, BART, T5 and GPT-2 files
+    are float32, which no tensor core multiplies. On a CPU it is bfloat16 where that is computed faster, else float32.
+    On a GPU it is bfloat16 from compute capability 8.0 on; older ones have float16 only, and a model whose activations
+    leave its range (`ModelConfig.float16_overflows`) is computed in float32 there.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError(f"dtype {name!r} is not served; served are {', '.join(_DTYPES)}")
+        return ComputeDtype(_DTYPES[name], "asked for")
+    if device.type == "cpu":
+        if has_fast_bf16():
+            return ComputeDtype(torch.bfloat16, "this CPU multiplies in it")
+        return ComputeDtype(torch.float32, "this CPU does not multiply in bfloat16")
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = f"compute capability {major}.{minor}"
+    if (major, minor) >= _AMPERE:
+        return ComputeDtype(torch.bfloat16, gpu)
+    if config.float16_overflows:
+        return ComputeDtype(torch.float32, f"{gpu} has no bfloat16, and {config.model_type} leaves float16's range")
+    return ComputeDtype(torch.float16, f"{gpu} has no bfloat16")
+
+
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies in bfloat16: AVX-512 BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
