@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,17 +20,32 @@ from service.errors import ApiError, headers_too_large, invalid, request_too_slo
 
 # Times `max_header_bytes`: what is no longer is refused by the application, which names the request. HAProxy's bound.
 _MARGIN = 4
+_DRAINED_BODIES = 8  # times `max_body_bytes`: so much of one connection is read behind its answer
+_MOST_DRAINED = 64  # connections of a server of which that is read at a time
 _NO_LINGERING = struct.pack("ii", 1, 0)  # on, for no second
+
+
+def bounded_protocol(limits: Limits) -> Callable[..., BoundedProtocol]:
+    """What makes the protocols of one server, for uvicorn's `http`."""
+    return partial(BoundedProtocol, limits, set())
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """Refuses a head, or what follows a body, that never ends, in bytes (431) and in seconds (408), and then closes.
-    A body that goes on when its answer is complete has as many seconds: what is then read is thrown away. A reply of
-    which the client takes no byte for `stream_stall_s` is thrown away with its connection.
+    A reply of which the client takes no byte for `stream_stall_s` is thrown away with its connection.
+
+    A body that goes on when its answer is complete is drained, that is, read and thrown away: a client may only begin
+    to read when it has written all, and closing under its bytes would reset the connection and lose the answer (RFC
+    9112, 9.6). It has `receive_s` and `_DRAINED_BODIES` for that, and a server does it for `_MOST_DRAINED` connections
+    at a time; the rest is closed at once. Where the connection is to be closed, only its writing side is until then.
     """
 
-    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: Limits, drained: set[BoundedProtocol], *args: Any, **kwargs: Any) -> None:
+        """`drained`: the connections of the server that are drained."""
         super().__init__(*args, **kwargs)
+        self._drained = drained
+        self._left = self._most_left = _DRAINED_BODIES * limits.max_body_bytes  # bytes to be read while it is drained
+        self._lingers = False  # everything that still comes is thrown away
         self._most = _MARGIN * limits.max_header_bytes
         self._seconds = limits.receive_s
         self._stall_seconds = limits.stream_stall_s
@@ -46,9 +63,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_watching()
+        self._drained.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self in self._drained:
+            self._left -= len(data)
+            if self._left < 0:
+                self.transport.close()
+                return
+        if self._lingers:
+            return
         self._progressed = False
         super().data_received(data)
         self._silent = 0 if self._progressed else self._silent + len(data)
@@ -63,6 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._progressed = self._head_is_complete = True
         super().on_headers_complete()
+        self.cycle.transport = _ReplyTransport(self.transport, self._close)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -72,12 +98,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._progressed = True
         self._head_is_complete = False
+        self._drained.discard(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._head_is_complete and self.cycle.response_complete:  # nobody awaits the rest
-            self._start_timer()
+        if self._answered_early():
+            self._drain()
         if self.transport.get_write_buffer_size():
             self._watch_unread()
 
@@ -98,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self) -> None:
-        if self._silent:
+        if self._silent and not self._lingers:
             self._refuse(request_too_slow(self._seconds))
         else:  # nothing was asked
             self.transport.close()
@@ -127,6 +154,37 @@ class BoundedProtocol(HttpToolsProtocol):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
         self.transport.abort()
 
+    def _answered_early(self) -> bool:
+        """Nobody awaits the rest of the message."""
+        return self._head_is_complete and bool(self.cycle.response_complete)
+
+    def _drain(self) -> None:
+        """Read on for a while, or close where that is done for many."""
+        if self in self._drained or self.transport.is_closing():
+            return
+        if len(self._drained) >= _MOST_DRAINED:
+            self.transport.close()
+            return
+        self._drained.add(self)
+        self._left = self._most_left
+        self._start_timer()
+
+    def _close(self) -> None:
+        """At the end of a reply that closes the connection."""
+        if self._answered_early():
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close the writing side, and the other when the client does, or when it was drained."""
+        self._lingers = True
+        self._stop_timer()
+        self._drain()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.transport.write_eof()
+
     def _refuse(self, error: ApiError) -> None:
         """Answer and close; where an answer is under way, or was given already, only close."""
         if self.transport.is_closing():
@@ -138,4 +196,13 @@ class BoundedProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self._linger()
+
+
+class _ReplyTransport:
+    """What a reply writes to; its end is the protocol's to make."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close

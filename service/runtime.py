@@ -17,7 +17,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +36,7 @@ from service.app import create_app
 from service.chat import ChatTemplate
 from service.config import Limits, ServiceSettings
 from service.http import cancel_all
-from service.protocol import BoundedProtocol
+from service.protocol import bounded_protocol
 from service.registry import Registry, ServedModel
 from service.scaling import Scaling
 from service.state import service_of
@@ -240,7 +239,7 @@ async def _http(app: FastAPI, listener: socket.socket, limits: Limits) -> AsyncI
     server = _Server(
         uvicorn.Config(
             app,
-            http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
+            http=bounded_protocol(limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

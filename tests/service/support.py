@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +42,7 @@ from service.app import create_app
 from service.config import ServiceSettings
 from service.fake import FakeEngineClient, Script
 from service.metrics import Metrics
-from service.protocol import BoundedProtocol
+from service.protocol import bounded_protocol
 from service.registry import Registry, ServedModel
 from service.state import Service
 
@@ -247,7 +246,7 @@ def events(text: str) -> list[Any]:
 @contextmanager
 def live(app: App) -> Iterator[str]:
     """The URL of the application under a real uvicorn in a thread, on a port of its own."""
-    protocol: Any = partial(BoundedProtocol, app.service.limits)
+    protocol: Any = bounded_protocol(app.service.limits)
     settings = uvicorn.Config(
         app.app, port=0, http=protocol, log_level="error", access_log=False, timeout_graceful_shutdown=2
     )

@@ -275,6 +275,65 @@ def test_a_slow_body_that_breaks_off_is_forgotten() -> None:
         settled(app)
 
 
+_KEY = b"Authorization: Bearer secret\r\n"
+_BODY = b"Content-Length: 300000\r\n\r\n"
+_CHUNK = b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n493e0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD + _KEY + _BODY, b"413"),
+        (HEAD + _KEY + b"Connection: close\r\n" + _BODY, b"413"),
+        (HEAD.replace(b"1.1", b"1.0") + _KEY + _BODY, b"413"),
+        (HEAD + _KEY + _CHUNK, b"413"),
+        (HEAD + b"Connection: close\r\n" + _BODY, b"401"),
+        (HEAD + _KEY + b"Connection: close\r\nX: " + b"a" * 20_000 + b"\r\n" + _BODY, b"431"),
+        (HEAD.replace(b"generate", b"nowhere") + _KEY + _CHUNK, b"404"),
+        (b"GET /info HTTP/1.1\r\nX: ", b"431"),
+        (b"what is this\r\n\r\n", b"400"),
+    ],
+    ids=["keep-alive", "close", "HTTP/1.0", "chunked", "key", "headers", "path", "head", "no HTTP"],
+)
+def test_a_client_that_only_writes_sees_why_it_is_refused(head: bytes, status: bytes) -> None:
+    """(A16)"""
+    app = make_app(settings=ServiceSettings(api_keys=("secret",), limits=Limits(max_body_bytes=100_000)))
+    with live(app) as url:
+        connection = _connect(url)
+        connection.sendall(head)
+        for _ in range(30):  # a close that reads nothing breaks the second of them
+            connection.sendall(b"a" * 10_000)
+            time.sleep(0.005)
+        assert _answer(connection).startswith(b"HTTP/1.1 " + status)
+        connection.close()
+        settled(app)
+
+
+def test_a_slow_client_that_only_writes_sees_why_it_is_refused() -> None:
+    app = make_app(settings=settings(receive_s=0.3))
+    with live(app) as url:
+        connection = _connect(url)
+        connection.sendall(HEAD + _BODY)
+        began = time.monotonic()
+        while time.monotonic() - began < 0.5:
+            connection.sendall(b" ")
+            time.sleep(0.01)
+        assert _answer(connection).startswith(b"HTTP/1.1 408 ")
+        connection.close()
+        settled(app)
+
+
+def test_what_a_refused_client_writes_is_bounded() -> None:
+    app = make_app(settings=settings(max_body_bytes=1_000))
+    with live(app) as url:
+        for more in (b"Connection: close\r\n", b""):
+            connection = _connect(url)
+            connection.sendall(HEAD + more + b"Content-Length: 40000000\r\n\r\n")
+            assert _flood(connection, 40_000_000) < 20_000_000  # what sockets hold at most
+            connection.close()
+        settled(app)
+
+
 _CLOSED = ("triptych_rejections_total", {"model": "", "reason": "client_closed"})
 
 

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.config import Limits
-from service.protocol import BoundedProtocol
+from service.protocol import BoundedProtocol, bounded_protocol
 
 _made: list[Connection] = []
-LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0)
+LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000)
 
 
 class Timer:
@@ -60,6 +60,7 @@ class Transport(asyncio.Transport):
         self.written = b""
         self.unread = 0
         self.ended = ""
+        self.half_closed = False
 
     def write(self, data: Any) -> None:
         self.written += data
@@ -85,6 +86,9 @@ class Transport(asyncio.Transport):
     def is_closing(self) -> bool:
         return bool(self.ended)
 
+    def write_eof(self) -> None:
+        self.half_closed = True
+
     def pause_reading(self) -> None:
         pass
 
@@ -97,7 +101,9 @@ class Connection:
     reads all, or what the test takes.
     """
 
-    def __init__(self, size: int = 100, *, reads: bool = True) -> None:
+    def __init__(
+        self, size: int = 100, *, reads: bool = True, protocols: Callable[..., BoundedProtocol] | None = None
+    ) -> None:
         self.loop = Loop()
         self.reads = reads
         self.transport = Transport()
@@ -107,7 +113,7 @@ class Connection:
 
         config: Any = uvicorn.Config(answer, ws="none", lifespan="off", log_config=None, timeout_keep_alive=75)
         loop: Any = self.loop
-        self.protocol = BoundedProtocol(LIMITS, config, ServerState(), {}, loop)
+        self.protocol = (protocols or bounded_protocol(LIMITS))(config, ServerState(), {}, loop)
         self.transport.protocol = self.protocol
         self.protocol.connection_made(self.transport)
         _made.append(self)
@@ -184,7 +190,63 @@ async def test_the_next_head_has_seconds_of_its_own() -> None:
     client.loop.wait(50)
     assert not client.transport.ended
     client.loop.wait(10)
-    assert client.transport.ended and b"HTTP/1.1 408 " in client.transport.written
+    assert client.transport.half_closed and b"HTTP/1.1 408 " in client.transport.written
+    client.loop.wait(60)
+    assert client.transport.ended == "closed"
+
+
+CLOSING = LENGTH.replace(b"Host", b"Connection: close\r\nHost")
+
+
+@pytest.mark.parametrize("begin", [LENGTH, CLOSING, b"\x16\x03\x01\r\n\r\n"], ids=["keep-alive", "close", "no HTTP"])
+@in_a_loop
+async def test_what_is_drained_is_bounded_in_bytes(begin: bytes) -> None:
+    client = Connection()
+    length = begin.replace(b"100000", b"100000000")
+    await client.send(length)
+    assert client.transport.written.startswith(b"HTTP/1.1 ")
+    assert client.transport.half_closed == (begin is not LENGTH)
+    for _ in range(8):
+        await client.send(b"a" * LIMITS.max_body_bytes)
+        assert not client.transport.ended
+    await client.send(b"a")
+    assert client.transport.ended == "closed"
+
+
+@in_a_loop
+async def test_a_connection_that_is_to_be_closed_is_drained_for_seconds() -> None:
+    client = Connection()
+    await client.send(CLOSING + b"a")
+    answer = client.transport.written
+    client.loop.wait(59)
+    await client.send(b"a" * 99_999 + GET + b"\r\n")
+    assert not client.transport.ended and client.transport.half_closed
+    client.loop.wait(1)
+    assert client.transport.ended == "closed" and client.transport.written == answer
+
+
+@in_a_loop
+async def test_a_connection_whose_request_is_complete_is_closed_with_its_reply() -> None:
+    client = Connection()
+    await client.send(CLOSING + b"a" * 100_000)
+    assert client.transport.ended == "closed" and not client.transport.half_closed
+
+
+@pytest.mark.parametrize("begin", [LENGTH, CLOSING], ids=["keep-alive", "close"])
+@in_a_loop
+async def test_few_connections_of_a_server_are_drained_at_a_time(begin: bytes) -> None:
+    protocols = bounded_protocol(LIMITS)
+    clients = [Connection(protocols=protocols) for _ in range(66)]
+    for client in clients[:65]:
+        await client.send(begin)
+        assert client.transport.written.startswith(b"HTTP/1.1 200 ")
+    assert [client.transport.ended for client in clients[:65]] == [""] * 64 + ["closed"]
+    if begin is LENGTH:
+        await clients[0].send(b"a" * 100_000)  # the whole body was read
+    else:
+        clients[0].transport.abort()  # the client closed
+    await clients[65].send(begin)
+    assert not clients[65].transport.ended
 
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
