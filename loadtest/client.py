@@ -96,6 +96,9 @@ class Client:
         if "text/event-stream" not in reply.headers.get("content-type", ""):
             self._absorb(record, targets.decode(await reply.read()), said, None)
             return
+        if not self._settings.streams:  # it may have no end
+            record.error = "a stream that was not asked for"
+            return
         await reply.each(self._sink(record, item, said))  # to its end behind [DONE]: the connection can be used again
         if not record.done and not record.error:
             record.error = "stream ended without [DONE]"

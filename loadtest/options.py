@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import urllib.parse
 from typing import Any
 
 from loadtest import lengths
@@ -268,7 +269,12 @@ def _add_run(group: Any) -> None:
 
 
 def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+    try:
+        parts = urllib.parse.urlsplit(text)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of a port or an address in brackets
+        right = False
+    if not right:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected http://HOST:PORT")
     return text
 

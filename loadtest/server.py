@@ -17,6 +17,7 @@ from loadtest.settings import PATHS, Settings
 from loadtest.workloads import Turn
 
 _PROBE_S = 120.0  # a first request may compile
+_LONGEST_REPLY = 64 << 20  # bytes
 _COUNTED_WORDS = 160  # each is a call of /tokenize
 
 
@@ -41,14 +42,30 @@ class Server:
         turn = Turn("The start", 3, 1, texts=("The start",))
         path = PATHS[settings.target]
         try:
-            body = targets.body(settings, turn, [], stream=False)
-            reply = self._http.post(path, content=body, timeout=_PROBE_S)
+            status, kind, content = self._ask(path, targets.body(settings, turn, [], stream=False))
         except httpx.HTTPError as error:
             raise ServerError(f"{settings.url} does not answer ({type(error).__name__}); is it running?") from None
-        if reply.status_code == 200:
-            return targets.decode(reply.content).model or settings.model
-        said = f"POST {path}: expected 200, found {reply.status_code}: {_message(reply)}"
-        raise UsageError(said) if 400 <= reply.status_code < 500 and reply.status_code != 429 else ServerError(said)
+        if status == 200:
+            return _read_probe(settings, kind, content).model or settings.model
+        said = f"POST {path}: expected 200, found {status}: {_message(content)}"
+        raise UsageError(said) if 400 <= status < 500 and status != 429 else ServerError(said)
+
+    def _ask(self, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Status, content type and body of a reply that is no stream. Raises `UsageError` where it is one, or has no
+        end within bounds: a server that is not the expected one may send anything.
+        """
+        end = time.monotonic() + _PROBE_S
+        content = bytearray()
+        with self._http.stream("POST", path, content=body, timeout=_PROBE_S) as reply:
+            kind = reply.headers.get("content-type", "")
+            if reply.status_code == 200 and kind.startswith("text/event-stream"):
+                raise UsageError(f"POST {path}: expected one JSON reply, found a stream that was not asked for")
+            for piece in reply.iter_bytes():
+                content += piece
+                if len(content) > _LONGEST_REPLY or time.monotonic() > end:
+                    most = f"{_LONGEST_REPLY >> 20} MiB in {_PROBE_S:g} s"
+                    raise UsageError(f"POST {path}: expected a reply of at most {most}, found a longer one")
+        return reply.status_code, kind, bytes(content)
 
     def about(self) -> dict[str, Any]:
         """What it says of itself at /info (ours), else at /v1/models; empty where there is neither."""
@@ -60,9 +77,11 @@ class Server:
 
     def max_model_len(self, model: str, about: dict[str, Any]) -> int:
         """Of `model` as /info or /v1/models tells; 0: not known."""
-        for entry in [*about.get("models", ()), *about.get("data", ())]:
-            if model in (entry.get("name"), entry.get("id")):
-                return int(entry.get("max_input_tokens") or entry.get("max_model_len") or 0)
+        for entries in (about.get("models"), about.get("data")):
+            for entry in entries if isinstance(entries, list) else ():
+                if isinstance(entry, dict) and model in (entry.get("name"), entry.get("id")):
+                    found = entry.get("max_input_tokens") or entry.get("max_model_len")
+                    return found if isinstance(found, int) else 0
         return 0
 
     def vocabulary(self, model: str) -> texts.Vocabulary | None:
@@ -73,7 +92,7 @@ class Server:
                 return texts.counted(
                     count, "the server's /tokenize", texts.WORDS[:: len(texts.WORDS) // _COUNTED_WORDS]
                 )
-            except (httpx.HTTPError, KeyError, ValueError):
+            except (httpx.HTTPError, KeyError, TypeError, ValueError):
                 continue
         return None
 
@@ -103,11 +122,31 @@ class Server:
         return found if isinstance(found, dict) else None
 
 
-def _message(reply: httpx.Response) -> str:
+def _read_probe(settings: Settings, kind: str, content: bytes) -> targets.Reply:
+    """The reply to a probe; raises `UsageError` where it is not what the target answers."""
+    field = "data" if settings.embeds else "choices"
+    said = f"POST {PATHS[settings.target]}: expected a JSON object with {field}, found"
+    try:
+        reply, fields = targets.decode(content), msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        raise UsageError(f"{said} {kind or 'no content type'}: {_line(content)!r}") from None
+    if reply.error is not None:
+        raise UsageError(f"{said} an error with status 200: {_message(content)}")
+    if field not in fields:
+        raise UsageError(f"{said} {_line(content)!r}; does it speak --target {settings.target}?")
+    return reply
+
+
+def _message(content: bytes) -> str:
     """The server's own words, on one line of bounded length."""
     try:
-        failure = targets.decode(reply.content).error
+        failure = targets.decode(content).error
     except msgspec.DecodeError:
         failure = None
-    text = failure if isinstance(failure, str) else failure.message if failure else reply.text
-    return " ".join(text.split())[:300]
+    text = failure if isinstance(failure, str) else failure.message if failure else ""
+    return _line(text.encode() or content, 300)
+
+
+def _line(content: bytes, most: int = 80) -> str:
+    """The beginning of a body that may be anything, as one line."""
+    return " ".join(content[: 4 * most].decode(errors="replace").split())[:most]

@@ -31,6 +31,9 @@ class Script:
     cut_after: int | None = None  # the connection breaks after so many
     silent: int = 0  # each so-manieth event has no text, and all tell their token's id
     metrics: str = ""
+    unasked: bool = False  # all but the probe is streamed, also what is to come in one piece
+    foreign: bytes = b""  # the reply to every POST, whatever was asked: another server's, head and body
+    described: str = ""  # the reply to GET /v1/models
 
 
 @dataclass
@@ -72,9 +75,14 @@ class ScriptedServer:
         content = await reader.readexactly(int(headers.get("content-length", 0)))
         received = time.monotonic()
         if method == "GET":
-            found = path == "/metrics" and self.script.metrics
-            _reply(writer, 200 if found else 404, self.script.metrics if found else "{}")
+            known = {"/metrics": self.script.metrics, "/v1/models": self.script.described}
+            found = known.get(path, "")
+            _reply(writer, 200 if found else 404, found or "{}")
             return True
+        if self.script.foreign:
+            writer.write(self.script.foreign)
+            await writer.drain()
+            return b"content-length" in self.script.foreign.lower() or await self._until_left(reader)
         if path == "/tokenize":
             _reply(writer, 404, "{}")
             return True
@@ -88,17 +96,22 @@ class ScriptedServer:
         finally:
             seen.ended = time.monotonic()
 
+    async def _until_left(self, reader: asyncio.StreamReader) -> bool:
+        """A reply without an end: the connection stays open until the client closes it."""
+        await reader.read()
+        return False
+
     async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> bool:
         script, probe = self.script, seen.body.get("max_tokens") == 1 and not seen.body.get("stream")
         if not probe and (script.status != 200 or self._waiting >= script.queue):
             status = script.status if script.status != 200 else 429
             _reply(writer, status, json.dumps({"error": {"message": "no", "type": "t", "code": "scripted"}}), 1)
             return True
-        if not seen.body.get("stream"):
+        if not seen.body.get("stream") and (probe or not script.unasked):
             if not probe:
                 await asyncio.sleep(script.first_s)
             usage = {"prompt_tokens": 7, "completion_tokens": seen.body.get("max_tokens", 0)}
-            _reply(writer, 200, json.dumps({"model": "m", "choices": [{"text": "word"}], "usage": usage}))
+            _reply(writer, 200, json.dumps({"model": "m", "choices": [{"text": "word"}], "data": [], "usage": usage}))
             return True
         self._waiting += 1
         async with self._places:

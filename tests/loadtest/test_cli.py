@@ -66,6 +66,8 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
     [
         (["run", "--target", "x"], "argument --target: invalid choice"),
         (["run", "--url", "localhost:1"], "--url: found 'localhost:1', expected http://HOST:PORT"),
+        (["run", "--url", "http://"], "--url: found 'http://', expected http://HOST:PORT"),
+        (["run", "--url", "http://[::1"], "--url: found 'http://[::1', expected http://HOST:PORT"),
         (["run", "--rate", "-1"], "--rate: found '-1', expected a number above 0"),
         (["run", "--rate", "nan"], "--rate: found 'nan', expected a number above 0"),
         (["run", "--prompt-tokens", "uniform:9-1"], "--prompt-tokens: found 'uniform:9-1'"),
@@ -139,6 +141,42 @@ def test_no_server_is_no_usage_error(tmp_path: Path) -> None:
     code, out, err = run("http://127.0.0.1:9", tmp_path, "--requests", "1")
     assert (code, out) == (1, "")
     assert err == "loadtest: http://127.0.0.1:9 does not answer (ConnectError); is it running?\n"
+
+
+def foreign(kind: str, body: str, *, ends: bool = True) -> Script:
+    """A server that is not ours and answers everything alike."""
+    length = f"Content-Length: {len(body)}\r\n" if ends else ""
+    return Script(foreign=f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{length}\r\n{body}".encode())
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (foreign("text/html", "<!doctype html>\n<p>hello"), "found text/html: '<!doctype html> <p>hello'"),
+        (foreign("application/json", ""), "found application/json: ''"),
+        (foreign("application/json", "[1, 2]"), "found application/json: '[1, 2]'"),
+        (foreign("application/json", '{"choices": "x"}'), 'found application/json: \'{"choices": "x"}\''),
+        (foreign("application/json", '{"ok": true}'), "found '{\"ok\": true}'; does it speak --target generate?"),
+        (foreign("application/json", '{"error": "not you"}'), "an error with status 200: not you"),
+        (foreign("text/event-stream", "data: {}\n\n", ends=False), "found a stream that was not asked for"),
+    ],
+)
+def test_a_server_that_is_not_ours_is_one_line(script: Script, said: str) -> None:
+    with serving(script) as server:
+        code, out, err = here("run", "--url", server.url, "--requests", "1", "--quiet")
+    assert (code, out) == (2, "")
+    assert err.startswith("loadtest: POST /generate: expected ") and said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "described", ['{"data": "x"}', '{"data": [3]}', '{"data": [{"id": "m", "max_model_len": "?"}]}']
+)
+def test_a_server_that_describes_itself_strangely_is_measured(described: str, tmp_path: Path) -> None:
+    with serving(Script(described=described, metrics="<html>\nno metrics")) as server:
+        code, out, err = run(server.url, tmp_path, "--requests", "2")
+    assert code == 0, err
+    assert last(out)["counts"]["ok"] == 2
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
