@@ -267,13 +267,13 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
 
 def _deployment(config: ServeConfig) -> serve.Deployment:
     """The limits that Serve enforces lie beyond those of the service, which answers first and says why."""
-    engines = [spec.engine for spec in config.models]
+    limits = [spec.engine.largest_limits() for spec in config.models]
     gpus = _gpus(config)
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
         name=DEPLOYMENT,
         **_scaling(config.scaling),
         ray_actor_options={"num_cpus": 0, **({"num_gpus": gpus} if gpus else {})},
-        max_ongoing_requests=sum(e.max_num_seqs + e.queued_requests_limit for e in engines) + _SPARE_REQUESTS,
+        max_ongoing_requests=sum(one.max_num_seqs + one.max_queued_requests for one in limits) + _SPARE_REQUESTS,
         max_queued_requests=_SPARE_REQUESTS,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=5),
         graceful_shutdown_timeout_s=math.ceil(config.settings.drain_timeout_s + _STOP_MARGIN),

@@ -121,7 +121,6 @@ def _scaling(settings: Mapping[str, Any]) -> Scaling:
 def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) -> str:
     """What an operator wants to know, and a line to paste."""
     settings = config.settings
-    engines = {spec.name: spec.engine for one in (config, *config.groups) for spec in one.models}
     versions = next(iter(ready.models.values())).versions
     lines = [
         "",
@@ -129,7 +128,7 @@ def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) ->
         + ", ".join(f"{name} {number}" for name, number in versions.items())
         + ")",
         "",
-        *(line for info in ready.models.values() for line in _model_lines(info, engines[info.name])),
+        *(line for info in ready.models.values() for line in _model_lines(info)),
         "",
         f"  keys    {'required' if settings.asks_for_key else 'none: anyone who reaches this port may ask'}",
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
@@ -147,7 +146,7 @@ def banner(ready: runtime.Ready, config: runtime.ServeConfig, seconds: float) ->
     return "\n".join(lines)
 
 
-def _model_lines(info: ModelInfo, engine: EngineConfig) -> list[str]:
+def _model_lines(info: ModelInfo) -> list[str]:
     lines = [
         f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, "
         f"{info.dtype} ({info.dtype_reason}), {info.weight_bytes / 1e6:.0f} MB on {_where(info)}, "
@@ -162,7 +161,7 @@ def _model_lines(info: ModelInfo, engine: EngineConfig) -> list[str]:
             f"  {'':<10} KV {info.num_blocks} blocks x {info.block_size} = {tokens:,} tokens "
             f"({tokens * info.kv_bytes_per_token / 1e6:.0f} MB): {tokens // per_request} full-length requests"
         )
-    queue = f"queue {engine.queued_requests_limit} requests, {engine.queued_tokens_limit} tokens"
+    queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
     return [*lines, f"  {'':<10} {limits}, {queue}"]
 
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from model.engine.config import EngineConfig
+from model.engine.config import BatchLimits, EngineConfig
 from model.engine.errors import QueueFullError
 from model.engine.stats import Demand, EngineStats
 
@@ -22,12 +22,18 @@ class Admission:
     """Who is in, of one model."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._max_sequences = config.max_num_seqs + config.queued_requests_limit
-        self._max_waiting_tokens = max(1, config.queued_tokens_limit)
+        """For a model on a CPU, until `settle` is told what it was given on its device."""
+        self._block_size = config.block_size
+        self.settle(config.limits())
         self._sequences: dict[str, int] = {}  # of every request that has not ended
         self._waiting_tokens: dict[str, int] = {}  # of those without an output
         self._ends: deque[float] = deque(maxlen=_RECENT)
+
+    def settle(self, limits: BatchLimits) -> None:
+        """Hold to these limits from now on: the engine knows its device only when it is loaded."""
+        self._max_running = limits.max_num_seqs
+        self._max_sequences = limits.max_num_seqs + limits.max_queued_requests
+        self._max_waiting_tokens = max(1, limits.max_queued_tokens)
 
     def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None) -> None:
         """Count the requests (id -> prompt tokens) in, all or none; raises `QueueFullError`.
@@ -66,8 +72,8 @@ class Admission:
         tokens = self.waiting_tokens
         if not stats.total_blocks:
             return tokens / self._max_waiting_tokens
-        share = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._config.block_size)
-        return max(share, sum(self._sequences.values()) / self._config.max_num_seqs)
+        share = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._block_size)
+        return max(share, sum(self._sequences.values()) / self._max_running)
 
     def started(self, request_id: str) -> None:
         self._waiting_tokens.pop(request_id, None)

@@ -220,6 +220,7 @@ class AsyncEngine:
         self._last_sign = time.monotonic()
         for info in events.loaded:
             self._models[info.name] = info
+            self._admission[info.name].settle(info.limits)
             logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
         if events.ready or events.failure is not None:
             self._settle_start(events)

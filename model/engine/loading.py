@@ -16,7 +16,7 @@ from model.attention.selection import Selection, select_backend
 from model.checkpoint import Checkpoint, read_checkpoint
 from model.config import ConfigError, ModelConfig, PositionKind
 from model.engine.block_manager import BlockManager
-from model.engine.config import EngineConfig
+from model.engine.config import BatchLimits, EngineConfig
 from model.engine.decode_graph import CudaRecorder, DecodeGraphs
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
@@ -77,7 +77,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     _check_ranks(spec.engine, checkpoint.config, device)
     selection = _select(spec.engine, device, dtype)
     _check_native(spec.engine, selection)
-    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
+    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config, batch_limits(spec.engine, device))
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
     if checkpoint.not_served:
         logger.warning(
@@ -93,7 +93,8 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
     """The engines of a network that has its weights."""
     weight = next(model.parameters())
     dtype, device = weight.dtype, weight.device
-    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config)
+    limits = batch_limits(spec.engine, device)
+    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config, limits)
     if selection.library is not None:
         kind = Kind.INT8 if spec.engine.quantization == "int8" else None
         pack_model(model, selection.library, kind, batch_invariant=spec.engine.batch_invariant)
@@ -101,18 +102,18 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
         spec.name,
         model,
         device,
-        max_num_seqs=spec.engine.max_num_seqs,
-        max_num_batched_tokens=spec.engine.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         pooling=checkpoint.pooling,
         normalize=checkpoint.normalize,
         images=checkpoint.images,
     )
     generate = None
     if checkpoint.config.can_generate:
-        generate = _generate_engine(spec, checkpoint, model, max_model_len, dtype, device)
+        generate = _generate_engine(spec, checkpoint, model, limits, max_model_len, dtype, device)
     if device.type == "cuda":
         warm_up(encode, generate)
-    info = _info(spec, checkpoint, model, selection, max_model_len, generate)
+    info = _info(spec, checkpoint, model, selection, limits, max_model_len, generate)
     return LoadedModel(info, encode, generate, _followers(model))
 
 
@@ -128,10 +129,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_max_model_len(engine: EngineConfig, config: ModelConfig) -> int:
+def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
+    """Of an engine on this device: what is not set follows from a GPU's memory."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return engine.limits(memory)
+
+
+def resolve_max_model_len(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> int:
     """The context in tokens: what is asked for, within what the positions allow."""
     if engine.max_model_len is None:
-        return config.max_positions or engine.max_num_batched_tokens
+        return config.max_positions or limits.max_num_batched_tokens
     limit = config.longest_context
     if limit is not None and engine.max_model_len > limit:
         raise ConfigError(f"max_model_len {engine.max_model_len} is beyond the model's {limit} positions")
@@ -209,6 +216,7 @@ def _generate_engine(
     spec: ModelSpec,
     checkpoint: Checkpoint,
     model: Transformer,
+    limits: BatchLimits,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -216,13 +224,13 @@ def _generate_engine(
     config = checkpoint.config
     assert config.decoder is not None
     dtype = kv_dtype(spec.engine, dtype)
-    num_blocks = _num_blocks(spec.engine, model, max_model_len, dtype, device)
+    num_blocks = _num_blocks(spec.engine, model, limits.max_num_seqs, max_model_len, dtype, device)
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
     cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
-    scheduler = Scheduler(block_manager, spec.engine.max_num_seqs, spec.engine.max_num_batched_tokens)
+    scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
     graphs = None
     if can_record(spec.engine, model, device):
-        seqs, record = spec.engine.max_num_seqs, CudaRecorder(device)
+        seqs, record = limits.max_num_seqs, CudaRecorder(device)
         graphs = recorded(
             DecodeGraphs(model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=record)
         )
@@ -287,7 +295,12 @@ def _grammars(checkpoint: Checkpoint) -> Grammars | None:
 
 
 def _num_blocks(
-    engine: EngineConfig, model: Transformer, max_model_len: int, dtype: torch.dtype, device: torch.device
+    engine: EngineConfig,
+    model: Transformer,
+    max_num_seqs: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
     """Blocks of the pool: what the memory holds, and no more than `max_num_seqs` full sequences could use."""
     config = Shard(0, engine.tensor_parallel_size).config(model.config)
@@ -295,7 +308,7 @@ def _num_blocks(
     tables = 2 if config.encoder is not None else 1
     full = tables * -(-max_model_len // engine.block_size)  # blocks of one full-length request
     memory = engine.kv_cache_memory or _pool_memory(engine, model, device)
-    num_blocks = min(memory // block_bytes, full * engine.max_num_seqs)
+    num_blocks = min(memory // block_bytes, full * max_num_seqs)
     if num_blocks < full:
         raise ConfigError(
             f"the KV pool has room for {num_blocks} blocks, but one request of max_model_len {max_model_len} "
@@ -317,6 +330,7 @@ def _info(
     checkpoint: Checkpoint,
     model: Transformer,
     selection: Selection,
+    limits: BatchLimits,
     max_model_len: int,
     generate: Engine | None,
 ) -> ModelInfo:
@@ -335,8 +349,10 @@ def _info(
         attention_backend=selection.backend.name,
         attention_reason=selection.reason,
         max_model_len=max_model_len,
-        max_num_seqs=spec.engine.max_num_seqs,
-        max_num_batched_tokens=spec.engine.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_queued_requests=limits.max_queued_requests,
+        max_queued_tokens=limits.max_queued_tokens,
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
         kv_bytes_per_token=kv_bytes_per_token(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from model.engine.config import BatchLimits
+
 
 @dataclass(slots=True)
 class StepStats:
@@ -60,6 +62,8 @@ class ModelInfo:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int
@@ -67,6 +71,12 @@ class ModelInfo:
     load_seconds: float
     tensor_parallel_size: int = 1
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> BatchLimits:
+        return BatchLimits(
+            self.max_num_seqs, self.max_num_batched_tokens, self.max_queued_requests, self.max_queued_tokens
+        )
 
     def blocks_for(self, sequences: int, length: int, *, source: int = 0) -> int:
         """Of the KV pool, for sequences of `length` tokens each and the `source` that all of them read."""

@@ -25,7 +25,7 @@ def huggingface_info(service: Service) -> Json:
         "model_dtype": first.checkpoint.dtype if info is None else info.dtype,
         "model_pipeline_tag": _TAGS.get(first.config.form),
         "model_type": _kind(first),
-        "max_concurrent_requests": first.engine.queued_requests_limit + (0 if info is None else info.max_num_seqs),
+        "max_concurrent_requests": 0 if info is None else info.max_queued_requests + info.max_num_seqs,
         "max_best_of": 1,
         "max_stop_sequences": service.limits.max_stop_strings,
         "max_input_length": first.checkpoint.max_input_tokens or length,

@@ -147,6 +147,4 @@ def _model(service: Service, served: ServedModel) -> Json:
         "normalize": served.checkpoint.normalize,
         "max_input_tokens": served.checkpoint.max_input_tokens,
         "sampling_defaults": served.checkpoint.sampling_defaults,
-        "max_queued_requests": served.engine.queued_requests_limit,
-        "max_queued_tokens": served.engine.queued_tokens_limit,
     }

@@ -269,7 +269,7 @@ def test_everything_selects_the_pods_there_are() -> None:
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment("cpu")["metadata"]["name"]
     saturation, tokens = (trigger["metadata"] for trigger in scaled["spec"]["triggers"])
     assert float(saturation["threshold"]) == Scaling().target
-    assert float(tokens["threshold"]) == EngineConfig().max_num_batched_tokens
+    assert float(tokens["threshold"]) == EngineConfig().limits().max_num_batched_tokens
 
 
 def test_networks_are_closed_in_both_directions() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from model.config import ConfigError
 from model.engine.admission import Admission
-from model.engine.config import EngineConfig
+from model.engine.config import BatchLimits, EngineConfig
 from model.engine.errors import QueueFullError
 
 
@@ -139,5 +139,44 @@ def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, objec
 
 
 def test_queue_limits_follow_from_the_batch_limits() -> None:
-    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=100)
-    assert (config.queued_requests_limit, config.queued_tokens_limit) == (32, 800)
+    limits = EngineConfig(max_num_seqs=8, max_num_batched_tokens=100).limits()
+    assert (limits.max_queued_requests, limits.max_queued_tokens) == (32, 800)
+    set_too = EngineConfig(max_num_seqs=8, max_queued_requests=0, max_queued_tokens=5).limits()
+    assert (set_too.max_queued_requests, set_too.max_queued_tokens) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("memory", "batch"),
+    [
+        (None, (64, 2048)),  # a CPU
+        (6 << 30, (128, 2048)),
+        (16 << 30, (128, 2048)),
+        (22 << 30, (256, 4096)),  # what cards of 24 GB say
+        (39 << 30, (256, 8192)),  # of 40
+        (141 << 30, (256, 8192)),
+    ],
+)
+def test_batch_limits_follow_from_the_card(memory: int | None, batch: tuple[int, int]) -> None:
+    limits = EngineConfig().limits(memory)
+    assert limits == BatchLimits(*batch, 4 * batch[0], 8 * batch[1])
+    assert EngineConfig(max_num_seqs=7).limits(memory).max_num_batched_tokens == batch[1]
+    # One that is decided gives way: every running sequence gets a token a step.
+    assert EngineConfig(max_num_batched_tokens=20).limits(memory) == BatchLimits(20, 20, 80, 160)
+    assert EngineConfig(max_num_seqs=9000).limits(memory) == BatchLimits(9000, 9000, 36_000, 72_000)
+
+
+def test_a_bound_before_the_device_is_known() -> None:
+    assert EngineConfig(device="cpu").largest_limits() == EngineConfig().limits()
+    for device in ("auto", "cuda"):
+        assert EngineConfig(device=device).largest_limits() == BatchLimits(256, 8192, 1024, 65_536)
+
+
+def test_limits_settle_when_the_model_is_loaded() -> None:
+    bound = Admission(EngineConfig())
+    bound.settle(BatchLimits(1, 64, 1, 512))
+    bound.admit({"a": 1})
+    bound.admit({"b": 1})
+    assert refused(bound, {"c": 1}).reason == "queue_requests"
+    bound.settle(EngineConfig().limits(80 << 30))
+    bound.admit({str(i): 0 for i in range(256 + 1024 - 2)})
+    assert refused(bound, {"c": 1}).reason == "queue_requests"

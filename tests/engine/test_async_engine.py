@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from model.config import ConfigError
-from model.engine import async_engine
+from model.engine import async_engine, loading
 from model.engine.async_engine import AsyncEngine
-from model.engine.config import EngineConfig
+from model.engine.config import BatchLimits, EngineConfig
 from model.engine.errors import EngineDeadError, EngineGoneError, QueueFullError
 from model.engine.protocol import ModelSpec
 from model.engine.thread import ThreadTransport
@@ -226,6 +226,21 @@ async def test_the_queue_is_bounded_by_requests(brake: Brake) -> None:
         for stream in streams:
             await stream.aclose()
         await until(lambda: idle(engine))
+
+
+@async_test
+async def test_the_front_holds_to_what_the_engine_was_given_on_its_device(
+    brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brake.seconds = 0.02
+    monkeypatch.setattr(loading, "batch_limits", lambda engine, device: BatchLimits(2, 512, 1, 4096))
+    async with served(LLAMA) as engine:
+        assert engine.models[LLAMA].limits == BatchLimits(2, 512, 1, 4096)
+        streams = [engine.submit([endless(f"r{i}")]) for i in range(3)]
+        with pytest.raises(QueueFullError):
+            engine.submit([endless("too-many")])
+        for stream in streams:
+            await stream.aclose()
 
 
 @async_test

@@ -167,8 +167,8 @@ def test_the_pool_holds_at_least_one_full_request_and_at_most_what_can_run() -> 
 
 
 def test_positions_without_a_limit_take_the_batch_as_context() -> None:
-    config = loaded("t5-relu").config
-    assert resolve_max_model_len(EngineConfig(max_num_batched_tokens=77, max_num_seqs=4), config) == 77
+    config, engine = loaded("t5-relu").config, EngineConfig(max_num_batched_tokens=77, max_num_seqs=4)
+    assert resolve_max_model_len(engine, config, engine.limits()) == 77
 
 
 def test_greedy_tokens_are_the_reference_librarys_argmax() -> None:

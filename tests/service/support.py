@@ -134,6 +134,8 @@ def info(name: str, form: str, **changes: Any) -> ModelInfo:
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=48,
+        max_queued_requests=32,
+        max_queued_tokens=384,
         block_size=4,
         num_blocks=20,
         kv_bytes_per_token=64,

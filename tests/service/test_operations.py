@@ -41,7 +41,7 @@ def test_info_shows_every_limit(app: App) -> None:
     reply = InfoReply.model_validate_json(ask(app, "GET", "/info").content)
     assert set(reply.limits) == {item.name for item in fields(Limits)}
     assert [model["name"] for model in reply.models] == ["gen", "seq", "enc"]
-    assert reply.models[0]["max_queued_requests"] == 256
+    assert reply.models[0]["max_queued_requests"] == 32
     assert "path" not in reply.models[0]
 
 
