@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -113,6 +113,8 @@ class Engine:
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
 
     def add(self, request: Request) -> None:
+        """Take a request on; what it may generate is cut to what the context leaves, however it is sampled."""
+        request = self._in_context(request)
         indices = range(1 if request.params.num_beams > 1 else request.params.n)
         sequences = [Sequence.of(request, index, next(self._arrivals), self.eos_token_ids) for index in indices]
         if request.params.num_beams > 1:
@@ -123,6 +125,12 @@ class Engine:
         for sequence in sequences:
             sequence.is_prepared = not request.params.grammar
             self.scheduler.add(sequence)
+
+    def _in_context(self, request: Request) -> Request:
+        room = max(1, self.max_model_len - len(request.decoder_token_ids or request.prompt_token_ids))
+        if request.params.max_tokens <= room:
+            return request
+        return replace(request, params=replace(request.params, max_tokens=room))
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> list[TokenOutput]:
         """End the sequences of a request (or one of them) now; idempotent."""
@@ -184,7 +192,7 @@ class Engine:
         for step in scheduled.scheduled:
             step.sequence.num_computed_tokens += step.num_tokens
             if step.samples and step.sequence.samples_blindly:
-                step.sequence.await_token(self.max_model_len)
+                step.sequence.await_token()
         return self._collect(before, outputs) if before is not None else None
 
     def _land(self, outputs: list[TokenOutput]) -> StepStats:
@@ -295,7 +303,7 @@ class Engine:
     def _take(self, step: ScheduledSequence, token: SampledToken) -> TokenOutput:
         sequence = step.sequence
         first = sequence.num_output_tokens == 0
-        sequence.append(token.token_id, self.max_model_len, forced=token.forced)
+        sequence.append(token.token_id, forced=token.forced)
         output = TokenOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,

@@ -149,9 +149,9 @@ class Sequence:
         """Whether its last token is one that only the device knows."""
         return self.token_ids[-1] == AWAITED
 
-    def await_token(self, max_model_len: int) -> None:
+    def await_token(self) -> None:
         """Go on before the token that is being sampled is known, unless that is sure to be the last."""
-        if self.num_output_tokens + 1 < self.params.max_tokens and self.num_tokens + 1 < max_model_len:
+        if self.num_output_tokens + 1 < self.params.max_tokens:
             self.token_ids.append(AWAITED)
 
     def drop_awaited(self, at: int) -> int:
@@ -169,13 +169,13 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def append(self, token_id: int, max_model_len: int, *, forced: bool = False) -> None:
+    def append(self, token_id: int, *, forced: bool = False) -> None:
         """Take the next token and end where it says so; a stop id `forced` upon the last token ends nothing early.
 
         A forced token is not the model's, and no part of what a grammar judges.
         """
         self.token_ids.append(token_id)
-        spent = self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_model_len
+        spent = self.num_output_tokens >= self.params.max_tokens
         imposed = forced and spent
         if token_id in self.stop_token_ids and (imposed or self.num_output_tokens > self.params.min_tokens):
             self.stop_token_id = token_id

@@ -95,6 +95,18 @@ def test_a_prompt_whose_step_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert llm.generate([prompt(5)], SamplingParams(max_tokens=2)) == [""]
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_no_output_is_longer_than_the_context(kind: str, beams: int) -> None:
+    llm = LLM(saved(kind).path, EngineConfig(**SMALL, max_model_len=32))
+    tokens: dict[int, int] = {}
+    for position, output in llm.stream(
+        [prompt(5), prompt(31)], SamplingParams(max_tokens=80, num_beams=beams, ignore_eos=True)
+    ):
+        tokens[position] = tokens.get(position, 0) + len(output.token_ids)
+    assert tokens == {0: 27, 1: 1}
+
+
 @pytest.mark.parametrize(
     ("beams", "tokens", "settings", "message"),
     [
