@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 from model.config import ConfigError
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; the smaller is served first
 _LONGEST_INTERVAL = 10.0  # seconds without an event, by our own doing
 
 LogFormat = Literal["auto", "plain", "json"]
 
 
-def _limit(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
+def _limit(default: Any, meaning: str, least: float | None = None) -> Any:
+    """`least`: the smallest value that it may have; without, it must be above 0."""
+    return field(default=default, metadata={"meaning": meaning, "least": least})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class Limits:
     max_n: int = _limit(8, "outputs for a prompt")
     max_beams: int = _limit(8, "beams of a prompt")
     max_logprobs: int = _limit(20, "alternatives shown for a token")
+    max_reply_logprobs: int = _limit(
+        250_000, "log-probabilities of a reply: of n x max_tokens tokens, streams excepted, and of n x their prompts"
+    )
     max_stop_strings: int = _limit(4, "stop strings")
     max_stop_characters: int = _limit(256, "characters of a stop string")
     max_stop_token_ids: int = _limit(128, "stop token ids")
@@ -54,11 +59,18 @@ class Limits:
     stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a stream gets a comment")
     max_chat_messages: int = _limit(1_000, "messages of a conversation")
     chat_template_s: float = _limit(2.0, "seconds for rendering one conversation")
+    min_priority: int = _limit(
+        0, "smallest priority, the first to be served, that clients may ask for: -100 to 0", least=MIN_PRIORITY
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not 0 < getattr(self, item.name) < math.inf:
-                raise ConfigError(f"{item.name} must be positive and finite, found {getattr(self, item.name)}")
+            value, least = getattr(self, item.name), item.metadata["least"]
+            if not (value > 0 if least is None else least <= value) or not value < math.inf:
+                bound = "positive" if least is None else f"at least {least}"
+                raise ConfigError(f"{item.name} must be {bound} and finite, found {value}")
+        if self.min_priority > 0:
+            raise ConfigError(f"min_priority must be at most 0, the default of a request, found {self.min_priority}")
 
 
 @dataclass(frozen=True, slots=True)

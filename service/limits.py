@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from model.request import Request
 from service.config import Limits
 from service.errors import ApiError, invalid, too_large
 from service.schemas.bodies import EncodeBody, GenerateBody
@@ -18,6 +21,30 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     _no_longer("prompt", num_inputs(body.prompt), limits.max_prompts)
     _check_stop(body, limits)
     check_timeout(body.timeout_s, limits)
+    if body.priority < limits.min_priority:  # words that hold for a dialect whose priorities are negated, too
+        message = f"priority asks to be served before others, more than min_priority ({limits.min_priority}) allows"
+        raise invalid(message, "priority")
+
+
+def check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limits) -> None:
+    """Refuse more log-probabilities than one reply may hold: a whole reply those of all its tokens, and a stream too
+    those of its prompts, which do not come one by one.
+    """
+    counts: dict[str, tuple[int, str]] = {}  # by field: how many, and of what
+    if body.logprobs is not None and not body.stream:
+        tokens, each = sum(one.params.max_tokens for one in requests), body.logprobs + 1
+        counts["logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} max_tokens x {each}"
+    if body.prompt_logprobs is not None:
+        tokens, each = sum(len(one.prompt_token_ids) for one in requests), body.prompt_logprobs + 1
+        counts["prompt_logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} prompt tokens x {each}"
+    total = sum(count for count, _ in counts.values())
+    if total <= limits.max_reply_logprobs:
+        return
+    param = max(counts, key=lambda name: counts[name][0])
+    made = " + ".join(words for _, words in counts.values())
+    message = f"{param} asks for {made} = {total} log-probabilities, more than max_reply_logprobs"
+    advice = "" if body.stream or param != "logprobs" else "; a stream may have them"
+    raise invalid(f"{message} ({limits.max_reply_logprobs}){advice}", param)
 
 
 def check_encode(body: EncodeBody, limits: Limits) -> None:

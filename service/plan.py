@@ -20,7 +20,7 @@ from service.client import EngineClient
 from service.config import Limits
 from service.context import current
 from service.errors import ApiError, invalid, not_taken
-from service.limits import check_generate, stop_texts
+from service.limits import check_generate, check_logprobs, stop_texts
 from service.registry import Registry, ServedModel, Task
 from service.schemas.bodies import GenerateBody
 from service.structure import GrammarTrials, Structure, structure_of
@@ -128,6 +128,7 @@ class GeneratePlanner:
             self._request(body, served, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
             for prompt, prompt_ids in zip(prompts, ids, strict=True)
         ]
+        check_logprobs(body, requests, self._limits)
         return GeneratePlan(
             served=served,
             requests=tuple(requests),

@@ -101,7 +101,11 @@ class _Asked(Extended):
     request_id: str | None = Field(
         None, alias="rid", pattern=REQUEST_ID_PATTERN, description="The request id.", examples=["my-request-1"]
     )
-    priority: int | None = Field(None, description="Higher is served first.", examples=[0])
+    priority: int | None = Field(
+        None,
+        description="Higher is served first; above 0 only as far as `min_priority`, negated, of `/info` allows.",
+        examples=[0],
+    )
     lora_path: Never = None
     image_data: Never = None
     input_embeds: Never = None

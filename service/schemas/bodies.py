@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from service.config import MAX_PRIORITY, MIN_PRIORITY
 from service.context import REQUEST_ID_PATTERN
 from service.schemas.types import (
     MAX_INT,
@@ -236,7 +237,12 @@ class GenerateBody(Body):
     stream: bool = Field(False, description="Answer as server-sent events.", examples=[False])
     timeout_s: Timeout = None
     priority: int = Field(
-        0, ge=-100, le=100, description="Lower is served first; first come, first served within one.", examples=[0]
+        0,
+        ge=MIN_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lower is served first; first come, first served within one. Below 0 only as far as `min_priority` "
+        "of `/info` allows.",
+        examples=[0],
     )
     cache_salt: str | None = Field(
         None,

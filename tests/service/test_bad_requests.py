@@ -155,6 +155,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (G, gen(timeout_s=0), 400, "timeout_s", "invalid_value"),
     (G, gen(timeout_s=601), 400, "timeout_s", "invalid_value"),
     (G, gen(priority=101), 400, "priority", "invalid_value"),
+    (G, gen(priority=-1), 400, "priority", "invalid_value"),
     (G, gen(request_id="a b"), 400, "request_id", "invalid_value"),
     (G, gen(request_id="a\n"), 400, "request_id", "invalid_value"),
     (G, gen(request_id="a" * 129), 400, "request_id", "invalid_value"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model.bounds import check_value
 from model.config import ConfigError
 from model.request import Request, SamplingParams
-from service.config import ServiceSettings
+from service.config import Limits, ServiceSettings
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
 from tests.service.support import (
@@ -127,6 +127,51 @@ def test_logprobs(app: App) -> None:
     assert [len(entry["top"]) for entry in choice["logprobs"]] == [2, 2, 2]
     assert choice["prompt_logprobs"][0] is None
     assert [entry["text"] for entry in choice["prompt_logprobs"][1:]] == ["a", "b"]
+
+
+def test_the_log_probabilities_of_a_reply_are_bounded_in_sum() -> None:
+    app = make_app(settings=ServiceSettings(limits=Limits(max_reply_logprobs=96)))
+    asked = {"model": "gen", "prompt": ["ab", "cd"], "max_tokens": 8, "n": 2, "logprobs": 2}  # 2 x 2 x 8 x 3
+    assert ask(app, "POST", "/generate", json=asked).status_code == 200
+    taken = len(app.client.submitted)
+    error = check_error(ask(app, "POST", "/generate", json={**asked, "logprobs": 3}), 400, "logprobs", "invalid_value")
+    assert error["message"] == (
+        "logprobs asks for 2 n x 16 max_tokens x 4 = 128 log-probabilities, more than max_reply_logprobs (96); "
+        "a stream may have them"
+    )
+    foreign = {"model": "gen", "inputs": "ab", "parameters": {"max_new_tokens": 50, "top_n_tokens": 2, "details": True}}
+    error = check_error(ask(app, "POST", "/generate", json=foreign), 400, "parameters.top_n_tokens", "invalid_value")
+    assert "50 parameters.max_new_tokens x 3" in error["message"]
+    chat = {**asked, "prompt": "ab", "n": 1, "max_tokens": 50, "logprobs": 2}
+    check_error(ask(app, "POST", "/v1/completions", json=chat), 400, "logprobs", "invalid_value")
+    of_prompts = {**asked, "logprobs": None, "prompt_logprobs": 8}  # 2 x 6 x 9
+    for stream in (False, True):
+        body = {**of_prompts, "stream": stream}
+        error = check_error(ask(app, "POST", "/generate", json=body), 400, "prompt_logprobs", "invalid_value")
+        assert error["message"] == (
+            "prompt_logprobs asks for 2 n x 6 prompt tokens x 9 = 108 log-probabilities, more than "
+            "max_reply_logprobs (96)"
+        )
+    assert len(app.client.submitted) == taken
+    assert ask(app, "POST", "/generate", json={**asked, "logprobs": 3, "stream": True}).status_code == 200
+    assert ask(app, "GET", "/info").json()["limits"]["max_reply_logprobs"] == 96
+    check_accounts(app)
+
+
+def test_nobody_overtakes_others_unless_the_operator_allows_it(app: App) -> None:
+    """(A13)"""
+    generate(app, priority=100)
+    body = {"model": "gen", "prompt": "ab", "priority": -1}
+    error = check_error(ask(app, "POST", "/generate", json=body), 400, "priority", "invalid_value")
+    assert "min_priority (0)" in error["message"]
+    check_error(ask(app, "POST", "/v1/completions", json=body), 400, "priority", "invalid_value")
+    assert [request.priority for request in app.client.submitted] == [100]
+    trusting = make_app(settings=ServiceSettings(limits=Limits(min_priority=-5)))
+    for route in ("/generate", "/v1/completions"):
+        assert ask(trusting, "POST", route, json={**body, "priority": -5}).status_code == 200
+        check_error(ask(trusting, "POST", route, json={**body, "priority": -6}), 400, "priority", "invalid_value")
+    assert [request.priority for request in trusting.client.submitted] == [-5, -5]
+    assert ask(trusting, "GET", "/info").json()["limits"]["min_priority"] == -5
 
 
 def test_stop_texts(app: App) -> None:

@@ -358,6 +358,9 @@ def test_settings_are_checked() -> None:
             ServiceSettings(**wrong)
     with pytest.raises(ConfigError, match="max_n"):
         Limits(max_n=0)
+    for priority in (-101, 1):
+        with pytest.raises(ConfigError, match="min_priority"):
+            Limits(min_priority=priority)
     for number in (float("nan"), float("inf")):
         for name in ("drain_timeout_s", "stall_timeout_s", "stream_interval_s"):
             with pytest.raises(ConfigError, match=name):

@@ -33,6 +33,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_only_what_is_given_is_set() -> None:
     assert parse() == {}
+    assert parse("--min-priority", "-100") == {"min_priority": -100}
     assert parse("--port", "9", "--max-num-seqs", "4") == {"port": 9, "max_num_seqs": 4}
 
 

@@ -182,6 +182,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (G, {"sampling_params": [{}]}, 400, "sampling_params", "invalid_type"),
     (G, {"rid": ["a"]}, 400, "rid", "invalid_type"),
     (G, {"priority": 1000}, 400, "priority", "invalid_value"),
+    (G, {"priority": 1}, 400, "priority", "invalid_value"),  # which is -1 in /generate
     (G, {"image_data": "x"}, 400, "image_data", NO),
     (G, {"lora_path": "x"}, 400, "lora_path", NO),
     (G, {"return_hidden_states": True}, 400, "return_hidden_states", NO),

@@ -33,10 +33,10 @@ def test_several_prompts_and_choices_are_a_list(app: App) -> None:
 
 
 def test_sampling(app: App) -> None:
-    reply = generate(app, text="ab", priority=3, sampling_params={"stop": "lo", "no_stop_trim": True, "top_k": -1})
+    reply = generate(app, text="ab", priority=-3, sampling_params={"stop": "lo", "no_stop_trim": True, "top_k": -1})
     assert (reply["text"], reply["meta_info"]["finish_reason"]) == ("hello", {"type": "stop", "matched": "lo"})
     [request] = app.client.submitted
-    assert (request.params.temperature, request.params.top_k, request.priority) == (1.0, 0, -3)
+    assert (request.params.temperature, request.params.top_k, request.priority) == (1.0, 0, 3)
     assert ask(app, "POST", "/generate", json={"model": "seq", "text": "ab"}).status_code == 200
     assert app.client.submitted[1].params.max_tokens == 63
 
