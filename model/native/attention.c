@@ -56,7 +56,8 @@ static float soften(float *scores, int64_t first, int64_t last) {
         sum += weight;
         store(scores + at, weight);
     }
-    return 1.0f / sum_of(sum);
+    float total = sum_of(sum);
+    return total == 0.0f ? 0.0f : 1.0f / total; /* no keys: zeros, not 0 / 0 */
 }
 
 /* The memory's rows of GROUP keys from `at`, a multiple of GROUP; those beyond the last repeat it and are masked or weigh
@@ -120,7 +121,7 @@ INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one
     float scales[GROUP];
     for (int64_t at = one->begin; at < one->to; at += GROUP) {
         visit(s, one, base, m->value_stride * element_bytes(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
-        int count = (int)smaller(GROUP, one->to - at);
+        int skip = (int)larger(0, one->from - at), count = (int)smaller(GROUP, one->to - at) - skip;
         for (int64_t g = one->first; g < one->last; g++) {
             for (int i = 0; i < GROUP; i++) values[i] = rows[i] + (g - one->first) * head_bytes;
             if (kind == INT8) {
@@ -134,8 +135,8 @@ INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one
             for (int64_t h = g * one->per; h < (g + 1) * one->per; h += QROWS) {
                 const float *weights[QROWS];
                 int some = (int)smaller(QROWS, (g + 1) * one->per - h);
-                for (int r = 0; r < some; r++) weights[r] = one->scores + (h + r) * one->width + at;
-                mix_rows(kind, some, weights, values, count, one->sums + h * one->padded, one->padded, dim);
+                for (int r = 0; r < some; r++) weights[r] = one->scores + (h + r) * one->width + at + skip;
+                mix_rows(kind, some, weights, values + skip, count, one->sums + h * one->padded, one->padded, dim);
             }
         }
     }
@@ -176,22 +177,42 @@ INLINE void gather(int kind, const Source *s, const void *base, int64_t stride, 
     }
 }
 
+/* GROUP values from key `at` on into the sums of each row that sees them, keys [lo, hi). What a row does not see is left out
+ * and not merely weighed with zero: zero times infinity is no number. */
+INLINE void mix_seen(int rows, int64_t at, const int64_t *lo, const int64_t *hi, const float *const *weights,
+                     const void *const *values, float *sums, int64_t padded) {
+    int first[QROWS], last[QROWS] = {0}, alike = 1;
+    for (int r = 0; r < rows; r++) {
+        first[r] = (int)larger(0, lo[r] - at), last[r] = (int)smaller(GROUP, hi[r] - at);
+        alike &= !first[r] && last[r] == last[0];
+    }
+    if (alike) {
+        mix_rows(F32, rows, weights, values, last[0], sums, padded, padded);
+        return;
+    }
+    for (int r = 0; r < rows; r++) {
+        if (first[r] >= last[r]) continue;
+        const float *seen = weights[r] + first[r];
+        mix_rows(F32, 1, &seen, values + first[r], last[r] - first[r], sums + r * padded, padded, padded);
+    }
+}
+
 /* Up to 4 queries of one head against gathered keys and values. */
 INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, int64_t position, int rows, int64_t head,
                   int64_t begin, int64_t to, const float *keys, const float *values, const float *key_scales,
                   const float *value_scales, float *scores, float *sums) {
     int64_t padded = up_to(dim, LANES), width = up_to(to - begin, GROUP);
     float inverse[QROWS];
+    int64_t lo[QROWS], hi[QROWS];
     const void *at_hand[GROUP];
+    for (int r = 0; r < rows; r++) range_of(s, position + r, lo + r, hi + r);
     for (int64_t at = begin; at < to; at += GROUP) {
         for (int i = 0; i < GROUP; i++) at_hand[i] = keys + (smaller(at + i, to - 1) - begin) * padded;
         for (int r = 0; r < rows; r++) {
-            int64_t lo, hi;
-            range_of(s, position + r, &lo, &hi);
             for (int i = 0; i < GROUP; i += LANES) {
                 vec raw = score(F32, q + r * padded, at_hand + i, dim == padded ? dim : padded);
                 if (quantised) raw *= load(key_scales + at - begin + i);
-                store(scores + r * width + at - begin + i, adjust(s, raw, head, position + r, at + i, lo, hi));
+                store(scores + r * width + at - begin + i, adjust(s, raw, head, position + r, at + i, lo[r], hi[r]));
             }
         }
     }
@@ -206,7 +227,7 @@ INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, i
             weights[r] = w;
         }
         for (int i = 0; i < GROUP; i++) at_hand[i] = values + (smaller(at + i, to - 1) - begin) * padded;
-        mix_rows(F32, rows, weights, at_hand, (int)smaller(GROUP, to - at), sums, padded, padded);
+        mix_seen(rows, at, lo, hi, weights, at_hand, sums, padded);
     }
     for (int r = 0; r < rows; r++)
         for (int64_t i = 0; i < dim; i++) sums[r * padded + i] *= inverse[r];

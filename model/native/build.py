@@ -29,7 +29,7 @@ from model.native.levels import LEVELS, Level, fitting
 
 _SOURCES = Path(__file__).parent
 _PREBUILT = Path(__file__).parent / "prebuilt"
-_FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-fPIC", "-Wno-psabi")
+_FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _SECONDS = 300  # a compiler that takes longer is stuck
 _CPU_KEYS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 

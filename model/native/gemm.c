@@ -58,6 +58,17 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
     }
 }
 
+void narrow_in_place(float *row, int64_t k) { /* what is written has been read */
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) store_bf16((bf16 *)row + i, load(row + i));
+    for (; i < k; i++) {
+        float wide;
+        memcpy(&wide, (char *)row + i * sizeof wide, sizeof wide);
+        bf16 narrow = to_bf16(wide);
+        memcpy((char *)row + i * sizeof narrow, &narrow, sizeof narrow);
+    }
+}
+
 /* Sums of mr rows times nv registers' worth of outputs. */
 typedef vec Sums[ROWS][PANELS * PARTS];
 

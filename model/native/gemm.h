@@ -50,14 +50,15 @@ INLINE int64_t padded_k(int64_t dtype, int64_t k) { return up_to(k, dtype == F32
 int operand_kind(const Linear *matrix);
 /* Bytes of one row of k elements in that form. */
 int64_t operand_bytes(const Linear *matrix);
-/* Put a row of k floats (and up to 63 bytes beyond) into that form. */
+/* Put a row of k floats (and up to 63 bytes beyond) into that form, elsewhere. */
 void write_operand(int kind, const float *from, int64_t k, void *to, float *scale);
+/* Round a row of k floats to as many bf16, which take the first half of its place. */
+void narrow_in_place(float *row, int64_t k);
 /* The share of thread `part` of `parts` in target = operand x matrix^T; `scratch` holds 48 floats a row. */
 void product(const Linear *matrix, Operand from, int64_t rows, Target to, int part, int parts, float *scratch);
 /* Finished sums of `count` rows from `row`, so many registers of each: scale, bias, activation, addition. */
-__attribute__((visibility("hidden"))) void finish(const Job *job, int64_t row, int count, int64_t column, int registers,
-                                                  vec *sums, int64_t stride);
+void finish(const Job *job, int64_t row, int count, int64_t column, int registers, vec *sums, int64_t stride);
 /* At least 16 rows of BF16 or INT8 times the panels [first, last). */
-__attribute__((visibility("hidden"))) void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last);
+void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last);
 
 #endif

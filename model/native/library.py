@@ -142,21 +142,35 @@ class Step(ctypes.Structure):
     )
 
 
+_STRUCTURES = (Linear, Memory, Segments, AttentionShape, Norm, Layer, Stack, Step)  # as `structure_sizes` has them
+
+
 class Library:
     """The compiled functions, with a scratch buffer for each thread that calls them."""
 
+    # Functions that return nothing, and those that return a number: all that a library exports.
+    _ACTIONS = ("run_stack", "run_linear", "run_attention", "rank_rows")
+    _NUMBERS = (
+        *("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes"),
+        *("features", "start_tiles", "structure_sizes"),
+    )
+    ENTRY_POINTS = (*_ACTIONS, *_NUMBERS)
+
     def __init__(self, built: Built) -> None:
-        """Raises `OSError` where it does not load. Its libgomp.so.1 is torch's, which is in memory by that name.
+        """Raises `OSError` where it does not load, or has structures of other sizes than are declared here.
+
+        Its libgomp.so.1 is torch's, which is in memory by that name.
 
         Tiles, if it has them, are asked for and tried once: without them, the vectors compute.
         """
         functions = self._functions = ctypes.CDLL(str(built.path))
         self._origin = built.origin
         self._scratch = threading.local()
-        for name in ("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes", "features", "start_tiles"):
+        for name in self._NUMBERS:
             getattr(functions, name).restype = c_int64
-        for name in ("run_stack", "run_linear", "run_attention", "rank_rows"):
+        for name in self._ACTIONS:
             getattr(functions, name).restype = None
+        _check_structures(functions)
         started = functions.start_tiles()
         self.tiles = bool(started == 1)
         self._no_tiles = _NO_TILES.get(started)
@@ -230,6 +244,13 @@ class Library:
         if found is None or found.numel() < needed:
             found = self._scratch.tensor = torch.empty(needed + needed // 4, dtype=torch.uint8)
         return _at(found)
+
+
+def _check_structures(functions: ctypes.CDLL) -> None:
+    """Refuse, with `OSError`, a library that reads other structures than are filled here."""
+    sizes = (c_int64 * len(_STRUCTURES))()
+    if functions.structure_sizes(sizes) != len(sizes) or list(sizes) != [ctypes.sizeof(one) for one in _STRUCTURES]:
+        raise OSError("its structures are not those that are declared to it")
 
 
 def _at(tensor: Tensor | None) -> c_void_p:

@@ -59,8 +59,8 @@ static float log_mass(const float *x, int64_t size, float most) {
 
 /* Of each of `rows` rows of `size` floats the `count` highest in order with their places, and log sum exp. A row with a
  * NaN, or without anything finite, has mass NaN, and what else is said of it means nothing. */
-void rank_rows(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens, float *mass,
-               int64_t threads) {
+EXPORTED void rank_rows(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens,
+                        float *mass, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t row = 0; row < rows; row++) {
         Best best = {count, 0, values + row * count, tokens + row * count};

@@ -116,7 +116,7 @@ static void place(const Team *t, const Layer *layer, const Memory *memory, int k
                      t->stack->rotary);
         }
         if (step->memory) remember(a, memory, step->self.slots[row], q + query, q + query + kv);
-        if (kind == BF16) write_operand(BF16, q, width, q, NULL);
+        if (kind == BF16) narrow_in_place(q, width);
     }
     meet(t->meeting, t->part, t->parts);
 }
@@ -264,7 +264,7 @@ static int64_t team_bytes(const Stack *stack, const Step *step, int64_t threads)
     return grouped ? shared + s.scratch + s.line : shared + threads * (s.scratch + s.line);
 }
 
-int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads) {
+EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads) {
     return (in_groups(stack, step, threads) ? threads : 1) * team_bytes(stack, step, threads) + 64;
 }
 
@@ -311,21 +311,21 @@ static void run_group(const Stack *stack, const Step *step, int64_t first, int64
     run_layers(&t);
 }
 
-void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads) {
+EXPORTED void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads) {
     int grouped = in_groups(stack, step, threads);
-    int64_t bytes = team_bytes(stack, step, threads), next = 0;
+    int64_t bytes = team_bytes(stack, step, threads);
+    _Atomic int64_t next = 0; /* the first segment that nobody has taken */
     Meeting meeting = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
     if (grouped) {
         for (;;) {
-            int64_t first, last;
-#pragma omp critical(groups)
-            {
-                first = last = next;
-                if (first < step->self.segments) next = last = group_end(&step->self, first, threads);
-            }
-            if (first == last) break;
+            int64_t first = atomic_load(&next), last;
+            do {
+                if (first == step->self.segments) break;
+                last = group_end(&step->self, first, threads);
+            } while (!atomic_compare_exchange_weak(&next, &first, last));
+            if (first == step->self.segments) break;
             run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
         }
     } else {
@@ -334,12 +334,12 @@ void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int
     }
 }
 
-int64_t linear_scratch_bytes(const Linear *matrix, int64_t rows, int64_t threads) {
+EXPORTED int64_t linear_scratch_bytes(const Linear *matrix, int64_t rows, int64_t threads) {
     return aligned(rows * operand_bytes(matrix)) + aligned(rows * 4) + threads * aligned(rows * 192) + 64;
 }
 
 /* out [rows][n] = x [rows][k] x matrix^T + bias. */
-void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
+EXPORTED void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
     Meeting meeting = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
@@ -354,14 +354,14 @@ void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, 
     }
 }
 
-int64_t attend_scratch_bytes(const AttentionShape *shape, int64_t longest, int64_t threads) {
+EXPORTED int64_t attend_scratch_bytes(const AttentionShape *shape, int64_t longest, int64_t threads) {
     return threads * aligned(attention_scratch(shape, longest) * 4) + 64;
 }
 
 /* Attention alone: writes `rows` keys and values where `segments` has slots, then attends. */
-void run_attention(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
-                   const float *keys, const float *values, float *out, int64_t rows, int64_t longest, char *scratch,
-                   int64_t threads) {
+EXPORTED void run_attention(const AttentionShape *shape, const Segments *segments, const Memory *memory,
+                            const float *queries, const float *keys, const float *values, float *out, int64_t rows,
+                            int64_t longest, char *scratch, int64_t threads) {
     scratch = (char *)(((uintptr_t)scratch + 63) / 64 * 64);
     int64_t kv = shape->kv_heads * shape->dim;
     if (segments->slots)
@@ -372,8 +372,16 @@ void run_attention(const AttentionShape *shape, const Segments *segments, const 
            omp_get_num_threads(), (float *)(scratch + omp_get_thread_num() * aligned(attention_scratch(shape, longest) * 4)));
 }
 
+/* The sizes of the structures that a caller fills, in the order in which they are declared to Python; returns their number. */
+EXPORTED int64_t structure_sizes(int64_t *sizes) {
+    const int64_t found[] = {sizeof(Linear), sizeof(Memory), sizeof(Segments), sizeof(AttentionShape),
+                             sizeof(Norm),   sizeof(Layer),  sizeof(Stack),    sizeof(Step)};
+    memcpy(sizes, found, sizeof found);
+    return sizeof found / sizeof *found;
+}
+
 /* What the machine code was made for, to be shown: bit 0 AVX-512, 1 its bf16 products, 2 its integer products. */
-int64_t features(void) {
+EXPORTED int64_t features(void) {
     int64_t found = 0;
 #ifdef __AVX512F__
     found |= 1;

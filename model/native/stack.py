@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from model.transformer import Block, CrossInput, Stack, StackInput, Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
-_MARGIN = 16  # keys are scored by 16: the bias is read so far beyond the last
+_MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
 
 def pack_model(
@@ -206,18 +206,26 @@ def fill_segments(
     segments: Segments, metadata: AttentionMetadata, cache: KVCache | LayerCache | None
 ) -> Iterator[Tensor]:
     """Describe a step's segments; yields the tensors that must live as long as the description."""
-    starts = torch.tensor(metadata.cu_seqlens_q)
-    lens = torch.tensor(metadata.kv_lens)
-    key_starts = torch.tensor(metadata.cu_seqlens_k)
+    starts = torch.tensor(metadata.cu_seqlens_q, dtype=torch.int64)
+    lens = torch.tensor(metadata.kv_lens, dtype=torch.int64)
+    key_starts = torch.tensor(metadata.cu_seqlens_k, dtype=torch.int64)
     segments.segments, segments.causal = len(metadata.q_lens), metadata.causal
     segments.q_starts, segments.kv_lens, segments.k_starts = starts.data_ptr(), lens.data_ptr(), key_starts.data_ptr()
     yield from (starts, lens, key_starts)
     if cache is not None and metadata.block_tables is not None:
         keys = cache.keys
         segments.block_size = keys.shape[-3]
-        tables = metadata.block_tables.contiguous()
+        tables = _indices("block_tables", metadata.block_tables)
         segments.tables, segments.table_width = tables.data_ptr(), tables.shape[1]
         yield tables
     if cache is not None and metadata.slot_mapping is not None:
-        segments.slots = metadata.slot_mapping.data_ptr()
-        yield metadata.slot_mapping
+        slots = _indices("slot_mapping", metadata.slot_mapping)
+        segments.slots = slots.data_ptr()
+        yield slots
+
+
+def _indices(name: str, tensor: Tensor) -> Tensor:
+    """As C reads indices: int64, one after the other, in the CPU's memory."""
+    if tensor.dtype is not torch.int64 or tensor.device.type != "cpu":
+        raise TypeError(f"{name} must be int64 on the CPU, found {tensor.dtype} on {tensor.device}")
+    return tensor.contiguous()

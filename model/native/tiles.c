@@ -130,7 +130,7 @@ static int as_by_vectors(int dtype) {
 #endif
 
 /* Ask once for the use of tiles and see them work; matrices may have `tiles` set only where this gives USABLE. */
-int64_t start_tiles(void) {
+EXPORTED int64_t start_tiles(void) {
 #if HAS_TILES
     if (!cpu_has_tiles()) return NOT_IN_CPU;
     if (!tiles_permitted()) return NOT_PERMITTED;

@@ -12,6 +12,9 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+/* What Python calls. All else is hidden (-fvisibility=hidden), so that no other library's function of the same name can
+ * take its place. */
+#define EXPORTED __attribute__((visibility("default")))
 
 typedef uint16_t bf16;
 

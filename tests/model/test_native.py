@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from model.config import Activation, AttentionConfig
 from model.kv_cache import KVCache, LayerCache
 from model.loader import load_model
 from model.native import build
-from model.native.library import Kind, Library
+from model.native import library as native_library
+from model.native.library import Kind, Library, Norm
 from model.native.linear import PackedLinear
 from model.native.stack import pack_model
 from tests.model.checkpoints import CPU, native_backends, saved
@@ -100,6 +102,78 @@ def test_a_key_without_numbers_shows_in_every_query_that_sees_it(segment: tuple[
     metadata = AttentionMetadata((segment[0],), (segment[1],), causal=True, block_tables=tables, slot_mapping=slots)
     query, key, value = (torch.randn(segment[0], heads, DIM) for heads in (HEADS, 2, 2))
     assert native_backends()[0].forward(query, key, value, layer, metadata, config).isnan().all()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("at", [32, 37, 46])  # first, within and last of a group of keys
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_token_without_numbers_does_not_reach_queries_that_do_not_see_it(
+    bad: float, at: int, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    config, rows = AttentionConfig(HEADS, 2, DIM, DIM**-0.5, window=window), 64
+    query, key, value = (torch.randn(rows, heads, DIM) for heads in (HEADS, 2, 2))
+
+    def attend(value: torch.Tensor, first: int) -> torch.Tensor:
+        """Queries from `first` on, as one chunk after all tokens before."""
+        exact, tables, slots = pool_with_past(config, [(rows, rows)])
+        layer = narrowed(exact, config, dtype)
+        layer.write(slots, key, value)
+        metadata = AttentionMetadata((rows - first,), (rows,), True, block_tables=tables, slot_mapping=slots[first:])
+        chunk = (tensor[first:] for tensor in (query, key, value))
+        return native_backends()[0].forward(*chunk, layer, metadata, config)
+
+    spoilt_value = value.clone()
+    spoilt_value[at] = bad
+    seen = torch.arange(rows) >= at
+    seen &= torch.arange(rows) < at + (window or rows)
+    for first in (0, 41, 62, rows - 1):
+        clean, spoilt = attend(value, first), attend(spoilt_value, first)
+        assert torch.equal(spoilt[~seen[first:]], clean[~seen[first:]])
+        assert not spoilt[seen[first:]].isfinite().any()
+
+
+@needs_native
+def test_indices_that_c_would_misread_are_refused_or_made_plain() -> None:
+    torch.manual_seed(0)
+    config, segments = AttentionConfig(HEADS, 2, DIM, 1.0), [(3, 9), (2, 9)]
+    layer, tables, slots = pool_with_past(config, segments)
+    query, key, value = (torch.randn(5, heads, DIM) for heads in (HEADS, 2, 2))
+
+    def attend(tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        metadata = AttentionMetadata((3, 2), (9, 9), causal=True, block_tables=tables, slot_mapping=slots)
+        return native_backends()[0].forward(query, key, value, layer, metadata, config)
+
+    plain = attend(tables, slots)
+    spread = slots.repeat_interleave(2)[::2]
+    assert not spread.is_contiguous()
+    assert torch.equal(attend(tables.T.contiguous().T, spread), plain)
+    with pytest.raises(TypeError, match="block_tables must be int64 on the CPU"):
+        attend(tables.int(), slots)
+    with pytest.raises(TypeError, match="slot_mapping must be int64 on the CPU"):
+        attend(tables, slots.int())
+
+
+@needs_native
+def test_a_library_with_other_structures_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(ctypes.Structure):
+        _fields_ = (*Norm._fields_, ("more", ctypes.c_int64))
+
+    structures = tuple(Longer if one is Norm else one for one in native_library._STRUCTURES)
+    monkeypatch.setattr(native_library, "_STRUCTURES", structures)
+    with pytest.raises(OSError, match="its structures are not those"):
+        Library(build.build())
+
+
+@needs_native
+def test_a_query_without_keys_gives_zeros() -> None:
+    config = AttentionConfig(HEADS, 2, DIM, 1.0)
+    metadata = AttentionMetadata((1,), (0,), causal=True, block_tables=torch.zeros(1, 1, dtype=torch.int64))
+    [layer] = KVCache(stack_of(config), 2, BLOCK, torch.float32, CPU).layers
+    out = native_backends()[0].forward(torch.randn(1, HEADS, DIM), *torch.randn(2, 1, 2, DIM), layer, metadata, config)
+    assert torch.equal(out, torch.zeros(1, HEADS, DIM))
 
 
 @needs_native
@@ -210,6 +284,13 @@ def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
     # The last bit of an 8-bit number may fall either way where a division is written as a product.
     assert all((a.int() - b.int()).abs().max() <= 1 for a, b in pairs)
     assert any(bool(a.any()) for a, _ in pairs)
+
+
+@needs_native
+def test_a_library_exports_what_python_calls_and_nothing_else() -> None:
+    listing = subprocess.run(["nm", "-D", "--defined-only", str(build.build().path)], check=True, capture_output=True)
+    exported = {line.split()[-1] for line in listing.stdout.decode().splitlines()}
+    assert exported == set(library().ENTRY_POINTS)
 
 
 @needs_native

@@ -47,13 +47,13 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(usual)
 
 
-def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none") -> Stack:
+def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none", *, qk_norm: bool = False) -> Stack:
     """Two layers whose weights are such that attention is neither uniform nor all on one key."""
     torch.manual_seed(0)
     config = StackConfig(
         num_layers=2,
         hidden_size=HIDDEN,
-        attention=AttentionConfig(heads, kv_heads, dim, dim**-0.5),
+        attention=AttentionConfig(heads, kv_heads, dim, dim**-0.5, qk_norm=qk_norm),
         mlp=MLPConfig(70, Activation.GELU),
         norm=NormConfig(NormKind.LAYER, 1e-6),
         position=POSITIONS[position],
@@ -109,6 +109,17 @@ def test_whole_segments_equal_the_reference(
     error = run(native_of(narrow), rows.bfloat16(), lengths) - exact
     by_torch = run(narrow, rows.bfloat16(), lengths) - exact
     assert 0 < error.std() < by_torch.std()  # rows stay float32 between products
+
+
+@pytest.mark.parametrize("dim", [2, 4])
+def test_narrow_rows_are_rounded_in_place_without_touching_the_next(dim: int) -> None:
+    stack = stack_of(dim, heads=1, kv_heads=1, qk_norm=True)
+    rows = rows_of(FEW)
+    exact = run(deepcopy(stack).double(), rows.double(), FEW)
+    narrow = stack.bfloat16()
+    error = run(native_of(narrow), rows.bfloat16(), FEW) - exact
+    by_torch = run(narrow, rows.bfloat16(), FEW) - exact
+    assert 0 < error.std() < by_torch.std()
 
 
 @needs_vectors
