@@ -2,8 +2,9 @@
 
 Requests go in as ids and come out as ids with text; the loop never waits for a reader. Each accepted request ends
 exactly once: by the engine's last output, by its deadline (watched here too, in case the engine hangs), by `cancel`
-or closing its stream, or, if the engine is lost, by an error for every waiter at once. A lost engine is started again;
-one that gives no sign of life is ended first, where that can be done, and is then lost like any other.
+or closing its stream, or, if the engine is lost, by an error for every waiter at once. A lost engine is started again,
+but so often within a time at most; one that gives no sign of life is ended first, where that can be done, and is then
+lost like any other.
 Not thread-safe: everything runs on one event loop.
 """
 
@@ -19,6 +20,7 @@ from typing import Protocol
 from model.config import ConfigError
 from model.engine.admission import Admission
 from model.engine.errors import EngineDeadError, EngineGoneError
+from model.engine.faults import FaultLimit
 from model.engine.protocol import Abort, Commands, Events, ModelSpec
 from model.engine.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.engine.streams import GenerationStream
@@ -28,6 +30,10 @@ from model.tokenizer import Tokenizer
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
+_MOST_RESTARTS = (
+    8  # within `_RESTART_WINDOW`; what is lost once more is down for as long, which is for a supervisor to see
+)
+_RESTART_WINDOW = 600.0
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +86,8 @@ class AsyncEngine:
         self._last_sign = time.monotonic()
         self._hung = ""  # why the loop was killed, until it is gone
         self._restarts = 0
+        self._limit = FaultLimit(_MOST_RESTARTS, _RESTART_WINDOW)
+        self._given_up = False
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -164,7 +172,10 @@ class AsyncEngine:
         return stream is not None and stream.end(FinishReason.CANCELLED, tell_engine=True, only=request_id)
 
     def health(self) -> Health:
-        """Not live: the loop hangs. Once it has been ended, which takes a moment, the engine is merely lost."""
+        """Not live: the loop hangs, or was lost so often that it is not started again for now. A loop that hangs has
+        been ended in a moment; then the engine is merely lost."""
+        if self._given_up:
+            return Health(live=False, ready=False, reason=self._reason)
         if hung := self._hung or self._hangs():
             return Health(live=False, ready=False, reason=hung)
         return Health(live=True, ready=not self._reason, reason=self._reason)
@@ -298,6 +309,8 @@ class AsyncEngine:
             if self._transport is not None:
                 await self._transport.close()
             self._hung = ""
+            if self._limit.exceeded():
+                await self._rest()
             await asyncio.sleep(pause)
             self._restarts += 1
             try:
@@ -307,6 +320,16 @@ class AsyncEngine:
             else:
                 logger.info("the engine runs again")
                 return
+
+    async def _rest(self) -> None:
+        """Be dead for a while: starting again does not help, and what does is for a supervisor or a person to do."""
+        limit = self._limit
+        times = f"it was started again {limit.most} times within {limit.seconds:.0f} s"
+        self._reason += f"; {times} and is left alone for as long"
+        self._given_up = True
+        logger.error("%s", self._reason)
+        await asyncio.sleep(limit.seconds)
+        self._given_up = False
 
     async def _watch(self) -> None:
         """What the engine should have done by itself, by the front's own clock."""

@@ -31,8 +31,12 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         self.num_queried_tokens = 0  # prompt tokens that were looked for
         self.num_hit_tokens = 0  # and found
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm
-        self._counts = [0] * num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block free, whoever has it: only after what the sequences say can no longer be believed."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: the block freed last is warm
+        self._counts = [0] * self.num_blocks
         self._hashes: dict[int, bytes] = {}  # of used and cached blocks
         self._known: dict[bytes, int] = {}  # the block that holds it
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first

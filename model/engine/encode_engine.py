@@ -49,6 +49,7 @@ class EncodeEngine:
         self.normalize = normalize
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
+        self._batch: list[EncodeRequest] = []  # being computed; else empty
         self.pacing = Pacing()
 
     @property
@@ -68,12 +69,24 @@ class EncodeEngine:
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
         return [EncodeOutput(request.request_id, finish_reason=reason) for request in gone]
 
+    def recover(self) -> list[EncodeOutput]:
+        """Begin anew after a step that raised: end with an error what waits and what was being computed.
+
+        Raises what the smallest pass raises: then it is not this queue that is at fault.
+        """
+        ended = [*self._batch, *self._waiting]
+        self._batch = []
+        self._waiting = deque()
+        self._probe()
+        return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
+
     def step(self) -> tuple[list[EncodeOutput], StepStats | None]:
         """Encode one batch."""
         began = time.monotonic()
         batch, outputs = self._next_batch(began)
         if not batch:
             return outputs, None
+        self._batch = batch
         for part, found in in_parts(batch, self._encode, self._probe):
             if found is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
@@ -83,6 +96,7 @@ class EncodeEngine:
                 outputs.append(
                     EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
                 )
+        self._batch = []
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
         self.pacing.observe(seconds, 0, tokens)
         return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch))

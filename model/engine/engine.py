@@ -96,6 +96,7 @@ class Engine:
         self._landed = 0.0  # when the latest flight was collected
         self._arrivals = count()
         self._preparing: list[tuple[Future[Matcher], list[Sequence]]] = []
+        self._outputs: list[TokenOutput] = []  # put out and not yet handed over
 
     @property
     def block_manager(self) -> BlockManager:
@@ -135,26 +136,53 @@ class Engine:
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> list[TokenOutput]:
         """End the sequences of a request (or one of them) now; idempotent."""
         wanted = [s for s in self.scheduler if s.request.request_id == request_id and index in (None, s.index)]
-        return self._end_all(wanted, reason)
+        self._end_all(wanted, reason)
+        return self._handed_over()
+
+    def recover(self) -> list[TokenOutput]:
+        """Begin anew after a step that raised: end every sequence with an error and empty the pool.
+
+        What was put out before it raised is handed over too. Raises what the runner's probe raises: then the fault is
+        not in this engine's state, and nothing would get better.
+        """
+        flight, self._flight = self._flight, None
+        ended = {(output.request_id, output.index) for output in self._outputs if output.finish_reason is not None}
+        steps = flight.scheduled.scheduled if flight is not None else []
+        for sequence in [*self.scheduler, *(step.sequence for step in steps)]:
+            indices = [sequence.index] if sequence.beams is None else range(sequence.params.n)
+            for key in [(sequence.request.request_id, index) for index in indices]:
+                if key not in ended:
+                    ended.add(key)
+                    self._outputs.append(TokenOutput(*key, finish_reason=FinishReason.ERROR))
+            sequence.finish(FinishReason.ERROR)
+        self._preparing.clear()
+        self.scheduler.reset()
+        self.runner.probe()
+        return self._handed_over()
+
+    def _handed_over(self) -> list[TokenOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def step(self) -> tuple[list[TokenOutput], StepStats | None]:
         """Compute one step; the outputs of all sequences it moved or ended."""
-        outputs = self._expire(time.monotonic()) + self._prepared()
+        self._expire(time.monotonic())
+        self._prepared()
         stats = None
         if self._flight is not None and not self._flight.may_be_followed:
-            stats = self._land(outputs)
+            stats = self._land()
         began = time.monotonic()
         scheduled = self._schedule()
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
         if not scheduled.scheduled:
-            stats = self._land(outputs) if self._flight is not None else stats
+            stats = self._land() if self._flight is not None else stats
         elif self.overlap:
-            stats = self._launch(scheduled, began, outputs) or stats
+            stats = self._launch(scheduled, began) or stats
         else:
-            stats = self._compute(scheduled, began, outputs)
-        return outputs, stats
+            stats = self._compute(scheduled, began)
+        return self._handed_over(), stats
 
     def _schedule(self) -> SchedulerOutput:
         if self.pacing is None:
@@ -162,20 +190,20 @@ class Engine:
         limit, most = self.pacing.prompt_limit(len(self.scheduler.waiting)), self.pacing.most_tokens
         return self.scheduler.schedule(limit, FIRST_TOKENS if most is None else most)
 
-    def _compute(self, scheduled: SchedulerOutput, began: float, outputs: list[TokenOutput]) -> StepStats:
+    def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """A step from its beginning to its end."""
         parts = in_parts(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
         for part, sampled in parts:
             steps = list(chain.from_iterable(part))
             if sampled is None:
-                outputs += self._end_all([step.sequence for step in steps], FinishReason.ERROR)
+                self._end_all([step.sequence for step in steps], FinishReason.ERROR)
             else:
                 for step in steps:
                     step.sequence.num_computed_tokens += step.num_tokens
-                outputs += self._update(steps, sampled)
+                self._update(steps, sampled)
         return self._account(scheduled, time.monotonic() - began)
 
-    def _launch(self, scheduled: SchedulerOutput, began: float, outputs: list[TokenOutput]) -> StepStats | None:
+    def _launch(self, scheduled: SchedulerOutput, began: float) -> StepStats | None:
         """Start a step, then take what the one before has brought."""
         before = self._flight
         try:
@@ -183,30 +211,30 @@ class Engine:
         except Exception:
             logger.exception("a step of %d sequences could not be launched", len(scheduled.scheduled))
             if before is not None:
-                self._land(outputs)
+                self._land()
             left = [step for step in scheduled.scheduled if not step.sequence.finished]
             if not left:
                 return None
-            return self._compute(_part(scheduled, left), began, outputs)
+            return self._compute(_part(scheduled, left), began)
         self._flight = Flight(launch, scheduled, began)
         for step in scheduled.scheduled:
             step.sequence.num_computed_tokens += step.num_tokens
             if step.samples and step.sequence.samples_blindly:
                 step.sequence.await_token()
-        return self._collect(before, outputs) if before is not None else None
+        return self._collect(before) if before is not None else None
 
-    def _land(self, outputs: list[TokenOutput]) -> StepStats:
+    def _land(self) -> StepStats:
         """Wait for the step that is under way."""
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        return self._collect(flight, outputs)
+        return self._collect(flight)
 
-    def _collect(self, flight: Flight, outputs: list[TokenOutput]) -> StepStats:
+    def _collect(self, flight: Flight) -> StepStats:
         """What a launched step has brought, for those who have not ended since."""
         sampled = flight.launch.collect()
         steps = flight.scheduled.scheduled
         alive = [not step.sequence.finished for step in steps]
-        outputs += self._update(compress(steps, alive), compress(sampled, alive))
+        self._update(compress(steps, alive), compress(sampled, alive))
         now = time.monotonic()
         began, self._landed = max(flight.began, self._landed), now
         return self._account(flight.scheduled, now - began)
@@ -242,8 +270,7 @@ class Engine:
         """The model over these units of a step."""
         return self.runner.execute(_part(whole, list(chain.from_iterable(units))))
 
-    def _update(self, steps: Iterable[ScheduledSequence], sampled: Iterable[SampledToken | None]) -> list[TokenOutput]:
-        outputs = []
+    def _update(self, steps: Iterable[ScheduledSequence], sampled: Iterable[SampledToken | None]) -> None:
         searches: dict[int, Beams] = {}
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
@@ -255,36 +282,38 @@ class Engine:
                 beams.forced = token.forced
                 searches[id(beams)] = beams
             elif token is not None:
-                outputs.append(self._take(step, token))
+                self._take(step, token)
                 if ahead > 1 and not sequence.finished:
                     sequence.token_ids.append(AWAITED)
         for beams in searches.values():
             if len(beams.candidates) == len(beams.members):
-                outputs += self._advance(beams)
-        return outputs
+                self._advance(beams)
 
-    def _advance(self, beams: Beams) -> list[TokenOutput]:
-        """Let a search whose beams are all computed take its next tokens; its hypotheses when it is over."""
+    def _advance(self, beams: Beams) -> None:
+        """Let a search whose beams are all computed take its next tokens; put its hypotheses out when it is over."""
         candidates = [beams.candidates[place] for place in range(len(beams.members))]
         chosen = beams.search.advance(candidates, [sequence.output_token_ids for sequence in beams.members])
         if beams.search.done:
             stuck = beams.members[0].matcher if not beams.search.finished else None
-            return self._end_search(beams, FinishReason.ERROR if stuck else None, stuck.failure if stuck else None)
-        children = []
-        for place, token in chosen:
-            parent = beams.members[place]
-            children.append(parent.fork(token, forced=beams.forced))
-            self.block_manager.fork(parent, children[-1])
+            self._end_search(beams, FinishReason.ERROR if stuck else None, stuck.failure if stuck else None)
+            return
+        parents = [beams.members[place] for place, _ in chosen]
+        try:
+            children = [
+                parent.fork(token, forced=beams.forced) for parent, (_, token) in zip(parents, chosen, strict=True)
+            ]
+        except Exception:
+            logger.exception("a search could not go on")
+            self._end_search(beams, FinishReason.ERROR)
+            return
+        for parent, child in zip(parents, children, strict=True):
+            self.block_manager.fork(parent, child)
         self.scheduler.replace_beams(beams, children)
-        return []
 
-    def _end_search(self, beams: Beams, reason: FinishReason | None, error: str | None = None) -> list[TokenOutput]:
-        """The n best hypotheses; `reason` where the search was cut short, None where it is over."""
+    def _end_search(self, beams: Beams, reason: FinishReason | None, error: str | None = None) -> None:
+        """Put the n best hypotheses out; `reason` where the search was cut short, None where it is over."""
         first = beams.members[0]
         best = beams.search.best([sequence.output_token_ids for sequence in beams.members])
-        for sequence in list(beams.members):
-            self.scheduler.finish(sequence, reason or FinishReason.STOP)
-        outputs = []
         for index in range(first.params.n):
             output = TokenOutput(
                 first.request.request_id, index, finish_reason=reason or FinishReason.LENGTH, error=error
@@ -297,13 +326,20 @@ class Engine:
                     output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
             output.scheduled_time = first.scheduled_time
             output.cached_tokens = min(first.num_cached_tokens, first.num_prompt_tokens)
-            outputs.append(output)
-        return outputs
+            self._outputs.append(output)
+        for sequence in list(beams.members):
+            self.scheduler.finish(sequence, reason or FinishReason.STOP)
 
-    def _take(self, step: ScheduledSequence, token: SampledToken) -> TokenOutput:
+    def _take(self, step: ScheduledSequence, token: SampledToken) -> None:
+        """Put a sequence's next token out."""
         sequence = step.sequence
         first = sequence.num_output_tokens == 0
-        sequence.append(token.token_id, forced=token.forced)
+        try:
+            sequence.append(token.token_id, forced=token.forced)
+        except Exception:  # of its own grammar, say: nobody else's
+            logger.exception("a sequence could not take its next token")
+            self._end(sequence, FinishReason.ERROR)
+            return
         output = TokenOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -318,13 +354,12 @@ class Engine:
             output.cached_tokens = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
             if sequence.params.prompt_logprobs is not None:
                 output.prompt_logprobs = sequence.prompt_logprobs
+        self._outputs.append(output)  # before anything that could raise: what is in the scheduler has not ended
         if sequence.finished:
             self.scheduler.remove(sequence)
-        return output
 
-    def _prepared(self) -> list[TokenOutput]:
-        """Let those go on whose grammars are compiled by now; the ends of those that have none."""
-        outputs = []
+    def _prepared(self) -> None:
+        """Let those go on whose grammars are compiled by now; end those that have none."""
         done = [one for one in self._preparing if one[0].done()]
         self._preparing = [one for one in self._preparing if one not in done]
         for prepared, sequences in done:
@@ -332,32 +367,33 @@ class Engine:
             try:
                 matcher = prepared.result().ended_by(sequences[0].stop_token_ids)
             except (GrammarError, ConfigError) as error:
-                outputs += self._end_all(waiting, FinishReason.ERROR, str(error))
+                self._end_all(waiting, FinishReason.ERROR, str(error))
+                continue
+            except Exception:
+                logger.exception("a grammar could not be compiled")
+                self._end_all(waiting, FinishReason.ERROR)
                 continue
             for sequence in waiting:
                 sequence.matcher, sequence.is_prepared = matcher.fork(), True
-        return outputs
 
-    def _expire(self, now: float) -> list[TokenOutput]:
+    def _expire(self, now: float) -> None:
         late = [s for s in self.scheduler if s.request.deadline is not None and s.request.deadline <= now]
-        return self._end_all(late, FinishReason.DEADLINE)
+        self._end_all(late, FinishReason.DEADLINE)
 
-    def _end_all(
-        self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None
-    ) -> list[TokenOutput]:
-        outputs: list[TokenOutput] = []
+    def _end_all(self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None) -> None:
         for sequence in sequences:
             if sequence.finished:
                 continue  # with its other beams
             if sequence.beams is None:
-                outputs.append(self._end(sequence, reason, error))
+                self._end(sequence, reason, error)
             else:
-                outputs += self._end_search(sequence.beams, reason, error)
-        return outputs
+                self._end_search(sequence.beams, reason, error)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenOutput:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        self._outputs.append(
+            TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason, error=error)
+        )
         self.scheduler.finish(sequence, reason)
-        return TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason, error=error)
 
 
 def _part(whole: SchedulerOutput, steps: list[ScheduledSequence]) -> SchedulerOutput:

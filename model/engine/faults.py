@@ -1,14 +1,17 @@
-"""Steps that raise: who is to blame, a request or the engine. Stdlib only.
+"""Steps that raise: who is to blame, a request, a model or the engine. Stdlib only.
 
 A batch that breaks is tried again one part at a time, so that a request on which the model breaks fails alone and a
 batch that was too large for the memory goes through in pieces. Parts write the same values to the same places as the
 whole did, so trying again is harmless. Where no part works, the smallest possible pass decides: if that breaks too, so
-has the engine, and its loop must end.
+has the engine, and its loop must end. What raises around a batch, in one model's own bookkeeping, costs that model its
+sequences (`Engine.recover`), unless it happens too often.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -41,3 +44,20 @@ def _alone(part: Part, execute: Callable[[Sequence[Part]], Result]) -> Result | 
     except Exception as error:
         logger.error("one of the parts broke alone: %s", type(error).__name__)
         return None
+
+
+class FaultLimit:
+    """Says when something has gone wrong more than `most` times within `seconds`."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.most = most
+        self.seconds = seconds
+        self._times: deque[float] = deque()
+
+    def exceeded(self) -> bool:
+        """Count a fault that happens now; whether it is one too many."""
+        now = time.monotonic()
+        self._times.append(now)
+        while self._times[0] < now - self.seconds:
+            self._times.popleft()
+        return len(self._times) > self.most

@@ -1,22 +1,28 @@
 """The one loop that steps all engines of a process in turn: commands in, a step of each, one frame of events out.
 
-Runs in a thread or as the main loop of a child process; knows neither text nor sockets. Whatever breaks inside a step
-ends the loop with a `failure` frame: state that may be corrupt serves nobody.
+Runs in a thread or as the main loop of a child process; knows neither text nor sockets. State that may be corrupt
+serves nobody: what raises in one model's engine ends that model's sequences, and it begins anew with an empty pool. A
+model that raises again and again, or whose smallest pass raises too, ends the loop with a `failure` frame.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from model.config import ConfigError
 from model.engine.errors import EngineDeadError
+from model.engine.faults import FaultLimit
 from model.engine.loading import LoadedModel, load
 from model.engine.protocol import Abort, Channel, Commands, Events
 from model.engine.stats import EngineStats
+from model.request import EncodeOutput, FinishReason, TokenOutput
 
 HEARTBEAT_SECONDS = 1.0
 PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do
+MOST_FAULTS = 3  # that a model recovers from within `FAULT_SECONDS`
+FAULT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,7 @@ class EngineLoop:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.models: dict[str, LoadedModel] = {}
+        self._faults: dict[str, FaultLimit] = {}
 
     def run(self) -> None:
         """Serve until told to close or until the front is gone."""
@@ -49,9 +56,9 @@ class EngineLoop:
     def _serve(self) -> None:
         while True:
             commands = self.channel.receive(self._patience)
-            if commands is None and not self._has_work:
-                self._check_idle()
             events = Events()
+            if commands is None and not self._has_work:
+                self._check_idle(events)
             while commands is not None:  # all that has come: no request and no abort waits for more than a step
                 if commands.close:
                     return
@@ -81,11 +88,22 @@ class EngineLoop:
             self._load(commands)
             events.ready = True
         for request in commands.generate:
-            engine = self.models[request.model].generate
-            assert engine is not None, f"{request.model} does not generate"
-            engine.add(request)
+            try:
+                engine = self.models[request.model].generate
+                assert engine is not None, f"{request.model} does not generate"
+                engine.add(request)
+            except Exception:
+                logger.exception("%s could not take a request", request.model)
+                ids = (request.request_id,)
+                events.tokens += (
+                    TokenOutput(*ids, i, finish_reason=FinishReason.ERROR) for i in range(request.params.n)
+                )
         for encode in commands.encode:
-            self.models[encode.model].encode.add(encode)
+            try:
+                self.models[encode.model].encode.add(encode)
+            except Exception:
+                logger.exception("%s could not take an input", encode.model)
+                events.encoded.append(EncodeOutput(encode.request_id, finish_reason=FinishReason.ERROR))
         self._abort(commands.abort, events)
 
     def _load(self, commands: Commands) -> None:
@@ -96,27 +114,46 @@ class EngineLoop:
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:
             model = self.models[abort.model]
-            events.encoded += model.encode.abort(abort.request_id, abort.reason)
-            if model.generate is not None:
-                events.tokens += model.generate.abort(abort.request_id, abort.index, abort.reason)
+            with self._contained(model, events):
+                events.encoded += model.encode.abort(abort.request_id, abort.reason)
+                if model.generate is not None:
+                    events.tokens += model.generate.abort(abort.request_id, abort.index, abort.reason)
 
     def _step(self, events: Events) -> None:
         for model in self.models.values():
-            if model.generate is not None and model.generate.has_work:
-                tokens, step = model.generate.step()
-                events.tokens += tokens
-                events.steps += [step] if step else []
-            if model.encode.has_work:
-                encoded, step = model.encode.step()
-                events.encoded += encoded
-                events.steps += [step] if step else []
+            with self._contained(model, events):
+                if model.generate is not None and model.generate.has_work:
+                    tokens, step = model.generate.step()
+                    events.tokens += tokens
+                    events.steps += [step] if step else []
+                if model.encode.has_work:
+                    encoded, step = model.encode.step()
+                    events.encoded += encoded
+                    events.steps += [step] if step else []
+
+    @contextmanager
+    def _contained(self, model: LoadedModel, events: Events) -> Iterator[None]:
+        """Let what raises in the block cost this model its requests and nobody else anything.
+
+        Raises what the model's smallest pass raises, and the model's own error when it comes too often.
+        """
+        try:
+            yield
+        except Exception as error:
+            name = model.info.name
+            if isinstance(error, EngineDeadError) or self._faults.setdefault(name, _limit()).exceeded():
+                raise
+            logger.exception("the engine of %s broke; all that it computes ends, and it begins anew", name)
+            if model.generate is not None:
+                events.tokens += model.generate.recover()
+            events.encoded += model.encode.recover()
 
     def _stats(self, model: LoadedModel) -> EngineStats:
         stats = model.generate.stats() if model.generate is not None else EngineStats(model.info.name)
         stats.waiting += model.encode.num_waiting
         return stats
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, events: Events) -> None:
         """The cheap invariants, in production too: with nothing to do, every block is free.
 
         Looked at when there was nothing to do for a heartbeat: it takes a millisecond and more, and whoever got a last
@@ -124,10 +161,15 @@ class EngineLoop:
         """
         for model in self.models.values():
             if model.generate is not None:
-                model.generate.check_invariants()
+                with self._contained(model, events):
+                    model.generate.check_invariants()
 
     def _fail(self, message: str, *, invalid: bool) -> None:
         try:
             self.channel.send(Events(failure=message, invalid=invalid))
         except EOFError:
             logger.warning("nobody is left to be told: %s", message)
+
+
+def _limit() -> FaultLimit:
+    return FaultLimit(MOST_FAULTS, FAULT_SECONDS)

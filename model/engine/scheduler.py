@@ -87,6 +87,12 @@ class Scheduler:
         queue.remove(sequence)
         self.block_manager.free(sequence)
 
+    def reset(self) -> None:
+        """Forget every sequence and what any block holds."""
+        self.waiting.clear()
+        self.running.clear()
+        self.block_manager.reset()
+
     def schedule(self, prompt_limit: int | None = None, most_tokens: int | None = None) -> SchedulerOutput:
         """The next step; every sequence in it has its blocks. Empty only if nothing can run.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,10 @@ from model.engine import async_engine, loading
 from model.engine.async_engine import AsyncEngine
 from model.engine.config import BatchLimits, EngineConfig
 from model.engine.errors import EngineDeadError, EngineGoneError, QueueFullError
-from model.engine.protocol import ModelSpec
+from model.engine.loop import MOST_FAULTS
+from model.engine.protocol import Events, ModelSpec
+from model.engine.scheduler import Scheduler, SchedulerOutput
+from model.engine.stats import Health
 from model.engine.thread import ThreadTransport
 from model.request import EncodeRequest, FinishReason, TokenOutput
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
@@ -339,6 +343,97 @@ async def test_a_batch_that_is_too_large_goes_through_in_pieces(brake: Brake) ->
         found = await engine.encode([EncodeRequest("good", LLAMA, prompt(30)), bad])
         assert [one.finish_reason for one in found] == [FinishReason.STOP, FinishReason.ERROR]
         assert found[0].data == vectors[0].data
+
+
+def broken_schedule(monkeypatch: pytest.MonkeyPatch, model: str) -> list[int]:
+    """Let the scheduler of `model` raise at the steps that are put into the list, which counts down."""
+    at: list[int] = []
+    schedule = Scheduler.schedule
+
+    def schedules(self: Scheduler, *arguments: object, **named: object) -> SchedulerOutput:
+        if at and any(sequence.request.model == model for sequence in self):
+            at[0] -= 1
+            if not at[0]:
+                del at[0]
+                raise AssertionError("secret detail of the fault")
+        return schedule(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "schedule", schedules)
+    return at
+
+
+@async_test
+async def test_what_breaks_in_one_model_ends_that_models_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = broken_schedule(monkeypatch, LLAMA)
+    async with served(LLAMA, "marian") as engine:
+        other = asyncio.create_task(collect(engine.submit([request("marian", "other", 5, max_tokens=60)])))
+        for number in range(2):
+            at.append(4)
+            broken = await collect(engine.submit([endless(f"a{number}", n=2), endless(f"b{number}", num_beams=3)]))
+            assert set(ends_of(broken)) == {(f"a{number}", 0), (f"a{number}", 1), (f"b{number}", 0)}
+            assert set(ends_of(broken).values()) == {FinishReason.ERROR}
+        assert len(ids_of(await collect(engine.submit([request(LLAMA, "again", 5)])), "again")) == 12
+        assert ends_of(await other) == {("other", 0): FinishReason.LENGTH}
+        assert (engine.health().ready, engine.restarts) == (True, 0)
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_a_model_that_breaks_again_and_again_ends_the_loop_which_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    at = broken_schedule(monkeypatch, LLAMA)
+    async with served(LLAMA) as engine:
+        for number in range(MOST_FAULTS):
+            at.append(2)
+            await collect(engine.submit([endless(f"r{number}")]))
+        at.append(2)
+        with pytest.raises(EngineDeadError, match="AssertionError in the engine"):
+            await collect(engine.submit([endless("last")]))
+        await until(lambda: engine.health().ready)
+        assert engine.restarts == 1
+
+
+@async_test
+async def test_a_request_that_cannot_be_taken_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(LLAMA, "bert") as engine:
+        good = asyncio.create_task(collect(engine.submit([endless("good")])))
+        bad = replace(endless("bad", n=2), params=replace(endless("bad").params, n=2, max_tokens="many"))
+        assert set(ends_of(await collect(engine.submit([bad]))).values()) == {FinishReason.ERROR}
+        assert ends_of(await good) == {("good", 0): FinishReason.LENGTH}
+        assert engine.restarts == 0
+
+
+class Lost(ThreadTransport):
+    """A transport whose loop is lost as soon as it has started."""
+
+    async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
+        def loses(events: Events) -> None:
+            on_events(events)
+            if events.ready:
+                on_lost("an accident")
+
+        await super().start(loses, on_lost)
+
+
+@async_test
+async def test_a_loop_that_is_lost_again_and_again_is_not_live_and_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.001,))
+    monkeypatch.setattr(async_engine, "_MOST_RESTARTS", 3)
+    monkeypatch.setattr(async_engine, "_RESTART_WINDOW", 1.0)
+    async with served("bert", transport=Lost) as engine:
+        await until(lambda: not engine.health().live)
+        assert engine.restarts == 3
+        reason = "an accident; it was started again 3 times within 1 s and is left alone for as long"
+        assert engine.health() == Health(live=False, ready=False, reason=reason)
+        with pytest.raises(EngineGoneError, match="left alone"):
+            engine.submit([endless("late")])
+        await asyncio.sleep(0.1)
+        assert engine.restarts == 3
+        await until(lambda: engine.restarts > 3)  # where nobody supervises it
 
 
 @async_test

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from model.engine.sequence import Sequence
 from model.request import FinishReason
 from tests.engine.scripted import Harness, expected_tokens, next_token
 
@@ -189,6 +190,56 @@ def test_one_of_n_sequences_can_be_aborted() -> None:
         ("r", 2): FinishReason.LENGTH,
     }
     assert [len(harness.tokens("r", i)) for i in range(3)] == [4, 1, 4]
+
+
+class Broken:
+    """A grammar that cannot follow."""
+
+    def accept(self, token_id: int) -> None:
+        raise RuntimeError("of this output alone")
+
+    def fork(self) -> Broken:
+        return self
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_sequence_that_cannot_take_its_token_fails_alone(overlap: bool) -> None:
+    harness = Harness(overlap=overlap)
+    made = [harness.add(f"r{i}", 5 + i, max_tokens=8) for i in range(3)]
+    harness.step()
+    harness.engine.scheduler.running[1].matcher = Broken()  # type: ignore[assignment]
+    harness.run()
+    assert harness.ends() == {("r0", 0): "length", ("r1", 0): "error", ("r2", 0): "length"}
+    assert harness.tokens("r2") == expected_tokens(made[2])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("when", range(1, 7))
+def test_an_engine_that_raised_ends_each_sequence_once_and_begins_anew(
+    when: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(overlap=overlap, max_num_seqs=3)
+    for number in range(5):
+        harness.add(f"r{number}", 5, max_tokens=2 + number, n=1 + number % 2)
+    calls = []
+    remember = harness.engine.block_manager.remember
+
+    def breaks(sequence: Sequence) -> None:
+        calls.append(sequence)
+        assert len(calls) != 2 * when, "blocks lost or doubled"
+        remember(sequence)
+
+    monkeypatch.setattr(harness.engine.block_manager, "remember", breaks)
+    with pytest.raises(AssertionError, match="lost or doubled"):
+        harness.run()
+    harness.outputs += harness.engine.recover()
+    assert len(harness.ends()) == 7
+    assert "error" in harness.ends().values()
+    assert not harness.engine.has_work
+    harness.engine.check_invariants()
+    made = harness.add("again", 9, max_tokens=8)
+    harness.run()
+    assert harness.tokens("again") == expected_tokens(made)
 
 
 def seventh(source: object, tokens: list[int]) -> int:
