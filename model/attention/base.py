@@ -159,6 +159,28 @@ class AttentionBackend(Protocol):
         """`softmax(q k^T * scale + bias) v`, `[T, H, D]`; writes key and value into the cache first."""
 
 
+@runtime_checkable
+class CompiledBackend(AttentionBackend, Protocol):
+    """A backend that compiles for a launch of a new kind, which nobody's request should wait for."""
+
+    def launch_bounds(
+        self,
+        config: AttentionConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        most_queries: int,
+        most_keys: int,
+        biased: bool,
+        paged: bool,
+    ) -> list[tuple[int, int]]:
+        """Bounds (max_q_len, max_kv_len) of `DeviceLengths`, one for each kind of launch that steps can come to.
+
+        A launch depends on bounds alone, so one query in one segment with these compiles what real steps need.
+        `most_queries` of a segment and `most_keys` are what a step has at most.
+        """
+
+
 def given(tensor: Tensor | None) -> Tensor:
     """The keys or values of this step, which only a metadata with everything in the pool may leave out."""
     assert tensor is not None, "keys and values are neither given nor in the pool"

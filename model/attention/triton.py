@@ -25,6 +25,7 @@ _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
 _MAX_GROUP = {4: 32, 2: 64}  # heads of a key head by bytes of an element: they are rows of one tile
 _MIN_PART = 256  # keys that are worth a program of their own
 _MAX_PARTS = 64
+_TILE_ROWS = (16, 64)  # at which `choose_tiles` changes its mind
 _WRITTEN = 2048  # elements that a program puts into the pages
 
 
@@ -75,6 +76,36 @@ class TritonBackend(SdpaBackend):
         """Into how many parts keys are split, a power of two: two programs for each processor, if keys suffice."""
         wanted = min(2 * _processors(device) // programs, max_kv_len // _MIN_PART, _MAX_PARTS)
         return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+    def launch_bounds(
+        self,
+        config: AttentionConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        most_queries: int,
+        most_keys: int,
+        biased: bool,
+        paged: bool,
+    ) -> list[tuple[int, int]]:
+        """As `CompiledBackend` has it: `attend` for each cut of the queries, split or not, and `combine` for each
+        number of parts. One segment is split into most parts, and by fewer keys into each power of two below."""
+        group = config.num_heads // config.num_kv_heads
+        if not _in_reach(config, dtype):
+            return []
+        found: dict[object, tuple[int, int]] = {}
+        cuts = {1, 2, *(rows // group + 1 for rows in _TILE_ROWS if rows >= group)}
+        begins = sorted(length for length in cuts if length <= most_queries)
+        for queries, beyond in zip(begins, [*begins[1:], most_queries + 1], strict=True):
+            tiles = self.tiles(group * queries, config.head_dim, dtype, biased=biased, paged=paged)
+            keys, most = 1, most_keys if paged else beyond - 1  # of packed rows there are as many keys as queries
+            while keys <= most:
+                parts = self.parts(config.num_kv_heads, keys, device)
+                kernels = {(tiles, queries == 1, parts > 1), parts}
+                if not kernels <= found.keys():
+                    found |= dict.fromkeys(kernels - found.keys(), (queries, keys))
+                keys = 2 * _MIN_PART if keys == 1 else 2 * keys
+        return list(dict.fromkeys(found.values()))
 
     def _attend(
         self,
@@ -190,7 +221,13 @@ def _covers(query: Tensor, cache: LayerCache | None, config: AttentionConfig) ->
         return False
     if cache is not None and cache.scales is None and cache.keys.dtype is not query.dtype:
         return False
-    return config.head_dim <= _MAX_DIM and config.num_heads // config.num_kv_heads <= _MAX_GROUP[query.itemsize]
+    return _in_reach(config, query.dtype)
+
+
+def _in_reach(config: AttentionConfig, dtype: torch.dtype) -> bool:
+    """Whether heads and groups of this size fit into a tile."""
+    group = config.num_heads // config.num_kv_heads
+    return dtype in _TYPES and config.head_dim <= _MAX_DIM and group <= _MAX_GROUP[dtype.itemsize]
 
 
 def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -112,7 +112,7 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
     if checkpoint.config.can_generate:
         generate = _generate_engine(spec, checkpoint, model, limits, max_model_len, dtype, device)
     if device.type == "cuda":
-        warm_up(encode, generate)
+        warm_up(encode, generate, max_model_len)
     info = _info(spec, checkpoint, model, selection, limits, max_model_len, generate)
     return LoadedModel(info, encode, generate, _followers(model))
 

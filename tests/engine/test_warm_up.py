@@ -21,7 +21,7 @@ def test_nothing_is_left_of_it(kind: str) -> None:
         if engine is not None:
             real = engine.step
             engine.step = lambda real=real: steps.append(1) or real()  # type: ignore[method-assign,misc]
-    warm_up(loaded.encode, loaded.generate)
+    warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len)
     assert len(steps) >= (0 if kind == "vit" else 3)
     assert not loaded.encode.has_work
     assert loaded.encode.pacing.most_tokens is None  # a step that compiled is no measure

@@ -1,0 +1,50 @@
+"""Stands where Triton's kernels stand: notes which variant a launch would have compiled, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import model.attention.triton as backend
+
+KERNELS = ("attend", "combine", "write_pages")
+_HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class Noting:
+    """`kernel[grid](...)`: the key is Triton's own, of types, constants, and what 16 divides; results are zeros."""
+
+    def __init__(self, kernel: Any, seen: dict[str, dict[str, Any]]) -> None:
+        self.name, self.seen = kernel.fn.__name__, seen
+        made = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        self.bind = create_function_from_signature(made.signature, made.params, make_backend(_HOPPER))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            named, specialization, options = self.bind(*arguments, **constants)
+            self.seen.setdefault(f"{self.name} {specialization} {sorted(options.items())}", named)
+            for name in ("out", "weight"):
+                if isinstance(named.get(name), torch.Tensor):
+                    named[name].zero_()
+
+        return launch
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, dict[str, Any]]]:
+    """The variants launched in here, with the arguments of each one's first launch."""
+    seen: dict[str, dict[str, Any]] = {}
+    kernels = {name: getattr(backend, name) for name in KERNELS}
+    for name, kernel in kernels.items():
+        setattr(backend, name, Noting(kernel, seen))
+    try:
+        yield seen
+    finally:
+        for name, kernel in kernels.items():
+            setattr(backend, name, kernel)
