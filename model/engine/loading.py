@@ -17,10 +17,11 @@ from model.checkpoint import Checkpoint, read_checkpoint
 from model.config import ConfigError, ModelConfig, PositionKind
 from model.engine.block_manager import BlockManager
 from model.engine.config import BatchLimits, EngineConfig
-from model.engine.decode_graph import CudaRecorder, DecodeGraphs
+from model.engine.decode_graph import CudaRecorder, DecodeGraphs, sizes_up_to
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
+from model.engine.gpu_memory import Card, CudaMemory, pool_memory
 from model.engine.matching import Grammars
 from model.engine.memory import available_memory
 from model.engine.model_runner import ModelRunner
@@ -307,7 +308,7 @@ def _num_blocks(
     block_bytes = kv_bytes_per_token(config, dtype) * engine.block_size
     tables = 2 if config.encoder is not None else 1
     full = tables * -(-max_model_len // engine.block_size)  # blocks of one full-length request
-    memory = engine.kv_cache_memory or _pool_memory(engine, model, device)
+    memory = engine.kv_cache_memory or _pool_memory(engine, model, max_model_len, device)
     num_blocks = min(memory // block_bytes, full * max_num_seqs)
     if num_blocks < full:
         raise ConfigError(
@@ -317,11 +318,19 @@ def _num_blocks(
     return num_blocks
 
 
-def _pool_memory(engine: EngineConfig, model: Transformer, device: torch.device) -> int:
+def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, device: torch.device) -> int:
     """Of each rank: what the fullest GPU has left, or its part of the memory that all ranks share."""
     if device.type == "cuda":
-        gpus = [torch.cuda.mem_get_info(device), *(model.memory if isinstance(model, LeadingTransformer) else ())]
-        return max(0, min(int(free - total * (1 - engine.gpu_memory_utilization)) for free, total in gpus))
+        limits = batch_limits(engine, device)
+        return pool_memory(
+            model,
+            limits,
+            max_model_len,
+            engine.gpu_memory_utilization,
+            CudaMemory(device),
+            [Card(*one) for one in model.memory] if isinstance(model, LeadingTransformer) else (),
+            recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
+        )
     return min(_DEFAULT_CPU_POOL, available_memory() // 4) // engine.tensor_parallel_size
 
 

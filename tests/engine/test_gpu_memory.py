@@ -1,0 +1,143 @@
+"""The pool of a GPU: arithmetic over a pretended card, and the step that is measured for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import model.engine.loading as loading
+from model.config import ConfigError
+from model.engine.config import BatchLimits, EngineConfig
+from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, Card, largest_step, peak_of, pool_bytes, pool_memory
+from model.transformer import StackInput, Transformer
+from tests.model.checkpoints import loaded
+
+GIB = 1 << 30
+LIMITS = BatchLimits(6, 50, 24, 400)
+
+
+class FakeMemory:
+    """A card of which this process holds `weights` and others `strangers`; a pass takes `step` for its time and
+    leaves `context` behind, which is no tensor's."""
+
+    def __init__(self, total: int, weights: int, step: int, *, strangers: int = 0, context: int = 0) -> None:
+        self.total, self.held, self.step = total, weights, step
+        self.strangers, self.context = strangers, context
+        self.cached = 0
+        self.highest = 0
+
+    def card(self) -> Card:
+        return Card(self.total - self.held - self.cached - self.strangers, self.total)
+
+    def reserved(self) -> int:
+        return self.held + self.cached
+
+    def restart_peak(self) -> None:
+        self.cached = 0
+        self.highest = self.held
+
+    def peak(self) -> int:
+        return self.highest
+
+    def run(self) -> None:
+        self.cached = self.step  # what an allocator keeps
+        self.highest = max(self.highest, self.held + self.step)
+        self.strangers += self.context
+        self.context = 0
+
+
+def test_the_peak_is_what_a_step_adds_and_nothing_of_it_stays() -> None:
+    memory = FakeMemory(80 * GIB, 16 * GIB, 3 * GIB)
+    memory.cached = 7 * GIB  # of loading
+    assert peak_of(memory.run, memory) == 3 * GIB
+    assert memory.card() == Card(64 * GIB, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("cards", "settings", "expected"),
+    [
+        ([Card(64 * GIB, 80 * GIB)], {}, 72 * GIB - 16 * GIB - 3 * GIB - MARGIN),
+        ([Card(64 * GIB, 80 * GIB)], {"recorded_sizes": 20}, 53 * GIB - MARGIN - 20 * GRAPH_MARGIN),
+        ([Card(64 * GIB, 80 * GIB), Card(60 * GIB, 80 * GIB)], {}, 49 * GIB - MARGIN),  # the fullest rank's
+        ([Card(64 * GIB, 80 * GIB)], {"gathered_layers": 0.25}, int((53 * GIB - MARGIN) / 1.25)),
+        ([Card(10 * GIB, 80 * GIB)], {}, 0),
+    ],
+)
+def test_what_is_left_for_the_pool(cards: list[Card], settings: dict[str, Any], expected: int) -> None:
+    assert pool_bytes(cards, 0.9, 3 * GIB, **settings) == expected
+
+
+class Counted:
+    """Passes of a model: tokens of each, and rows of logits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> None:
+        self.tokens: list[tuple[str, tuple[int, ...]]] = []
+        self.rows = 0
+        for name in ("encode", "decode"):
+            self._count(monkeypatch, name, then)
+        logits = Transformer.logits
+
+        def counted(model: Transformer, hidden: Tensor) -> Tensor:
+            self.rows += len(hidden)
+            return logits(model, hidden)
+
+        monkeypatch.setattr(Transformer, "logits", counted)
+
+    def _count(self, monkeypatch: pytest.MonkeyPatch, name: str, then: Callable[[], None]) -> None:
+        real = getattr(Transformer, name)
+
+        def counted(model: Transformer, inputs: StackInput, *arguments: Any) -> Tensor:
+            self.tokens.append((name, inputs.metadata.q_lens))
+            then()
+            found: Tensor = real(model, inputs, *arguments)
+            return found
+
+        monkeypatch.setattr(Transformer, name, counted)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart", "t5-relu", "gemma"])
+def test_the_largest_step_fills_every_stack_and_samples_all_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    largest_step(loaded(kind), LIMITS, 20)
+    stacks = ["decode"] if loaded(kind).encoder is None else ["encode", "decode"]
+    assert counted.tokens == [(name, (20, 20, 10)) for name in stacks]
+    assert counted.rows == 6
+
+
+def test_a_model_is_measured_on_its_device_and_what_kernels_left_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(10 * GIB, 2 * GIB, GIB, strangers=GIB // 2, context=GIB // 4)
+    Counted(monkeypatch, then=memory.run)
+    pool = pool_memory(loaded("llama"), LIMITS, 64, 0.9, memory)
+    gathered = 1 + 2 / 2  # two layers, not read in place by the reference backend
+    assert pool == int((9 * GIB - 2 * GIB - GIB // 2 - GIB // 4 - GIB - MARGIN) / gathered)
+
+
+def test_loading_takes_it_unless_a_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(10 * GIB, 2 * GIB, GIB)
+    counted = Counted(monkeypatch, then=memory.run)
+    monkeypatch.setattr(loading, "CudaMemory", lambda device: memory)
+    monkeypatch.setattr(loading, "batch_limits", lambda engine, device: LIMITS)
+
+    def blocks(**settings: Any) -> int:
+        engine = EngineConfig(**settings)
+        return loading._num_blocks(engine, loaded("llama"), 1 << 20, 64, torch.float32, torch.device("cuda"))
+
+    block_bytes = 16 * 2 * 2 * 32 * 4
+    assert blocks(kv_cache_memory=1 << 20) == (1 << 20) // block_bytes
+    assert not counted.tokens
+    left = (9 * GIB - 2 * GIB - GIB - MARGIN) // 2
+    assert blocks() == left // block_bytes
+    assert blocks(gpu_memory_utilization=0.5) == (left - int(4 * GIB) // 2) // block_bytes
+
+
+def test_a_step_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    Counted(monkeypatch, then=full)
+    with pytest.raises(ConfigError, match="a step of max_num_batched_tokens 50 does not fit beside the weights"):
+        pool_memory(loaded("llama"), LIMITS, 64, 0.9, FakeMemory(GIB, GIB, 0))
