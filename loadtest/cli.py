@@ -19,6 +19,7 @@ from loadtest.slo import Limit
 
 PROG = "python -m loadtest"
 _APART = (
+    ("interference", "loadtest.interference", "what workloads cost each other"),
     ("offline", "loadtest.offline", "engines without a server"),
     ("quality", "loadtest.quality", "what narrow numbers cost"),
     ("overhead", "loadtest.overhead", "what the service adds to the engine"),
@@ -76,7 +77,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
-    """Their modules import what the rest has no use for: torch, Ray."""
+    """Most of their modules import what the rest has no use for: torch, Ray."""
     for name, module, text in _APART:
         if name in argv[:1]:
             import_module(module).add_command(commands)
@@ -87,6 +88,9 @@ def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
 def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="one load on a server", description="Put one load on a server.")
     options.add(parser)
+    group = parser.add_argument_group("several workloads at the same time")
+    group.add_argument("--plan", type=Path, default=None, metavar="FILE", help="a TOML file that has them")
+    group.add_argument("--only", default="", metavar="NAME,...", help="of the plan's workloads; none: all")
     parser.set_defaults(command=_run)
 
 
@@ -106,8 +110,8 @@ def _add_sweep(commands: Any) -> None:
 def _add_compare(commands: Any) -> None:
     text = "Ratios of B to A with bootstrap intervals; exit 1 where B is worse beyond the tolerance."
     parser = commands.add_parser("compare", help="one result against another", description=text)
-    parser.add_argument("a", metavar="A.json", help="run.json or sweep.json of the baseline")
-    parser.add_argument("b", metavar="B.json", help="the same to judge; of sweeps, the loads that both measured")
+    parser.add_argument("a", metavar="A.json", help="run.json, sweep.json or mix.json of the baseline")
+    parser.add_argument("b", metavar="B.json", help="the same to judge; of sweeps and mixes, what both measured")
     parser.add_argument(
         "--tolerance", type=options.amount, default=0.05, metavar="SHARE", help="worse by so much is none"
     )
@@ -116,21 +120,30 @@ def _add_compare(commands: Any) -> None:
 
 def _add_report(commands: Any) -> None:
     parser = commands.add_parser("report", help="the HTML page of a result", description="Draw a result again.")
-    parser.add_argument("result", metavar="FILE", help="run.json or sweep.json")
+    parser.add_argument("result", metavar="FILE", help="run.json, sweep.json or mix.json")
     parser.add_argument("--out", default="report.html", metavar="FILE", help="the page")
     parser.set_defaults(command=_report)
+
+
+def api_key(arguments: argparse.Namespace) -> str:
+    """Of the flag, else of the environment."""
+    return str(arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Settings, list[Limit], str, Path | None]:
     """What both `run` and `sweep` need: settings, limits, key, tokenizer."""
     from loadtest import slo
 
-    key = arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", "")
+    key = api_key(arguments)
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
     return options.settings(arguments), slo.parse(arguments.slo), key, tokenizer
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.plan is not None:
+        return _run_plan(arguments)
+    if arguments.only:
+        raise UsageError(f"--only: found {arguments.only!r} without --plan, expected a plan with it")
     from loadtest import output, run, show
     from loadtest.progress import Progress
     from loadtest.server import Server
@@ -148,6 +161,25 @@ def _run(arguments: argparse.Namespace) -> int:
     output.write_run(measured, folder)
     output.print_end(measured.document, folder, console)
     return 130 if measured.interrupted else _verdict(measured.document) if limits else 0
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    from loadtest import mix, output, plan, show
+    from loadtest.progress import Progress
+    from loadtest.server import Server
+
+    plan.check_beside(arguments)
+    works = plan.read(arguments.plan, arguments).chosen(arguments.only)
+    progress = Progress(quiet=arguments.quiet)
+    with Server(arguments.url.rstrip("/"), api_key(arguments)) as server:
+        loads = mix.meet(server, works, progress)
+        folder = output.folder(arguments.out, "mix")
+        mixed = mix.measure(loads, api_key(arguments), progress)
+    console = show.console()
+    show.mix(mixed.document, console)
+    output.write_mix(mixed, folder)
+    output.print_end(mix.without_columns(mixed.document), folder, console)
+    return 130 if mixed.interrupted else _verdict(mixed.document) if mixed.document["slo"] else 0
 
 
 def _verdict(document: dict[str, Any]) -> int:
@@ -194,7 +226,7 @@ def _set_load(arguments: argparse.Namespace, load: float, kinds: Sequence[str]) 
 def _compare(arguments: argparse.Namespace) -> int:
     from loadtest import compare, output, show
 
-    a, b = (output.read(path, "run", "sweep") for path in (arguments.a, arguments.b))
+    a, b = (output.read(path, "run", "sweep", "mix") for path in (arguments.a, arguments.b))
     document = compare.compare(a, b, arguments.tolerance)
     console = show.console()
     show.compare(document["rows"], console)
@@ -207,7 +239,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from loadtest import output, report
 
-    document = output.read(arguments.result, "run", "sweep")
+    document = output.read(arguments.result, "run", "sweep", "mix")
     try:
         Path(arguments.out).write_text(report.page(document), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Two runs, or two sweeps load by load, against each other: ratios of B to A, with bootstrap intervals of the ratio.
+"""Two results against each other, ratios of B to A with bootstrap intervals: two runs, two sweeps load by load, or two
+mixes workload by workload.
 
 Each run is resampled by itself (requests for latencies, seconds for throughput) and the ratios of the resampled
 figures give the interval. B is worse or better where the whole interval lies beyond 1 and the ratio beyond the
@@ -26,17 +27,19 @@ Json = dict[str, Any]
 def compare(a: Json, b: Json, tolerance: float) -> Json:
     """The document: rows, what got worse, and what makes the comparison doubtful. Raises `UsageError`.
 
-    Rows of sweeps are named by their load.
+    Rows of sweeps are named by their load, of mixes by their workload.
     """
     if a["kind"] != b["kind"]:
         raise UsageError(f"A is a {a['kind']} and B a {b['kind']}: expected two of the same kind")
-    pairs = _same_loads(a, b) if a["kind"] == "sweep" else [("", a, b)]
+    pairs = {"sweep": _same_loads, "mix": _same_works}.get(a["kind"], _whole)(a, b)
     for name, run in ((name, run) for _, *both in pairs for name, run in zip("AB", both, strict=True)):
         if "columns" not in run:
             file = f"the {a['kind']}.json of --out"
             raise UsageError(f"{name}: found no requests in it, expected {file}, not the printed line")
     rows = [row | {"name": at + row["name"]} for at, one, other in pairs for row in _rows(one, other, tolerance)]
     doubts = [at + doubt for at, one, other in pairs for doubt in _doubts(one, other)]
+    alike = pairs if a["kind"] == "mix" else [("", *pairs[0][1:])]  # of a sweep, every point has the same settings
+    differences = [at + found for at, one, other in alike for found in _differences(one, other)]
     return {
         "schema": 1,
         "kind": "compare",
@@ -44,8 +47,22 @@ def compare(a: Json, b: Json, tolerance: float) -> Json:
         "commits": [pairs[0][1]["commit"], pairs[0][2]["commit"]],
         "rows": rows,
         "regressions": [row["name"] for row in rows if row["verdict"] == "worse"],
-        "warnings": [*_differences(pairs[0][1], pairs[0][2]), *doubts],
+        "warnings": [*differences, *doubts],
     }
+
+
+def _whole(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
+    return [("", a, b)]
+
+
+def _same_works(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
+    """The runs of the workloads that both mixes have, with their name."""
+    runs = [{work["name"]: work["run"] for work in mix["works"]} for mix in (a, b)]
+    common = [name for name in runs[0] if name in runs[1]]
+    if not common:
+        found = " and ".join(", ".join(one) for one in runs)
+        raise UsageError(f"the mixes have no workload in common: found {found}")
+    return [(f"{name}: ", runs[0][name], runs[1][name]) for name in common]
 
 
 def _same_loads(a: Json, b: Json) -> list[tuple[str, Json, Json]]:

@@ -23,7 +23,7 @@ from loadtest.texts import Vocabulary
 from loadtest.worker import Job, Message, Report
 
 _ROOT = Path(__file__).parent.parent
-_START_S = 0.3  # from the go to the run's start, so that every worker has heard it
+START_S = 0.3  # from the go to the run's start, so that every worker has heard it
 _LONGEST_LINE = 1 << 28
 _LEAVE_S = 5.0  # of a worker, once its input has ended
 
@@ -72,9 +72,9 @@ class Fleet:
             if not (await self._report(process)).ready:
                 raise RuntimeError("a worker did not begin with ready")
 
-    def go(self) -> float:
-        """Begin; the start as a time of `time.monotonic`."""
-        start = time.monotonic() + _START_S
+    def go(self, start: float = 0.0) -> float:
+        """Begin at `start`, a time of `time.monotonic`; 0: in `START_S`. Returns it."""
+        start = start or time.monotonic() + START_S
         for process in self._processes:
             self._tell(process, msgspec.json.encode(Message(start=start)))
         return start

@@ -24,12 +24,22 @@ _PRESETS: dict[str, dict[str, str]] = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     """All flags that say what, how and against what; not what a command adds of its own."""
-    _add_server(parser.add_argument_group("server"))
+    server, run = parser.add_argument_group("server"), parser.add_argument_group("run")
+    _add_address(server)
+    _add_server(server)
     _add_workload(
         parser.add_argument_group("workload (lengths: N, uniform:A-B, lognormal:MEDIAN,SIGMA[,MAX], file:PATH)")
     )
     _add_arrivals(parser.add_argument_group("arrivals"))
     _add_clients(parser.add_argument_group("clients"))
+    run.add_argument("--requests", type=whole, default=0, metavar="N", help="at most; 0: by the duration")
+    run.add_argument("--slo", default="", metavar="LIMITS", help="ttft_p99<500ms,itl_p99<60ms,error_rate<0.1%%")
+    _add_run(run)
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """Those of them that several workloads of one run have in common."""
+    _add_address(parser.add_argument_group("server"))
     _add_run(parser.add_argument_group("run"))
 
 
@@ -191,11 +201,14 @@ def _clients(asked: argparse.Namespace) -> Clients:
     )
 
 
-def _add_server(group: Any) -> None:
+def _add_address(group: Any) -> None:
     group.add_argument("--url", default="http://127.0.0.1:8000", type=_url, help="of the server, without a route")
+    group.add_argument("--api-key", default=None, metavar="KEY", help="sent as bearer token; TRIPTYCH_API_KEY")
+
+
+def _add_server(group: Any) -> None:
     group.add_argument("--target", default="generate", choices=tuple(PATHS), help="which API is spoken")
     group.add_argument("--model", default="", help="its name; empty: the server chooses")
-    group.add_argument("--api-key", default=None, metavar="KEY", help="sent as bearer token; TRIPTYCH_API_KEY")
     group.add_argument("--tokenizer", default=None, metavar="PATH", help="tokenizer.json; none: the server's /tokenize")
 
 
@@ -215,7 +228,6 @@ def _add_workload(group: Any) -> None:
     group.add_argument("--ratio-sigma", type=amount, default=0.2, metavar="S", help="seq2seq: log-normal noise on it")
     group.add_argument("--file", default=None, metavar="JSONL", help="replay: one request a line")
     group.add_argument("--speed", type=above_zero, default=1.0, metavar="X", help="replay: times as fast as recorded")
-    group.add_argument("--seed", type=whole, default=0, metavar="N", help="the same seed makes the same load")
 
 
 def _add_arrivals(group: Any) -> None:
@@ -250,7 +262,6 @@ def _add_run(group: Any) -> None:
     group.add_argument(
         "--duration", type=above_zero, default=None, metavar="SECONDS", help="none: 30, or by --requests"
     )
-    group.add_argument("--requests", type=whole, default=0, metavar="N", help="at most; 0: by the duration")
     group.add_argument("--warmup", type=amount, default=0.0, metavar="SECONDS", help="at the start, not counted")
     group.add_argument(
         "--drain",
@@ -263,7 +274,7 @@ def _add_run(group: Any) -> None:
     group.add_argument(
         "--max-lag", type=above_zero, default=10.0, metavar="MS", help="of the generator, p99; more: invalid"
     )
-    group.add_argument("--slo", default="", metavar="LIMITS", help="ttft_p99<500ms,itl_p99<60ms,error_rate<0.1%%")
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help="the same seed makes the same load")
     group.add_argument("--out", default=None, metavar="FOLDER", help="for the files; none: out/loadtest/ and the time")
     group.add_argument("--quiet", action="store_true", help="no progress")
 

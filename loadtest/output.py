@@ -13,6 +13,7 @@ from rich.console import Console
 
 from loadtest import columns, records, report
 from loadtest.errors import UsageError
+from loadtest.mix import Mixed
 from loadtest.records import Record
 from loadtest.run import SCHEMA, Measured
 
@@ -46,8 +47,18 @@ def write_run(measured: Measured, to: Path) -> None:
 def write_sweep(document: Json, requests: Iterable[tuple[float, Iterable[Record]]], to: Path) -> None:
     """`sweep.json` (every point holds its run's columns), `requests.csv` (of all points), `report.html`."""
     (to / "sweep.json").write_text(line(document), encoding="utf-8")
-    records.write_sweep_csv(document["over"], requests, to / "requests.csv")
+    parts = ((f"{load:g}", made) for load, made in requests)
+    records.write_parts_csv(document["over"], parts, to / "requests.csv")
     (to / "report.html").write_text(report.page(plain(document)), encoding="utf-8")
+
+
+def write_mix(mixed: Mixed, to: Path) -> None:
+    """`mix.json` (every workload holds its run's columns), `requests.csv` (of all), `report.html`."""
+    works = [{"name": name, "run": with_columns(one)} for name, one in mixed.works.items()]
+    full = plain(mixed.document | {"works": works})
+    (to / "mix.json").write_text(line(full), encoding="utf-8")
+    records.write_parts_csv("work", ((name, one.records) for name, one in mixed.works.items()), to / "requests.csv")
+    (to / "report.html").write_text(report.page(full), encoding="utf-8")
 
 
 def read(path: str, *kinds: str) -> Json:

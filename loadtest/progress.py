@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -42,13 +42,23 @@ class Progress:
             yield
         self._live = None
 
-    def update(self, settings: Settings, gathered: Gathered, at: float) -> None:
-        """`at`: seconds since the run's start."""
+    def update(self, loads: Sequence[tuple[str, Settings, Gathered]], at: float) -> None:
+        """Name, settings and what its workers told of each load of the run; `at`: seconds since the run's start."""
         if self._live is not None:
-            self._live.update(_line(settings, gathered, at), refresh=True)
+            self._live.update(_lines(loads, at), refresh=True)
         elif time.monotonic() - self._printed >= PLAIN_LINE_S:
             self._printed = time.monotonic()
-            self._console.print(_line(settings, gathered, at), soft_wrap=True)
+            self._console.print(_lines(loads, at), soft_wrap=True)
+
+
+def _lines(loads: Sequence[tuple[str, Settings, Gathered]], at: float) -> Text:
+    """One for each load, behind its name."""
+    width = max(len(name) for name, _, _ in loads)
+    lines = [
+        Text(f"{name:{width}}  " if width else "").append(_line(settings, gathered, at))
+        for name, settings, gathered in loads
+    ]
+    return Text("\n").join(lines)
 
 
 def _line(settings: Settings, gathered: Gathered, at: float) -> Text:

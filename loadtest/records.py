@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -87,11 +88,15 @@ class Record:
     @property
     def gaps(self) -> list[float]:
         """Seconds between tokens; an event that says it holds several shares its gap among them."""
+        return self.gaps_from(-math.inf, math.inf)
+
+    def gaps_from(self, start: float, end: float) -> list[float]:
+        """Those that began within `start` to `end`."""
         pairs = zip(self.token_times, self.token_times[1:], strict=False)
-        if len(self.token_counts) != len(self.token_times):  # not every event told
-            return [after - before for before, after in pairs]
-        counts = self.token_counts[1:]
-        return [(b - a) / n for (a, b), n in zip(pairs, counts, strict=True) for _ in range(n) if n]
+        told = len(self.token_counts) == len(self.token_times)  # by every event
+        counts = self.token_counts[1:] if told else [1] * len(self.token_times[1:])
+        within = ((before, after, n) for (before, after), n in zip(pairs, counts, strict=True) if start <= before < end)
+        return [(after - before) / n for before, after, n in within for _ in range(n) if n]
 
 
 _COLUMNS = (
@@ -107,12 +112,12 @@ def write_csv(records: Iterable[Record], path: Path) -> None:
     _write(path, _COLUMNS, map(_cells, records))
 
 
-def write_sweep_csv(over: str, points: Iterable[tuple[float, Iterable[Record]]], path: Path) -> None:
-    """The same of the requests at each load, which stands before them in a column `over`; times since their point's
-    start.
+def write_parts_csv(head: str, parts: Iterable[tuple[str, Iterable[Record]]], path: Path) -> None:
+    """The same of the requests of each part (a point of a sweep, a workload of a mix), which stands before them in a
+    column `head`; times since the start of the part's run.
     """
-    lines = ([f"{load:g}", *_cells(record)] for load, records in points for record in records)
-    _write(path, (over, *_COLUMNS), lines)
+    lines = ([part, *_cells(record)] for part, records in parts for record in records)
+    _write(path, (head, *_COLUMNS), lines)
 
 
 def _write(path: Path, head: Iterable[str], lines: Iterable[Iterable[object]]) -> None:

@@ -11,14 +11,12 @@ _MOST_REQUESTS = 20_000  # drawn; of more, every k-th
 
 
 def page(document: dict[str, Any]) -> str:
-    """The page of a run or a sweep that has its columns."""
-    runs = [document] if document["kind"] == "run" else [point["run"] for point in document["points"]]
-    thinned = {id(run): _thinned(run) for run in runs}
-    if document["kind"] == "run":
-        shown = thinned[id(document)]
+    """The page of a run, a sweep or a mix that has its columns."""
+    parts = {"sweep": "points", "mix": "works"}.get(document["kind"])
+    if parts is None:
+        shown = _thinned(document)
     else:
-        points = [{**point, "run": thinned[id(point["run"])]} for point in document["points"]]
-        shown = {**document, "points": points}
+        shown = {**document, parts: [{**part, "run": _thinned(part["run"])} for part in document[parts]]}
     data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.read_text(encoding="utf-8").replace("@@DATA@@", data)
 

@@ -1,4 +1,7 @@
-"""One run from settings to its result document."""
+"""One run from settings to its result document: of one workload, or of several at the same time.
+
+Each workload has worker processes of its own, which start together; the server's metrics are read once for all.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import dataclasses
 import datetime
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest import crosscheck, machine, summary, texts
-from loadtest.fleet import Fleet
+from loadtest.fleet import START_S, Fleet, Gathered
 from loadtest.progress import Progress
 from loadtest.prometheus import Scrape
 from loadtest.records import Record
@@ -40,8 +43,18 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """One workload of a run; `name` tells it from the others beside it."""
+
+    subject: Subject
+    settings: Settings
+    limits: Sequence[Limit]
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run found."""
+    """What a run found of one workload."""
 
     document: Json  # as it is written: schema 1
     records: list[Record]
@@ -65,23 +78,28 @@ def measure(
     subject: Subject, settings: Settings, limits: Sequence[Limit], api_key: str, progress: Progress
 ) -> Measured:
     """Make the load and sum it up. Ctrl-C ends it early; what was measured until then is the result."""
-    return asyncio.run(_Run(subject, settings, limits, api_key, progress).result())
+    [measured] = measure_together([Load(subject, settings, limits)], api_key, progress)
+    return measured
+
+
+def measure_together(loads: Sequence[Load], api_key: str, progress: Progress) -> list[Measured]:
+    """The same of several loads on one server at the same time, in their order. What the server counts is compared
+    with a load's own figures where no other load is on its model.
+    """
+    return asyncio.run(_Run(loads, api_key, progress).result())
 
 
 class _Run:
-    def __init__(
-        self, subject: Subject, settings: Settings, limits: Sequence[Limit], api_key: str, progress: Progress
-    ) -> None:
-        self._subject = subject
-        self._settings = settings
-        self._limits = limits
+    def __init__(self, loads: Sequence[Load], api_key: str, progress: Progress) -> None:
+        self._loads = loads
+        self._server = loads[0].subject.server
         self._progress = progress
-        self._fleet = Fleet(settings, subject.vocabulary, api_key)
-        self._scrapes: list[Scrape] = []
+        self._fleets = [Fleet(load.settings, load.subject.vocabulary, api_key) for load in loads]
+        self._scrapes: list[Mapping[str, Scrape]] = []  # by model
         self._start = 0.0
         self._stopped: float | None = None
 
-    async def result(self) -> Measured:
+    async def result(self) -> list[Measured]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -90,34 +108,45 @@ class _Run:
             with self._progress.shown():
                 await self._make_load()
         finally:
-            await self._fleet.aclose()
+            await asyncio.gather(*(fleet.aclose() for fleet in self._fleets))
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-        return Measured(self._document(started), self._fleet.gathered.records)
+        return [
+            Measured(self._document(started, load, fleet.gathered), fleet.gathered.records)
+            for load, fleet in zip(self._loads, self._fleets, strict=True)
+        ]
 
     async def _make_load(self) -> None:
         self._start = time.monotonic()
-        await self._fleet.start()
+        await asyncio.gather(*(fleet.start() for fleet in self._fleets))
         await self._scrape()
-        self._start = self._fleet.go()
+        self._start = time.monotonic() + START_S
+        for fleet in self._fleets:
+            fleet.go(self._start)
         if self._stopped is not None:  # before there was anything to stop
-            self._fleet.stop()
+            self._stop_fleets()
         scraping = asyncio.create_task(self._scrape_on())
-        await self._fleet.gather(self._show)
+        await asyncio.gather(*(fleet.gather(self._show) for fleet in self._fleets))
         scraping.cancel()
         await self._settle()
 
     def _stop(self) -> None:
         if self._stopped is None:
             self._stopped = max(0.0, time.monotonic() - self._start)
-            self._fleet.stop()
+            self._stop_fleets()
+
+    def _stop_fleets(self) -> None:
+        for fleet in self._fleets:
+            fleet.stop()
 
     def _show(self) -> None:
-        self._progress.update(self._settings, self._fleet.gathered, time.monotonic() - self._start)
+        loads = zip(self._loads, self._fleets, strict=True)
+        shown = [(load.name, load.settings, fleet.gathered) for load, fleet in loads]
+        self._progress.update(shown, time.monotonic() - self._start)
 
     async def _scrape(self) -> None:
-        found = await asyncio.to_thread(self._subject.server.scrape, self._start, self._settings.model)
-        if found is not None:
+        models = {load.settings.model for load in self._loads}
+        if found := await asyncio.to_thread(self._server.scrape, self._start, models):
             self._scrapes.append(found)
 
     async def _scrape_on(self) -> None:
@@ -131,19 +160,20 @@ class _Run:
         while self._scrapes:
             await asyncio.sleep(0.1)
             await self._scrape()
-            idle = not self._scrapes[-1].value("running") and not self._scrapes[-1].value("waiting")
+            last = self._scrapes[-1].values()
+            idle = not any(scrape.value("running") or scrape.value("waiting") for scrape in last)
             if idle or time.monotonic() > end:
                 return
 
-    def _document(self, started: str) -> Json:
-        gathered = self._fleet.gathered
+    def _document(self, started: str, load: Load, gathered: Gathered) -> Json:
+        settings = load.settings
         gathered.records.sort(key=lambda record: (record.scheduled, record.index, record.turn))
-        found = summary.summarise(gathered.records, self._settings, self._limits, self._stopped)
+        found = summary.summarise(gathered.records, settings, load.limits, self._stopped)
         elapsed = max((record.ended for record in gathered.records), default=0.0)
         busy = [cpu_s / elapsed for cpu_s in gathered.cpu_s] if elapsed else []
-        doubts = summary.doubts(found, self._settings, gathered.beats, busy)
+        doubts = summary.doubts(found, settings, gathered.beats, busy)
         generator = {
-            "workers": self._settings.workers,
+            "workers": settings.workers,
             "cores_used": [round(share, 3) for share in busy],
             "send_lag_p99_ms": found["latency_ms"].get("lag", {}).get("p99"),
             "read_lag_p99_ms": summary.late(gathered.beats),
@@ -154,26 +184,27 @@ class _Run:
             "started": started,
             "commit": machine.commit(),
             "machine": machine.describe(),
-            "server": self._subject.about,
-            "settings": dataclasses.asdict(self._settings),
-            "prompt_lengths_by": self._subject.vocabulary.source,
+            "server": load.subject.about,
+            "settings": dataclasses.asdict(settings),
+            "prompt_lengths_by": load.subject.vocabulary.source,
             "interrupted": self._stopped is not None,
             "valid": not doubts,
             "doubts": doubts,
             "generator": generator,
             **found,
-            "crosscheck": self._crosscheck(),
-            "gauges": self._gauges(),
+            "crosscheck": self._crosscheck(settings.model, gathered.records),
+            "gauges": self._gauges(settings.model),
         }
 
-    def _crosscheck(self) -> list[Json]:
-        if len(self._scrapes) < 2:
+    def _crosscheck(self, model: str, records: Sequence[Record]) -> list[Json]:
+        """Empty where the server's figures of `model` are of several loads."""
+        if len(self._scrapes) < 2 or sum(load.settings.model == model for load in self._loads) > 1:
             return []
-        return crosscheck.compare(self._fleet.gathered.records, self._scrapes[0], self._scrapes[-1])
+        return crosscheck.compare(records, self._scrapes[0][model], self._scrapes[-1][model])
 
-    def _gauges(self) -> Json:
+    def _gauges(self, model: str) -> Json:
         """The server's own state over time; empty lists where it does not tell."""
         names = ("running", "waiting", "kv_usage")
-        during = self._scrapes[1:]
+        during = [scrapes[model] for scrapes in self._scrapes[1:]]
         found: Json = {"at": [round(scrape.at, 3) for scrape in during]}
         return found | {name: [scrape.value(name) for scrape in during] for name in names}

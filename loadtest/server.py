@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,14 +97,14 @@ class Server:
                 continue
         return None
 
-    def scrape(self, start: float, model: str) -> Scrape | None:
-        """Its metrics now; None: it has none or does not answer."""
+    def scrape(self, start: float, models: Iterable[str]) -> dict[str, Scrape]:
+        """Its metrics now, by model; empty: it has none or does not answer."""
         try:
             at = time.monotonic() - start
             reply = self._http.get("/metrics")
-            return Scrape(reply.text, at, model) if reply.status_code == 200 else None
+            return {model: Scrape(reply.text, at, model) for model in models} if reply.status_code == 200 else {}
         except (httpx.HTTPError, ValueError):
-            return None
+            return {}
 
     def _counter(self, name: str, model: str) -> texts.Count:
         def count(text: str) -> int:

@@ -39,23 +39,60 @@ def console() -> Console:
 
 
 def run(document: Json, to: Console) -> None:
-    """Everything that a person asks first."""
+    """Everything that a person asks first, of a run of one workload."""
     to.print(_latencies(document))
     to.print(_rates(document))
     to.print(_counts(document), highlight=False)
     if document["crosscheck"]:
         to.print(_crosscheck(document))
+    _verdicts(document, to)
+
+
+def mix(document: Json, to: Console) -> None:
+    """Each workload by itself, then all of them in one table."""
+    for work in document["works"]:
+        to.print(_latencies(work["run"], f"{work['name']}: "))
+        to.print(_counts(work["run"]), highlight=False)
+        if work["run"]["crosscheck"]:
+            to.print(_crosscheck(work["run"]))
+    to.print(_works(document))
+    _verdicts(document, to)
+
+
+def _works(document: Json) -> Table:
+    heads = ("", "requests/s", "in tok/s", "out tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "e2e p99")
+    table = Table(*heads, "refused or failed", title="together", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, found in [*((work["name"], work["run"]) for work in document["works"]), ("all", document["together"])]:
+        rates = [found["throughput"][n]["value"] or 0.0 for n in ("request_throughput", "total_throughput")]
+        out = found["throughput"]["output_throughput"]["value"] or 0.0
+        cells = [f"{rates[0]:,.2f}", f"{rates[1] - out:,.0f}", f"{out:,.0f}"]
+        table.add_row(name, *cells, *_shown_latencies(found), f"{found['shares']['error_rate'] or 0:.1%}")
+    return table
+
+
+def _shown_latencies(found: Json) -> list[str]:
+    latency = found.get("latency_ms", {})
+    shown = (("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("e2e", "p99"))
+    return [milliseconds(latency[name][at]) if name in latency else "" for name, at in shown]
+
+
+def _verdicts(document: Json, to: Console) -> None:
+    """What was promised, and whether the run can be believed."""
     for verdict in document["slo"]:
         mark = "[green]met   [/]" if verdict["met"] else "[red]missed[/]"
-        to.print(f"{mark} {verdict['limit']}: found {slo_value(verdict)}")
+        whose = f"{verdict['work']}: " if "work" in verdict else ""
+        to.print(f"{mark} {whose}{verdict['limit']}: found {slo_value(verdict)}")
     for doubt in document["doubts"]:
         to.print(f"[red]INVALID[/] {doubt}")
     if document["interrupted"]:
         to.print("[yellow]interrupted[/]: figures are of what was measured until then")
 
 
-def _latencies(document: Json) -> Table:
-    title = f"{document['settings']['target']} on {document['settings']['model'] or document['settings']['url']}"
+def _latencies(document: Json, name: str = "") -> Table:
+    settings = document["settings"]
+    title = f"{name}{settings['target']} on {settings['model'] or settings['url']}"
     table = Table("ms", "n", *_SHOWN, "p99, 95 % interval", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -88,3 +88,30 @@ def test_a_sweep_shows_the_chosen_point(browser: Browser, tmp_path: Path, run: J
     assert browser.text("#detail-title") == "At 40 requests/s"
     assert "saturated, SLO missed" in browser.text("tr[aria-selected=true]")
     assert browser.console() == []
+
+
+def test_a_mix_shows_its_workloads_and_the_chosen_one(browser: Browser, tmp_path: Path, run: Json) -> None:
+    with serving(Script()) as server:
+        changes = {"target": "encode", "workload": Workload(kind="embedding", texts="2")}
+        texts = measured(server.url, requests=6, arrivals=CLOSED, **changes)
+    works = {"streams": run, "texts": output.with_columns(texts)}
+    names = ("started", "commit", "machine", "server", "interrupted")
+    sums = ("counts", "shares", "throughput", "offered_per_s", "series")
+    document = {name: run[name] for name in names} | {
+        **{"schema": 1, "kind": "mix", "valid": False, "doubts": ["texts: late"]},
+        **{"slo": [{"work": "streams", **one} for one in run["slo"]], "together": {name: run[name] for name in sums}},
+        "works": [{"name": name, "run": work} for name, work in works.items()],
+    }
+    opened(browser, tmp_path / "mix.html", document)
+    assert browser.text("h1") == "streams + texts"
+    assert titles(browser, "#sweep-charts h2") == [
+        *("Each workload's tokens over time", "Each workload's latency over time", "Workloads")
+    ]
+    assert "invalid: texts: late" in browser.text("#chips")
+    assert "missed streams: error_rate<0.1%" in browser.text("#chips")
+    assert browser.text("#detail-title") == "streams: generate on m"
+    browser.click("tr[data-at='1']")
+    assert browser.text("#detail-title") == "texts: encode on m"
+    assert "Between tokens" not in titles(browser, "#charts h2")
+    assert not browser.run("return document.body.innerText.match(/NaN|undefined|Infinity|\\[object/)")
+    assert browser.console() == []
