@@ -141,11 +141,12 @@ class Bench:
         return {**settings, "kv_cache_memory": 3 << 30} if benchmark else settings
 
     def _floor(self, path: Path, info: dict[str, Any]) -> Floor:
-        dtype = "float32" if info["dtype"] == "float32" else "bfloat16"
-        if dtype not in self.ceilings:
-            self.ceilings[dtype] = Ceilings.measure(getattr(torch, dtype))
-        kv_bytes = 1.0 if self.arguments.kv_cache_dtype == "int8" else _BYTES[dtype]
-        return Floor.of(path, self.ceilings[dtype], _BYTES[info["dtype"]], kv_bytes)
+        weights = info["dtype"]
+        if weights not in self.ceilings:
+            self.ceilings[weights] = Ceilings.measure(weights)
+        kv = "float32" if weights == "float32" else "bfloat16"
+        kv_bytes = _BYTES["int8" if self.arguments.kv_cache_dtype == "int8" else kv]
+        return Floor.of(path, self.ceilings[weights], _BYTES[weights], kv_bytes)
 
     def _take_turns(
         self, name: str, form: str, number: int, workload: Workload, workers: dict[str, Worker], floor: Floor
@@ -208,7 +209,7 @@ class Bench:
         for dtype, found in self.ceilings.items():
             console.print(
                 f"this machine: {found.bytes_per_second / 1e9:.1f} GB/s read, "
-                f"{found.flops_per_second / 1e9:,.0f} GFLOP/s in {dtype}"
+                f"{found.flops_per_second / 1e9:,.0f} GFLOP/s for {dtype} ({found.kernel})"
             )
         print(json.dumps({**self._context(), "python_ms": host, **_results(self.rows, self.steps)}))
 

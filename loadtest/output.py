@@ -62,13 +62,14 @@ def write_mix(mixed: Mixed, to: Path) -> None:
 
 
 def read(path: str, *kinds: str) -> Json:
-    """A result that was written before; raises `UsageError` where it is none of `kinds`."""
+    """A result that was written before; raises `UsageError` where it is none of `kinds`, two or more."""
+    expected = f"{', '.join(kinds[:-1])} or {kinds[-1]}.json of this tool"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: expected a {' or '.join(kinds)}.json of this tool ({error})") from None
+        raise UsageError(f"{path}: expected a {expected} ({error})") from None
     if not isinstance(found, dict) or found.get("kind") not in kinds:
-        raise UsageError(f"{path}: expected a {' or '.join(kinds)}.json of this tool, found another JSON document")
+        raise UsageError(f"{path}: expected a {expected}, found another JSON document")
     if found.get("schema") != SCHEMA:
         raise UsageError(f"{path}: expected schema {SCHEMA}, found {found.get('schema')!r}")
     return found

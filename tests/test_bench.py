@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from loadtest.bench import gpu, vocabularies
+from loadtest.bench import floors, gpu, vocabularies
 from loadtest.bench.floors import Ceilings, Costs, Floor
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
@@ -19,6 +20,7 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint import read_checkpoint
 from model.families import FAMILIES
 from model.loader import build_model
+from model.native.library import Library, native
 from model.pretrained.corpus import held_out_sample
 from model.settings import Settings
 
@@ -56,6 +58,25 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
     assert floor.workload(two) == pytest.approx(prefill + floor.step(2, 80) + floor.step(1, 31))
 
 
+def test_a_ceiling_is_that_of_the_fastest_kernel_that_takes_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that has int8 products but emulates torch's bfloat16."""
+    seconds = {"torch float32": 4.0, "native float32": 5.0, "torch bfloat16": 50.0, "native bfloat16": 3.0}
+    monkeypatch.setattr(floors, "_best", lambda work: seconds.get(work, 0.5))
+    monkeypatch.setattr(floors, "_kernels", lambda name: {one: one for one in (*seconds, f"native {name}")})
+    assert Ceilings.measure("bfloat16").kernel == "native bfloat16"
+    int8 = Ceilings.measure("int8")
+    assert int8.kernel == "native int8"
+    assert int8.flops_per_second == 6 * Ceilings.measure("bfloat16").flops_per_second
+
+
+def test_a_format_is_multiplied_by_every_kernel_of_it_and_of_wider_ones() -> None:
+    found = floors._kernels("int8")
+    assert set(found) - {"native int8"} == set(floors._kernels("bfloat16")) > set(floors._kernels("float32"))
+    for name in found.keys() & {"torch float32", "native int8"}:
+        product = found[name]()
+        assert isinstance(product, torch.Tensor) and product[0, 0].item() == pytest.approx(floors._SIZE, rel=0.01)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With N1 in it, whose tokenizer is trained on a short text."""
@@ -79,13 +100,16 @@ def test_the_hollow_model_measures_steps() -> None:
 
 
 def test_a_run_prints_one_json_line(cache: Path) -> None:
-    command = [sys.executable, "-m", "loadtest", "offline", "--models", "N1", "--quick", "--runs", "1"]
+    number_format = "int8" if isinstance(native(), Library) else "float32"
+    chosen = ["--quantization", "int8"] if number_format == "int8" else ["--dtype", "float32"]
+    command = [sys.executable, "-m", "loadtest", "offline", "--models", "N1", "--quick", "--runs", "1", *chosen]
     done = subprocess.run([*command, "--cache", str(cache)], capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     [row] = found["rows"]
     assert row["model"] == "N1" and row["engine"] == "triptych" and row["rate"] > 0
     assert row["of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
     assert found["machine"]["threads"] > 0
+    assert found["ceilings"].keys() == {number_format} and found["ceilings"][number_format]["kernel"]
 
 
 def test_the_gpu_bench_runs_its_cases_on_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

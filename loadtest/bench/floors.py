@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,28 +18,52 @@ import torch
 from loadtest.bench.workloads import Workload
 from model.checkpoint import read_checkpoint
 from model.config import ModelConfig, StackConfig
+from model.native.library import Kind, Library, native
+from model.native.linear import PackedLinear
 
 _READ_BYTES = 512 << 20  # far beyond every cache
 _SIZE = 2048  # of the matrices of the product
+_PATIENCE_S = 1.0
+_FORMATS = (("float32", Kind.F32), ("bfloat16", Kind.BF16), ("int8", Kind.INT8))  # from wide to narrow
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine does at best, measured in this run with torch's own kernels."""
+    """What this machine does at best, measured in this run."""
 
     bytes_per_second: float
     flops_per_second: float
+    kernel: str = ""  # that multiplied so fast
 
     @classmethod
-    def measure(cls, dtype: torch.dtype) -> Ceilings:
+    def measure(cls, number_format: str) -> Ceilings:
+        """With weights of `number_format` (float32, bfloat16, int8), by the fastest kernel that can take them."""
         data = torch.ones(_READ_BYTES // 4)
-        a, b = torch.ones(_SIZE, _SIZE, dtype=dtype), torch.ones(_SIZE, _SIZE, dtype=dtype)
-        return cls(_READ_BYTES / _best(lambda: data.sum()), 2 * _SIZE**3 / _best(lambda: a @ b))
+        seconds = {name: _best(product) for name, product in _kernels(number_format).items()}
+        kernel = min(seconds, key=seconds.__getitem__)
+        return cls(_READ_BYTES / _best(lambda: data.sum()), 2 * _SIZE**3 / seconds[kernel], kernel)
+
+
+def _kernels(number_format: str) -> dict[str, Callable[[], object]]:
+    """Square products by torch and by this project's own library, in `number_format` and in all wider ones: weights can
+    be widened first, which is the faster way on a CPU that only emulates the narrow format.
+    """
+    library = native()
+    found: dict[str, Callable[[], object]] = {}
+    rows = torch.ones(_SIZE, _SIZE)
+    for name, kind in _FORMATS[: 1 + [name for name, _ in _FORMATS].index(number_format)]:
+        if kind is not Kind.INT8:  # torch multiplies integers behind private names only
+            a = rows.to(getattr(torch, name))
+            found[f"torch {name}"] = partial(torch.matmul, a, a)
+        if isinstance(library, Library):
+            found[f"native {name}"] = partial(PackedLinear(library, rows, None, kind), rows)
+    return found
 
 
 def _best(work: Callable[[], object], runs: int = 7) -> float:
-    seconds = []
-    for _ in range(runs):
+    """The least seconds of `runs`, or of as many as begin within `_PATIENCE_S`."""
+    seconds: list[float] = []
+    while len(seconds) < runs and sum(seconds) < _PATIENCE_S:
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)

@@ -107,8 +107,8 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
         (["sweep", "--over", "concurrency", "--concurrency", "3"], "--concurrency: found 3, expected --points"),
         (["sweep", "--over", "concurrency", "--arrivals", "poisson"], "--arrivals: found poisson, expected closed"),
         (["sweep", "--points", "1,x"], "--points: found '1,x', expected numbers"),
-        (["compare", "a.json", "b.json"], "a.json: expected a run or sweep.json"),
-        (["report", "README.md"], "README.md: expected a run or sweep.json"),
+        (["compare", "a.json", "b.json"], "a.json: expected a run, sweep or mix.json"),
+        (["report", "README.md"], "README.md: expected a run, sweep or mix.json"),
         (["runs"], "invalid choice: 'runs'"),
         (["offline", "--runs", "0"], "--runs: found '0', expected a whole number above 0"),
         (["offline", "--dtype", "fp9"], "--dtype: invalid choice: 'fp9'"),
@@ -244,7 +244,7 @@ def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
     assert first["verdict"] == "worse"
     assert "e2e_p50 ms" in last(worse[1])["regressions"]
     code, _, err = here("compare", quick, str(tmp_path / "quick" / "report.html"))
-    assert code == 2 and "expected a run or sweep.json" in err
+    assert code == 2 and "expected a run, sweep or mix.json" in err
 
 
 @in_several_tries
