@@ -6,6 +6,8 @@ A decode step on a GPU is hundreds of launches that each move little; what can b
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -23,13 +25,20 @@ R = TypeVar("R")
 # Beyond its own bound of 8, which three models reach, it runs functions as they are and only warns.
 _VARIANTS = 128
 
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # who sets it wants that many
+
+failures: dict[str, str] = {}  # functions that could not be compiled in this process, and why
+
 logger = logging.getLogger(__name__)
 
 
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    import torch._dynamo.config as config
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
 
-    config.recompile_limit = max(config.recompile_limit, _VARIANTS)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
+    if _THREADS not in os.environ:  # up to 32 processes otherwise, which stay, for four functions of a few lines
+        inductor.compile_threads = 1
     return torch.compile(function, dynamic=True)
 
 
@@ -46,14 +55,22 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             made.append(_compiled(function))
         try:
             return made[0](*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:  # a compiler's own, Triton's OutOfResources, a missing C compiler, a full disk
             if made[0] is function or isinstance(error, torch.OutOfMemoryError):
                 raise
             logger.warning("%s runs in several kernels: it could not be compiled", function.__name__, exc_info=True)
             made[0] = function
+            failures[function.__name__] = (str(error).strip() or type(error).__name__).splitlines()[0]
             return function(*args, **kwargs)
 
     return call
+
+
+def release_compilers() -> None:
+    """End the processes that torch's compiler has started, if any; a new variant starts them again."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        compiler.shutdown_compile_workers()
 
 
 @fused

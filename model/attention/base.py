@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from model import transfer
 from model.config import AttentionConfig
 from model.kv_cache import LayerCache
 
@@ -59,7 +60,7 @@ class AttentionMetadata:
         if self.device_lengths is None:
             count = len(self.q_lens)
             lens = [*self.cu_seqlens_q, *self.cu_seqlens_k, *self.kv_lens]
-            on_device = torch.tensor(lens, dtype=torch.int32).to(self.device, non_blocking=True)
+            on_device = transfer.on_device(lens, self.device, torch.int32)
             queries, keys, kv_lens = on_device.split((count + 1, count + 1, count))
             self.device_lengths = DeviceLengths(
                 queries, kv_lens, max(self.q_lens, default=0), max(self.kv_lens, default=0), keys
@@ -82,10 +83,10 @@ class AttentionMetadata:
         return SegmentGroup(
             rows=self._rows(indices, self.cu_seqlens_q, q_len),
             key_rows=self._rows(indices, self.cu_seqlens_k, kv_lens[0]) if self.block_tables is None else None,
-            segments=torch.tensor(indices, device=self.device) if self.block_tables is not None else None,
+            segments=transfer.on_device(indices, self.device, torch.int64) if self.block_tables is not None else None,
             q_len=q_len,
             kv_len=max(kv_lens),
-            kv_lens=torch.tensor(kv_lens, device=self.device),
+            kv_lens=transfer.on_device(kv_lens, self.device, torch.int64),
             ragged=min(kv_lens) != max(kv_lens),
             size=len(indices),
         )
@@ -93,7 +94,7 @@ class AttentionMetadata:
     def _rows(self, indices: list[int], starts: tuple[int, ...], length: int) -> Tensor | None:
         if len(indices) == len(self.q_lens):
             return None  # every row in order: no gather
-        offsets = torch.tensor([starts[index] for index in indices], device=self.device)
+        offsets = transfer.on_device([starts[index] for index in indices], self.device, torch.int64)
         return (offsets[:, None] + torch.arange(length, device=self.device)).flatten()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model import transfer
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, visible
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
@@ -238,3 +239,21 @@ def test_scales_are_quotients_of_tensors() -> None:
     with Quotients():
         LayerCache(*pages, (scales[0], scales[1])).write(torch.arange(3), *torch.randn(2, 3, 2, 8))
     assert len(divided) == 4
+
+
+def test_lengths_go_to_the_device_in_one_copy_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from memory that is not pinned holds the host up until it is made."""
+    copied: list[int] = []
+    real = transfer.sent
+
+    def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append(host.numel())
+        return real(host, device)
+
+    monkeypatch.setattr(transfer, "sent", sent)
+    metadata = AttentionMetadata((3, 1, 2), (5, 4, 2), causal=True)
+    lengths = metadata.on_device()
+    assert copied == [4 + 4 + 3]
+    assert [x.tolist() for x in (lengths.cu_seqlens_q, lengths.kv_lens)] == [[0, 3, 4, 6], [5, 4, 2]]
+    assert len(metadata.groups) == 3
+    assert len(copied) == 1 + 3 * 3  # of each group its rows, those of its keys, and their number

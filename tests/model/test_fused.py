@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,25 +75,64 @@ class Elsewhere(torch.Tensor):
     is_cuda = True
 
 
+class OutOfResources(Exception):
+    """As Triton's: no RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no compiler here\nmore"), "no compiler here"),
+        (OutOfResources("out of resource: shared memory"), "out of resource: shared memory"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
 def test_what_cannot_be_compiled_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []
 
     def broken(function):  # type: ignore[no-untyped-def]
         def run(*_: object) -> None:
             calls.append(function.__name__)
-            raise RuntimeError("no compiler here")
+            raise error
 
         return run
 
     monkeypatch.setattr(fused, "_compiled", broken)
-    double = fused.fused(lambda x: x + x)
+    monkeypatch.setattr(fused, "failures", {})
+
+    @fused.fused
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
     x = torch.ones(3).as_subclass(Elsewhere)
     with caplog.at_level(logging.WARNING):
         assert [double(x).sum().item() for _ in range(3)] == [6.0] * 3
     assert len(calls) == 1  # tried once
     assert "could not be compiled" in caplog.text
+    assert fused.failures == {"double": said}  # for the banner and /info
+
+
+@pytest.mark.parametrize("threads", [None, "6"])
+def test_no_process_stays_for_compiling(threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", threads)
+    with inductor.patch(compile_threads=6):
+        fused._compiled(abs)
+        assert inductor.compile_threads == (1 if threads is None else 6)
+    ended: list[bool] = []
+    compiler = SimpleNamespace(shutdown_compile_workers=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)
+    fused.release_compilers()
+    assert ended == [True]
+    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile")
+    fused.release_compilers()
 
 
 def test_memory_that_is_out_says_nothing_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
