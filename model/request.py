@@ -86,6 +86,7 @@ class Request:
     cache_salt: str = ""  # only requests of one salt share cached blocks
     arrival_time: float = 0.0
     deadline: float | None = None
+    streams: bool = False  # somebody reads the tokens as they come, so steps with them are kept short
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,14 @@ OPTIONS: tuple[Option, ...] = (
         "prefixes are kept",
         per_model=True,
     ),
+    Option(
+        "model_weight",
+        float,
+        _ENGINE.model_weight,
+        "share of the time that a model gets beside others in its process, relative to theirs",
+        "WEIGHT",
+        per_model=True,
+    ),
     Option("max_queued_requests", int, None, "waiting requests", shown="4 x max-num-seqs", per_model=True),
     Option("max_queued_tokens", int, None, "waiting prompt tokens", shown="8 x max-num-batched-tokens", per_model=True),
     Option(

@@ -165,6 +165,7 @@ class GeneratePlanner:
             cache_salt=_salt(body.cache_salt),
             arrival_time=arrival,
             deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
+            streams=bool(body.stream),
         )
 
     def _decoder_prompt(self, body: GenerateBody, served: ServedModel) -> Source | None:

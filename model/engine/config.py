@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True  # on a GPU: record decode steps at start, which takes seconds and some memory
     prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
+    model_weight: float = 1.0  # share of the time that the model gets beside others in its process, relative to theirs
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
 
@@ -72,6 +74,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, found {value}")
+        if not 0 < self.model_weight < math.inf:
+            raise ConfigError(f"model_weight must be a positive number, found {self.model_weight}")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -18,7 +18,7 @@ from torch import Tensor
 from model.config import ImageConfig
 from model.engine.faults import in_parts
 from model.engine.model_runner import packed_input
-from model.engine.pacing import Pacing
+from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
 from model.engine.stats import StepStats
 from model.images import ImageProcessing
 from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
@@ -50,24 +50,35 @@ class EncodeEngine:
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # being computed; else empty
-        self.pacing = Pacing()
+        self._waiting_tokens = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting)
 
     @property
+    def only_prepares(self) -> bool:
+        return False
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def demand(self) -> StepDemand:
+        """What the next step could compute: texts, which are never split."""
+        if not self._waiting:
+            return StepDemand()
+        first = self._length(self._waiting[0])
+        most = min(self._waiting_tokens, max(self.max_num_batched_tokens, first))
+        return StepDemand(waiting=len(self._waiting), whole_tokens=first, all_whole_tokens=most)
+
     def add(self, request: EncodeRequest) -> None:
         self._waiting.append(request)
+        self._waiting_tokens += self._length(request)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:
         """Drop an input that waits; idempotent."""
-        gone = [r for r in self._waiting if r.request_id == request_id]
-        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
-        return [EncodeOutput(request.request_id, finish_reason=reason) for request in gone]
+        return self._drop([request for request in self._waiting if request.request_id == request_id], reason)
 
     def recover(self) -> list[EncodeOutput]:
         """Begin anew after a step that raised: end with an error what waits and what was being computed.
@@ -77,13 +88,25 @@ class EncodeEngine:
         ended = [*self._batch, *self._waiting]
         self._batch = []
         self._waiting = deque()
+        self._waiting_tokens = 0
         self._probe()
         return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
 
-    def step(self) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Encode one batch."""
+    def land(self) -> tuple[list[EncodeOutput], StepStats | None]:
+        """Nothing: a step is over when `step` returns."""
+        return [], None
+
+    def tend(self) -> list[EncodeOutput]:
+        """Drop the inputs whose deadline has passed."""
+        now = time.monotonic()
+        late = [request for request in self._waiting if request.deadline is not None and request.deadline <= now]
+        return self._drop(late, FinishReason.DEADLINE)
+
+    def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[EncodeOutput], StepStats | None]:
+        """Encode one batch: from the front of the queue what `budget.whole_tokens` holds, at least one input."""
+        outputs = self.tend()
         began = time.monotonic()
-        batch, outputs = self._next_batch(began)
+        batch = self._next_batch(budget)
         if not batch:
             return outputs, None
         self._batch = batch
@@ -98,24 +121,28 @@ class EncodeEngine:
                 )
         self._batch = []
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
-        self.pacing.observe(seconds, 0, tokens)
-        return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch))
+        return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch), num_whole_tokens=tokens)
 
-    def _next_batch(self, now: float) -> tuple[list[EncodeRequest], list[EncodeOutput]]:
-        """Inputs from the front within the budget (at least one), and all those whose deadline has passed."""
+    def _drop(self, requests: Rows[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
+        if requests:
+            gone = set(map(id, requests))
+            self._waiting = deque(request for request in self._waiting if id(request) not in gone)
+            self._waiting_tokens -= sum(map(self._length, requests))
+        return [EncodeOutput(request.request_id, finish_reason=reason) for request in requests]
+
+    def _next_batch(self, budget: StepBudget) -> list[EncodeRequest]:
+        """Inputs from the front of the queue within the budget."""
         batch: list[EncodeRequest] = []
-        late = [r for r in self._waiting if r.deadline is not None and r.deadline <= now]
-        if late:
-            self._waiting = deque(r for r in self._waiting if r.deadline is None or r.deadline > now)
-        budget, most = self.max_num_batched_tokens, self.pacing.most_tokens
-        if most is not None:
-            budget = min(budget, most)
+        left = self.max_num_batched_tokens
+        if budget.whole_tokens is not None:
+            left = min(left, budget.whole_tokens)
         while self._waiting and len(batch) < self.max_num_seqs:
-            if batch and self._length(self._waiting[0]) > budget:
+            if batch and self._length(self._waiting[0]) > left:
                 break
             batch.append(self._waiting.popleft())
-            budget -= self._length(batch[-1])
-        return batch, [EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE) for request in late]
+            left -= self._length(batch[-1])
+        self._waiting_tokens -= sum(map(self._length, batch))
+        return batch
 
     def _length(self, request: EncodeRequest) -> int:
         image = self.model.config.image

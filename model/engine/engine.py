@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from model.config import ConfigError
 from model.engine.block_manager import BlockManager
 from model.engine.faults import in_parts
-from model.engine.pacing import FIRST_TOKENS, Pacing
+from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.sequence import AWAITED, Beams, Sequence
 from model.engine.stats import EngineStats, StepStats
@@ -79,7 +79,6 @@ class Engine:
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...] = (),
-        pacing: Pacing | None = None,
         grammars: Grammars | None = None,
         overlap: bool = False,
     ) -> None:
@@ -89,7 +88,6 @@ class Engine:
         self.scheduler = scheduler
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.pacing = pacing  # None: a prompt may take the whole of a step
         self.grammars = grammars  # None: a model that knows no text takes none
         self.overlap = overlap
         self._flight: Flight | None = None
@@ -112,6 +110,13 @@ class Engine:
         if self._flight or self.scheduler.running or any(prepared.done() for prepared, _ in self._preparing):
             return False
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
+
+    def demand(self) -> StepDemand:
+        """What the next step could compute; a step under way counts as one that decodes."""
+        demand = self.scheduler.demand()
+        if self._flight is not None and not demand.decodes:
+            demand = replace(demand, decodes=len(self._flight.scheduled.scheduled))
+        return demand
 
     def add(self, request: Request) -> None:
         """Take a request on; what it may generate is cut to what the context leaves, however it is sampled."""
@@ -164,15 +169,26 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def step(self) -> tuple[list[TokenOutput], StepStats | None]:
-        """Compute one step; the outputs of all sequences it moved or ended."""
+    def tend(self) -> list[TokenOutput]:
+        """End the sequences whose deadline has passed, and let those begin whose grammars are compiled."""
+        self._expire(time.monotonic())
+        self._prepared()
+        return self._handed_over()
+
+    def land(self) -> tuple[list[TokenOutput], StepStats | None]:
+        """Wait for the step under way, if there is one; the outputs of all sequences it moved or ended."""
+        stats = self._land() if self._flight is not None else None
+        return self._handed_over(), stats
+
+    def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[TokenOutput], StepStats | None]:
+        """Compute one step within `budget`; the outputs of all sequences it moved or ended."""
         self._expire(time.monotonic())
         self._prepared()
         stats = None
         if self._flight is not None and not self._flight.may_be_followed:
             stats = self._land()
         began = time.monotonic()
-        scheduled = self._schedule()
+        scheduled = self.scheduler.schedule(budget)
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
@@ -183,12 +199,6 @@ class Engine:
         else:
             stats = self._compute(scheduled, began)
         return self._handed_over(), stats
-
-    def _schedule(self) -> SchedulerOutput:
-        if self.pacing is None:
-            return self.scheduler.schedule()
-        limit, most = self.pacing.prompt_limit(len(self.scheduler.waiting)), self.pacing.most_tokens
-        return self.scheduler.schedule(limit, FIRST_TOKENS if most is None else most)
 
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """A step from its beginning to its end."""
@@ -240,10 +250,10 @@ class Engine:
         return self._account(flight.scheduled, now - began)
 
     def _account(self, scheduled: SchedulerOutput, seconds: float) -> StepStats:
-        if self.pacing is not None:
-            decodes = sum(step.num_tokens == 1 and not step.encode_source for step in scheduled.scheduled)
-            self.pacing.observe(seconds, decodes, scheduled.num_tokens - decodes)
-        return StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(scheduled.scheduled))
+        steps = scheduled.scheduled
+        decodes = sum(step.num_tokens == 1 and not step.encode_source for step in steps)
+        whole = sum(len(step.sequence.source_ids) for step in steps if step.encode_source)
+        return StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(steps), decodes, whole)
 
     def wait_prepared(self, seconds: float) -> None:
         """Return once a grammar is compiled, or after so long."""

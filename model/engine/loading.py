@@ -25,7 +25,6 @@ from model.engine.gpu_memory import Card, CudaMemory, pool_memory
 from model.engine.matching import Grammars
 from model.engine.memory import available_memory
 from model.engine.model_runner import ModelRunner
-from model.engine.pacing import Pacing
 from model.engine.protocol import ModelSpec
 from model.engine.scheduler import Scheduler
 from model.engine.stats import ModelInfo
@@ -241,7 +240,6 @@ def _generate_engine(
         scheduler,
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
-        pacing=Pacing(),
         grammars=_grammars(checkpoint),
         overlap=_overlaps(spec.engine, config, device),
     )

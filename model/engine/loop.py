@@ -1,30 +1,62 @@
-"""The one loop that steps all engines of a process in turn: commands in, a step of each, one frame of events out.
+"""The one loop that steps all engines of a process: commands in, a step of the engine whose turn it is, one frame of
+events out.
 
-Runs in a thread or as the main loop of a child process; knows neither text nor sockets. State that may be corrupt
-serves nobody: what raises in one model's engine ends that model's sequences, and it begins anew with an empty pool. A
-model that raises again and again, or whose smallest pass raises too, ends the loop with a `failure` frame.
+`StepPacer` decides whose turn it is. The loop runs in a thread or as the main loop of a child process; it knows neither
+text nor sockets. State that may be corrupt serves nobody: what raises in one model's engine ends that model's
+sequences, and it begins anew with an empty pool. A model that raises again and again, or whose smallest pass raises
+too, ends the loop with a `failure` frame.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from model.config import ConfigError
 from model.engine.errors import EngineDeadError
 from model.engine.faults import FaultLimit
 from model.engine.loading import LoadedModel, load
+from model.engine.pacing import LEAST_GPU_TOKENS, LEAST_TOKENS, EngineKey, StepBudget, StepDemand, StepPacer, StepWork
 from model.engine.protocol import Abort, Channel, Commands, Events
-from model.engine.stats import EngineStats
+from model.engine.stats import EngineStats, StepStats
 from model.request import EncodeOutput, FinishReason, TokenOutput
 
 HEARTBEAT_SECONDS = 1.0
 PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do
+TEND_SECONDS = 0.02  # between looks at the deadlines of engines that have no turn
 MOST_FAULTS = 3  # that a model recovers from within `FAULT_SECONDS`
 FAULT_SECONDS = 60.0
 
+Outputs = Sequence[TokenOutput | EncodeOutput]
+
 logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What computes a step when it is its turn: generation or encoding for one model."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is in it."""
+
+    @property
+    def only_prepares(self) -> bool:
+        """Whether all that is left to do waits for something that is prepared elsewhere."""
+
+    def demand(self) -> StepDemand:
+        """What the next step could compute."""
+
+    def step(self, budget: StepBudget) -> tuple[Outputs, StepStats | None]:
+        """Compute a step, or launch it and finish the one before; what was finished."""
+
+    def land(self) -> tuple[Outputs, StepStats | None]:
+        """Finish a step that was launched."""
+
+    def tend(self) -> Outputs:
+        """End the requests whose deadline has passed."""
 
 
 class EngineLoop:
@@ -34,6 +66,10 @@ class EngineLoop:
         self.channel = channel
         self.models: dict[str, LoadedModel] = {}
         self._faults: dict[str, FaultLimit] = {}
+        self._engines: dict[EngineKey, Engine] = {}
+        self._pacer = StepPacer()
+        self._latest: EngineKey | None = None  # which computed last
+        self._tended = 0.0
 
     def run(self) -> None:
         """Serve until told to close or until the front is gone."""
@@ -73,15 +109,14 @@ class EngineLoop:
     @property
     def _patience(self) -> float:
         """Seconds to wait for commands before the next round."""
-        busy = [m for m in self.models.values() if m.encode.has_work or (m.generate and m.generate.has_work)]
+        busy = [engine for engine in self._engines.values() if engine.has_work]
         if not busy:
             return HEARTBEAT_SECONDS
-        steps = any(m.encode.has_work or (m.generate and not m.generate.only_prepares) for m in busy)
-        return 0 if steps else PREPARING_SECONDS
+        return PREPARING_SECONDS if all(engine.only_prepares for engine in busy) else 0
 
     @property
     def _has_work(self) -> bool:
-        return any(m.encode.has_work or (m.generate and m.generate.has_work) for m in self.models.values())
+        return any(engine.has_work for engine in self._engines.values())
 
     def _apply(self, commands: Commands, events: Events) -> None:
         if commands.load:
@@ -110,6 +145,13 @@ class EngineLoop:
         for spec in commands.load:
             self.models[spec.name] = load(spec)
             self.channel.send(Events(loaded=[self.models[spec.name].info]))
+        for name, model in self.models.items():
+            self._engines[name, "encode"] = model.encode
+            if model.generate is not None:
+                self._engines[name, "generate"] = model.generate
+        gpu = any(model.info.device != "cpu" for model in self.models.values())
+        weights = {spec.name: spec.engine.model_weight for spec in commands.load}
+        self._pacer = StepPacer(weights, LEAST_GPU_TOKENS if gpu else LEAST_TOKENS)
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:
@@ -120,16 +162,30 @@ class EngineLoop:
                     events.tokens += model.generate.abort(abort.request_id, abort.index, abort.reason)
 
     def _step(self, events: Events) -> None:
-        for model in self.models.values():
-            with self._contained(model, events):
-                if model.generate is not None and model.generate.has_work:
-                    tokens, step = model.generate.step()
-                    events.tokens += tokens
-                    events.steps += [step] if step else []
-                if model.encode.has_work:
-                    encoded, step = model.encode.step()
-                    events.encoded += encoded
-                    events.steps += [step] if step else []
+        """Let the engine whose turn it is compute a step; look after the others' deadlines and grammars."""
+        turn = self._pacer.next({key: engine.demand() for key, engine in self._engines.items() if engine.has_work})
+        if self._latest is not None and (turn is None or turn.engine != self._latest):
+            self._run(self._latest, lambda engine: engine.land(), events)  # its step is over before another computes
+        if turn is not None:
+            self._latest, budget = turn.engine, turn.budget
+            self._run(turn.engine, lambda engine: engine.step(budget), events)
+        now = time.monotonic()
+        if turn is None or now - self._tended >= TEND_SECONDS:
+            self._tended = now
+            for key, engine in self._engines.items():
+                if engine.has_work:
+                    self._run(key, lambda engine: (engine.tend(), None), events)
+
+    def _run(self, key: EngineKey, act: Callable[[Engine], tuple[Outputs, StepStats | None]], events: Events) -> None:
+        """Let an engine act, and report what came of it."""
+        with self._contained(self.models[key[0]], events):
+            outputs, stats = act(self._engines[key])
+            events.tokens += [output for output in outputs if isinstance(output, TokenOutput)]
+            events.encoded += [output for output in outputs if isinstance(output, EncodeOutput)]
+            if stats is not None:
+                events.steps.append(stats)
+                prompts = stats.num_tokens - stats.num_decodes - stats.num_whole_tokens
+                self._pacer.observe(key, StepWork(stats.seconds, stats.num_decodes, prompts, stats.num_whole_tokens))
 
     @contextmanager
     def _contained(self, model: LoadedModel, events: Events) -> Iterator[None]:

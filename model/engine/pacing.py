@@ -1,67 +1,294 @@
-"""How many prompt tokens a step may take while others wait for their next token. Arithmetic only; stdlib.
+"""The step pacer divides one process's computing time among all engines in it. Arithmetic only; stdlib.
 
-A stream's next token comes when the step ends, so a long prompt is cut to pieces that let a step last at most `STRETCH`
-times what it lasts without any; with a queue behind it some more, because a batch that is kept small for the sake of
-its pace lets the queue grow. Both costs are measured on the running engine: seconds of a step that only decodes, and
-seconds that each prompt token adds. When every step has had prompts for a while, one is left without, to measure what
-decoding alone costs now.
+The engines of a process compute one step at a time. Before each step they state what they want (`StepDemand`), and the
+pacer says which of them takes the next step and how much it may compute (`Turn`). What a step cost is learnt from the
+steps themselves: for each engine the seconds of a step that only decodes, and for its other work (prompts; sources and
+texts, which cannot be split) `fixed + per_token * tokens`.
 
-Without running decodes prompts get all that they want, but for one bound: what they add to a step lasts
-`LONGEST_SECONDS` at most. Who cancels, and whose deadline has passed, is looked at between steps, and an engine that is
-silent for long is taken for one that hangs.
+While something decodes, work is of two kinds:
+
+    decoding     the next tokens of engines that have streamed requests (of all engines while nothing is streamed).
+                 These engines share their time by model weight, whatever one step of each costs.
+    background   everything else: prompts, sources, texts to encode, decode steps of models that nobody streams. It is
+                 paid out of a credit in seconds, to which every decode step adds what it cost itself, times
+                 `SLOWDOWN - 1`. Background work runs when the credit covers it, the model with the least time so far
+                 first. So a stream is slowed down `SLOWDOWN` times and no step comes between two of its tokens that
+                 is longer than that, unless it cannot be split; and nothing starves: work that takes `c` seconds
+                 begins after about `c / (SLOWDOWN - 1)` seconds of decoding and the work before it.
+
+Several models that stream share the credit's rate, as if background work were one more model. A queue of an engine
+raises the slowdown of its own streams, because a batch that is kept small for the sake of its pace lets the queue grow.
+Without anything that decodes, a step takes all that its engine wants within `LONGEST_SECONDS`: cancellations and
+deadlines are looked at between steps, and an engine that is silent for long is taken for one that hangs.
 """
 
 from __future__ import annotations
 
-STRETCH = 2.0
-MOST_STRETCH = 8.0
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from model.engine.step_cost import DecodeCost, WorkCost
+
+SLOWDOWN = 2.0
+MAX_SLOWDOWN = 8.0
 LONGEST_SECONDS = 2.0
-FIRST_TOKENS = 256  # for prompts while nothing is known
-_WAITING_PER_STRETCH = 8  # so many waiting sequences are worth another decode's time
-_WEIGHT = 0.2  # of the newest measurement
-_RARE_WEIGHT = 0.5  # of one that had to be asked for
-_MEASURE_EVERY = 32  # steps
-_LEAST_TOKENS = 16  # a prompt always gets on
+FIRST_TOKENS = 256  # of a step without decodes while its cost is not known
+LEAST_TOKENS = 16  # the smallest piece that a prompt is cut into
+LEAST_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time of a few
+_WAITING_PER_SLOWDOWN = 8  # so many waiting sequences are worth another decode step's time
+_MOST_DEBT = 0.25  # seconds that a step may have cost too much before the rest is forgotten
+_LEAST_CHARGE = 1e-4  # seconds
+_LONGEST_PAUSE = 1.25  # background work between two decode steps, times what one of them earns
+
+EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
 
 
-class Pacing:
-    """Costs of one engine's steps, as running means."""
+@dataclass(frozen=True, slots=True)
+class StepDemand:
+    """What one engine would compute now.
 
-    def __init__(self) -> None:
-        self._decode_seconds: float | None = None
-        self._seconds_per_prompt_token: float | None = None
-        self._unmeasured = 0  # steps in a row with prompts beside decodes
+    `whole_tokens` is the length of the first input that cannot be split (a source of an encoder-decoder, a text to
+    encode), 0 without one, `all_whole_tokens` the sum of those that one step could take; `prompt_tokens` are decoder
+    tokens of prompts, which can be split.
+    """
 
-    def prompt_limit(self, num_waiting: int) -> int | None:
-        """Prompt tokens for a step with decodes in it, when so many sequences wait; None while too little is known."""
-        if self._unmeasured >= _MEASURE_EVERY:
-            return 0
-        if self._decode_seconds is None or self._seconds_per_prompt_token is None:
-            return None
-        stretch = min(STRETCH + num_waiting / _WAITING_PER_STRETCH, MOST_STRETCH)
-        spare = (stretch - 1.0) * self._decode_seconds
-        return max(_LEAST_TOKENS, int(spare / max(self._seconds_per_prompt_token, 1e-9)))
+    decodes: int = 0
+    streams: bool = False  # somebody reads the decoded tokens as they come
+    waiting: int = 0  # sequences that have not begun
+    prompt_tokens: int = 0
+    whole_tokens: int = 0
+    all_whole_tokens: int = 0
 
     @property
-    def most_tokens(self) -> int | None:
-        """Prompt tokens, sources' included, for a step, whatever else is in it; None while nothing is known."""
-        if self._seconds_per_prompt_token is None:
-            return None
-        return max(_LEAST_TOKENS, int(LONGEST_SECONDS / max(self._seconds_per_prompt_token, 1e-9)))
+    def prefills(self) -> bool:
+        return self.prompt_tokens > 0 or self.whole_tokens > 0
 
-    def observe(self, seconds: float, num_decodes: int, num_prompt_tokens: int) -> None:
-        """A step of `seconds` with so many sequences that decoded and so many other tokens."""
-        if num_prompt_tokens == 0:
-            weight = _WEIGHT if self._unmeasured < _MEASURE_EVERY else _RARE_WEIGHT
-            self._decode_seconds = _mean(self._decode_seconds, seconds, weight)
-            self._unmeasured = 0
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """How much of its demand an engine may compute in one step; None leaves it to the engine's own limits.
+
+    At least one whole input is taken where `whole_tokens` is not 0, however long it is.
+    """
+
+    decodes: bool = True
+    prompt_tokens: int | None = None
+    whole_tokens: int | None = None
+
+
+UNLIMITED = StepBudget()
+DECODES_ONLY = StepBudget(prompt_tokens=0, whole_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The engine that computes next, and within which budget."""
+
+    engine: EngineKey
+    budget: StepBudget
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computed."""
+
+    seconds: float
+    decodes: int = 0
+    prompt_tokens: int = 0
+    whole_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Costs:
+    """What the steps of one engine cost."""
+
+    decode: DecodeCost = field(default_factory=DecodeCost)
+    prompt: WorkCost = field(default_factory=WorkCost)
+    whole: WorkCost = field(default_factory=WorkCost)
+
+
+class _FairClock:
+    """Virtual time of those that take turns: seconds used, divided by weight; the least goes first.
+
+    One that had nothing to do for a while starts where the others stand: time that was not used is not saved up.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[str, float] = {}
+        self._active: set[str] = set()
+
+    def first(self, active: Iterable[str]) -> str:
+        """Whose turn it is among those that want one."""
+        wanting = list(dict.fromkeys(active))
+        standing = min((self._used[one] for one in wanting if one in self._active), default=0.0)
+        for one in wanting:
+            if one not in self._active:
+                self._used[one] = max(self._used.get(one, 0.0), standing)
+        self._active = set(wanting)
+        return min(wanting, key=self._used.__getitem__)
+
+    def charge(self, one: str, seconds: float) -> None:
+        self._used[one] = self._used.get(one, 0.0) + seconds
+
+
+class StepPacer:
+    """Divides the time of a process among its engines, a step at a time."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None, least_tokens: int = LEAST_TOKENS) -> None:
+        """`weights`: of each model, 1 where it is not named; `least_tokens`: the smallest piece of a prompt."""
+        self._weights = dict(weights or {})
+        self._least_tokens = least_tokens
+        self._costs: defaultdict[EngineKey, _Costs] = defaultdict(_Costs)
+        self._streams = _FairClock()
+        self._background = _FairClock()  # of models
+        self._within = defaultdict[str, _FairClock](_FairClock)  # of the kinds of background work of a model
+        self._credit = 0.0  # seconds that background work may take
+        self._credit_of_a_step = 0.0  # what the latest decode step earned
+        self._pause = 0.0  # seconds of background work since that step
+        self._anything_decodes = False
+        self._planned = defaultdict[EngineKey, deque[float]](lambda: deque(maxlen=2))  # charges of steps under way
+
+    def next(self, demands: Mapping[EngineKey, StepDemand]) -> Turn | None:
+        """The engine that computes now, and how much; None if no engine wants anything."""
+        demands = {engine: demand for engine, demand in demands.items() if demand.decodes or demand.prefills}
+        decoding = [engine for engine, demand in demands.items() if demand.decodes]
+        self._anything_decodes = bool(decoding)
+        if not decoding:
+            return self._undisturbed(demands) if demands else None
+        streaming = [engine for engine in decoding if demands[engine].streams] or decoding
+        return self._paid(demands, streaming) or self._decode(demands, streaming)
+
+    def observe(self, engine: EngineKey, work: StepWork) -> None:
+        """Learn from a step; what it cost more or less than was expected is settled with the credit."""
+        costs = self._costs[engine]
+        if not (work.prompt_tokens or work.whole_tokens):
+            costs.decode.observe(work.seconds)
             return
-        self._unmeasured += bool(num_decodes)
-        if num_prompt_tokens >= _LEAST_TOKENS // 2:  # of the least limit a prompt with others behind it takes half
-            base = self._decode_seconds or 0.0 if num_decodes else 0.0
-            each = max(seconds - base, 0.0) / num_prompt_tokens
-            self._seconds_per_prompt_token = _mean(self._seconds_per_prompt_token, each, _WEIGHT)
+        if work.decodes:
+            costs.decode.observe_mixed()
+        extra = max(work.seconds - (costs.decode.seconds or 0.0) * bool(work.decodes), 0.0)
+        expected = {
+            "prompt": costs.prompt.seconds(work.prompt_tokens) or 1e-6 * work.prompt_tokens,
+            "whole": costs.whole.seconds(work.whole_tokens) or 1e-6 * work.whole_tokens,
+        }
+        total = sum(expected.values())
+        if work.prompt_tokens:
+            costs.prompt.observe(work.prompt_tokens, extra * expected["prompt"] / total)
+        if work.whole_tokens:
+            costs.whole.observe(work.whole_tokens, extra * expected["whole"] / total)
+        planned = self._planned[engine].popleft() if self._planned[engine] else 0.0
+        if self._anything_decodes:
+            self._credit = max(self._credit - extra + planned, -_MOST_DEBT)
+        self._background.charge(engine[0], (extra - planned) / self._weight(engine))
+
+    def _undisturbed(self, demands: Mapping[EngineKey, StepDemand]) -> Turn:
+        """A step while nothing decodes: bounded by `LONGEST_SECONDS` alone."""
+        self._credit = 0.0
+        engine, _ = self._next_background(demands, [])
+        costs, demand = self._costs[engine], demands[engine]
+        prompt, whole = (
+            cost.tokens_within(LONGEST_SECONDS, self._least_tokens) if cost.is_known else FIRST_TOKENS
+            for cost in (costs.prompt, costs.whole)
+        )
+        self._plan(engine, self._seconds(engine, demand, prompt, whole))
+        return Turn(engine, StepBudget(True, prompt, whole))
+
+    def _decode(self, demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]) -> Turn:
+        """The next tokens of the streams whose model has had the least time."""
+        engine = self._next_stream(streaming)
+        self._earn(engine, demands, streaming)
+        return Turn(engine, DECODES_ONLY)
+
+    def _next_stream(self, streaming: list[EngineKey]) -> EngineKey:
+        model = self._streams.first(engine[0] for engine in streaming)
+        return next(engine for engine in streaming if engine[0] == model)
+
+    def _earn(self, engine: EngineKey, demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]) -> None:
+        """Let a decode step of a streaming engine count, and add what it earns to the credit."""
+        seconds, weight = self._costs[engine].decode.seconds or 0.0, self._weight(engine)
+        self._streams.charge(engine[0], seconds / weight)
+        slowdown = min(SLOWDOWN + demands[engine].waiting / _WAITING_PER_SLOWDOWN, MAX_SLOWDOWN)
+        others = max((self._weight(one) for one, _ in _flows(demands, streaming)), default=weight)
+        self._credit_of_a_step = seconds * (slowdown - 1.0) * others / weight / len(streaming)
+        self._credit += self._credit_of_a_step
+        self._pause = 0.0
+
+    def _paid(self, demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]) -> Turn | None:
+        """Background work whose turn it is, if the credit covers the least of it."""
+        flows = _flows(demands, streaming)
+        if not flows or any(self._costs[engine].decode.seconds is None for engine in streaming):
+            return None
+        engine, kind = self._next_background(demands, streaming)
+        costs, demand = self._costs[engine], demands[engine]
+        if engine in streaming and (costs.decode.is_due or engine != self._next_stream(streaming)):
+            return None  # its prompts go with its decodes, in their turn
+        least = self._least_seconds(engine, demand, kind)
+        self._credit = min(self._credit, least + self._credit_of_a_step)  # what is left over is not lost
+        longest = _LONGEST_PAUSE * self._credit_of_a_step
+        if self._credit < least or (self._pause and self._pause + least > longest):
+            return None
+        if kind == "decode":
+            self._credit -= least
+            self._pause += least
+            self._charge(engine, kind, least)
+            return Turn(engine, DECODES_ONLY)
+        prompt, whole = self._affordable(costs, demand, min(self._credit, max(least, longest - self._pause)))
+        self._plan(engine, self._seconds(engine, demand, prompt, whole))
+        if engine in streaming:
+            self._earn(engine, demands, streaming)
+        return Turn(engine, StepBudget(engine in streaming, prompt, whole))
+
+    def _affordable(self, costs: _Costs, demand: StepDemand, left: float) -> tuple[int, int]:
+        """Prompt tokens and tokens of whole inputs that so many seconds pay for; whole inputs go first."""
+        whole = 0
+        if demand.whole_tokens:
+            whole = max(costs.whole.tokens_within(left, 1), demand.whole_tokens) if costs.whole.is_known else 1
+            left -= costs.whole.seconds(min(whole, demand.all_whole_tokens))
+        return costs.prompt.tokens_within(left, self._least_tokens), whole
+
+    def _next_background(
+        self, demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]
+    ) -> tuple[EngineKey, str]:
+        """Whose turn it is: the model that has had the least time, and of its work the kind that has."""
+        flows = _flows(demands, streaming)
+        model = self._background.first(engine[0] for engine, _ in flows)
+        mine = {f"{engine[1]} {kind}": (engine, kind) for engine, kind in flows if engine[0] == model}
+        return mine[self._within[model].first(mine)]
+
+    def _least_seconds(self, engine: EngineKey, demand: StepDemand, kind: str) -> float:
+        """What the smallest worthwhile piece of some background work costs; 0 while that is not known."""
+        costs = self._costs[engine]
+        if kind == "decode":
+            return costs.decode.seconds or 0.0
+        if demand.whole_tokens:
+            return costs.whole.seconds(demand.whole_tokens)
+        piece = costs.prompt.worthwhile_tokens(self._least_tokens)
+        return costs.prompt.seconds(min(piece, demand.prompt_tokens))
+
+    def _seconds(self, engine: EngineKey, demand: StepDemand, prompt: int, whole: int) -> float:
+        """What a step within these limits is expected to cost beside its decodes."""
+        costs = self._costs[engine]
+        taken = min(max(whole, demand.whole_tokens), demand.all_whole_tokens) if whole else 0
+        return costs.prompt.seconds(min(prompt, demand.prompt_tokens)) + costs.whole.seconds(taken)
+
+    def _plan(self, engine: EngineKey, seconds: float) -> None:
+        """Charge prompts and inputs with what they are expected to cost, until the step was observed."""
+        self._credit -= seconds
+        self._pause += seconds
+        self._charge(engine, "prefill", seconds)
+        self._planned[engine].append(seconds)
+
+    def _charge(self, engine: EngineKey, kind: str, seconds: float) -> None:
+        seconds = max(seconds, _LEAST_CHARGE)  # who cannot use a turn does not get all others too
+        self._background.charge(engine[0], seconds / self._weight(engine))
+        self._within[engine[0]].charge(f"{engine[1]} {kind}", seconds)
+
+    def _weight(self, engine: EngineKey) -> float:
+        return self._weights.get(engine[0], 1.0)
 
 
-def _mean(before: float | None, value: float, weight: float) -> float:
-    return value if before is None else (1 - weight) * before + weight * value
+def _flows(demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]) -> list[tuple[EngineKey, str]]:
+    """All background work that is wanted: an engine, and "decode" or "prefill"."""
+    decodes = [(engine, "decode") for engine, one in demands.items() if one.decodes and engine not in streaming]
+    return decodes + [(engine, "prefill") for engine, one in demands.items() if one.prefills]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from model.engine.beam import Candidates
 from model.engine.block_manager import BlockManager
+from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
 from model.engine.sequence import Beams, Sequence, SequenceStatus
 from model.request import FinishReason, TokenLogprob
 
@@ -93,32 +94,53 @@ class Scheduler:
         self.running.clear()
         self.block_manager.reset()
 
-    def schedule(self, prompt_limit: int | None = None, most_tokens: int | None = None) -> SchedulerOutput:
-        """The next step; every sequence in it has its blocks. Empty only if nothing can run.
+    def demand(self) -> StepDemand:
+        """What the next step could compute; of the waiting sequences only those that may begin."""
+        decodes, streams, prompt_tokens = 0, False, 0
+        for sequence in self.running:
+            left = sequence.num_uncomputed_tokens
+            if left == 1:
+                decodes += 1
+                streams = streams or (sequence.request.streams and sequence.beams is None)
+            else:
+                prompt_tokens += left
+        sources: list[int] = []
+        places = self.max_num_seqs - len(self.running)
+        for sequence in self.waiting:
+            if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
+                break  # enough for one step
+            if sequence.is_prepared:
+                places -= 1
+                prompt_tokens += sequence.num_uncomputed_tokens
+                sources += [len(sequence.source_ids)] if sequence.needs_source else []
+        first = sources[0] if sources else 0
+        return StepDemand(decodes, streams, len(self.waiting), prompt_tokens, first, sum(sources))
 
-        While sequences decode, prompts take at most `prompt_limit` tokens together. They and sources take at most
-        `most_tokens` each in any step, but for a token of each and a single source (`model.engine.pacing`).
+    def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
+        """The next step within `budget`; every sequence in it has its blocks. Empty only if nothing can run.
+
+        Prompts take at most `budget.prompt_tokens` together, sources at most `budget.whole_tokens`, but for a single
+        source, which is never split.
         """
         output = SchedulerOutput()
-        most = self.max_num_batched_tokens
-        if most_tokens is not None:
-            most = min(most, max(most_tokens, self.max_num_seqs))
-        budget, preempted = self._schedule_running(output, prompt_limit, most)
+        left, preempted = self._schedule_running(output, budget)
         if not preempted:
-            self._admit(output, budget, most)
+            self._admit(output, left, budget.whole_tokens)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, prompt_limit: int | None, most: int) -> tuple[int, bool]:
-        """Continue what runs, oldest first; returns the budget left and whether someone was preempted.
+    def _schedule_running(self, output: SchedulerOutput, limits: StepBudget) -> tuple[int, bool]:
+        """Continue what runs, oldest first; returns the tokens left and whether someone was preempted.
 
         A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
         """
         before = self.num_preemptions
         uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        if not limits.decodes:
+            uncomputed = [left if left > 1 else 0 for left in uncomputed]
         decoding = uncomputed.count(1)  # one token kept for each of them
-        budget = min(self.max_num_batched_tokens, decoding + most)
-        if decoding and prompt_limit is not None:
-            budget = min(budget, decoding + prompt_limit)
+        budget = self.max_num_batched_tokens
+        if limits.prompt_tokens is not None:
+            budget = min(budget, decoding + limits.prompt_tokens)
         contested = bool(self.waiting) or sum(left > 1 for left in uncomputed) > 1
         for sequence, left in zip(list(self.running), uncomputed, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
@@ -154,8 +176,9 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, output: SchedulerOutput, budget: int, most: int) -> None:
+    def _admit(self, output: SchedulerOutput, budget: int, source_limit: int | None) -> None:
         """Start waiting sequences in order until one does not fit."""
+        most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
         source_budget = most  # of its own: a long source must not wait for an idle decoder
         places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
         for sequence in list(self.waiting):
@@ -165,6 +188,8 @@ class Scheduler:
             places -= sum(one.width for one in together)
             begun = source_budget < most  # a source is never split: the first goes, however long
             source_budget -= len(sequence.source_ids)
+            if sequence.source_ids and most <= 0:
+                return
             if places < 0 or budget < len(together) or not self._fit(together) or (begun and source_budget < 0):
                 return
             for number, one in enumerate(together):

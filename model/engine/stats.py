@@ -16,6 +16,8 @@ class StepStats:
     seconds: float
     num_tokens: int
     num_sequences: int
+    num_decodes: int = 0  # of the tokens: each the next one of a sequence
+    num_whole_tokens: int = 0  # of the tokens: of sources and texts, which are computed whole
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from model.config import PositionKind
 from model.engine.encode_engine import EncodeEngine
 from model.engine.engine import Engine
 from model.engine.model_runner import ModelRunner
-from model.engine.pacing import Pacing
 from model.fused import release_compilers
 from model.kv_cache import KVCache
 from model.request import EncodeRequest, EncodeTask, Request, SamplingParams
@@ -47,9 +46,7 @@ def warm_up(encode: EncodeEngine, generate: Engine | None, max_model_len: int) -
             while generate.has_work:
                 generate.step()
         generate.block_manager.forget()
-        generate.pacing = Pacing() if generate.pacing is not None else None
     release_compilers()
-    encode.pacing = Pacing()  # seconds that compilers took would count as what tokens cost
     logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
 
 

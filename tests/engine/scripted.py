@@ -8,6 +8,7 @@ from zlib import crc32
 
 from model.engine.block_manager import BlockManager
 from model.engine.engine import Engine
+from model.engine.pacing import UNLIMITED
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.sequence import AWAITED, SequenceStatus
 from model.request import FinishReason, Request, SamplingParams, TokenOutput
@@ -102,6 +103,7 @@ class Harness:
             overlap=overlap,
         )
         self.outputs: list[TokenOutput] = []
+        self.limits = UNLIMITED  # of each step
 
     def add(self, request_id: str, prompt: int | Sequence[int] = 5, **settings: object) -> Request:
         """A request of so many prompt tokens; `source` makes it one for an encoder-decoder."""
@@ -112,7 +114,7 @@ class Harness:
     def step(self) -> list[TokenOutput]:
         scheduler = self.engine.scheduler
         decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
-        outputs, stats = self.engine.step()
+        outputs, stats = self.engine.step(self.limits)
         if stats is not None and not self.engine.overlap:  # else they are of the step before
             step = self.runner.steps[-1]
             assert sum(s.num_tokens for s in step.scheduled) <= scheduler.max_num_batched_tokens

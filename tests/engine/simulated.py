@@ -1,0 +1,156 @@
+"""Engines that compute nothing and take simulated seconds, and a loop that lets a pacer divide the time among them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from model.engine.pacing import EngineKey, StepBudget, StepDemand, StepPacer, StepWork
+
+MAX_TOKENS = 2048  # of one step
+
+
+class Simulated(Protocol):
+    def demand(self) -> StepDemand: ...
+
+    def step(self, budget: StepBudget) -> StepWork: ...
+
+
+@dataclass
+class Streams:
+    """So many sequences that never end, and prompts that come to them."""
+
+    sequences: int
+    decode: float  # seconds of a step that only decodes
+    fixed: float = 0.0  # seconds that a step with prompts takes longer
+    per_token: float = 1e-4
+    streams: bool = True
+    prompts: list[int] = field(default_factory=list)  # tokens left of each
+
+    def demand(self) -> StepDemand:
+        return StepDemand(self.sequences, self.streams, len(self.prompts), sum(self.prompts))
+
+    def step(self, budget: StepBudget) -> StepWork:
+        left = MAX_TOKENS if budget.prompt_tokens is None else budget.prompt_tokens
+        tokens = 0
+        while self.prompts and tokens < left:
+            taken = min(self.prompts[0], left - tokens)
+            tokens += taken
+            self.prompts[0] -= taken
+            if not self.prompts[0]:
+                self.prompts.pop(0)
+        decodes = self.sequences if budget.decodes else 0
+        seconds = self.decode * bool(decodes) + (self.fixed + self.per_token * tokens) * bool(tokens)
+        return StepWork(seconds, decodes, tokens)
+
+
+@dataclass
+class Texts:
+    """A client that always has the same texts encoded; counts those that are done."""
+
+    lengths: list[int]
+    fixed: float = 0.0005
+    per_token: float = 3e-5
+    waiting: list[int] = field(default_factory=list)
+    done: int = 0
+
+    def demand(self) -> StepDemand:
+        self.waiting = self.waiting or list(self.lengths)
+        return StepDemand(0, False, len(self.waiting), 0, self.waiting[0], min(sum(self.waiting), MAX_TOKENS))
+
+    def step(self, budget: StepBudget) -> StepWork:
+        left = MAX_TOKENS if budget.whole_tokens is None else budget.whole_tokens
+        tokens = 0
+        while self.waiting and (not tokens or tokens + self.waiting[0] <= left):
+            tokens += self.waiting.pop(0)
+            self.done += 1
+        return StepWork(self.fixed + self.per_token * tokens, 0, 0, tokens)
+
+
+@dataclass
+class Translations:
+    """So many clients that send a source again as soon as they have their answer; counts those that are done."""
+
+    clients: int
+    source: int
+    output: int
+    decode: float = 0.003
+    fixed: float = 0.0005
+    per_token: float = 2e-5
+    streams: bool = False
+    running: list[int] = field(default_factory=list)
+    waiting: int | None = None
+    done: int = 0
+
+    def demand(self) -> StepDemand:
+        waiting = self.clients - len(self.running)
+        source = self.source if waiting else 0
+        return StepDemand(len(self.running), self.streams, waiting, waiting, source, source * waiting)
+
+    def step(self, budget: StepBudget) -> StepWork:
+        decodes = len(self.running) if budget.decodes else 0
+        waiting = self.clients - len(self.running)
+        if decodes:
+            left = [tokens - 1 for tokens in self.running]
+            self.running = [tokens for tokens in left if tokens]
+            self.done += len(left) - len(self.running)
+        room = MAX_TOKENS if budget.whole_tokens is None else budget.whole_tokens
+        begun = min(waiting, max(1, room // self.source)) if room else 0
+        self.running += [self.output] * begun
+        tokens = self.source * begun
+        seconds = self.decode * bool(decodes) + (self.fixed + self.per_token * tokens) * bool(tokens)
+        return StepWork(seconds, decodes, begun, tokens)
+
+
+@dataclass
+class Shares:
+    """What came of a simulation."""
+
+    seconds: float = 0.0
+    used: dict[EngineKey, float] = field(default_factory=lambda: defaultdict(float))
+    steps: list[tuple[EngineKey, StepWork]] = field(default_factory=list)
+    tokens: dict[EngineKey, list[float]] = field(default_factory=lambda: defaultdict(list))  # when decode steps ended
+
+    def of(self, engine: EngineKey) -> float:
+        """The share of the time that an engine had."""
+        return self.used[engine] / self.seconds
+
+    def between_tokens(self, engine: EngineKey, quantile: float = 0.99) -> float:
+        """Seconds between two tokens of a stream."""
+        at = self.tokens[engine]
+        gaps = sorted(after - before for before, after in pairwise(at))
+        return gaps[int(quantile * len(gaps))]
+
+
+def simulate(
+    engines: Mapping[EngineKey, Simulated],
+    seconds: float = 10.0,
+    pacer: StepPacer | None = None,
+    prompts: Iterable[tuple[float, EngineKey, int]] = (),
+) -> Shares:
+    """So many simulated seconds; `prompts` (when, where, tokens) come to `Streams` meanwhile."""
+    pacer = pacer or StepPacer()
+    coming = sorted(prompts)
+    shares = Shares()
+    while shares.seconds < seconds:
+        while coming and coming[0][0] <= shares.seconds:
+            _, engine, tokens = coming.pop(0)
+            streams = engines[engine]
+            assert isinstance(streams, Streams)
+            streams.prompts.append(tokens)
+        turn = pacer.next({engine: one.demand() for engine, one in engines.items()})
+        if turn is None:
+            shares.seconds += 1e-3
+            continue
+        work = engines[turn.engine].step(turn.budget)
+        assert work.seconds > 0, "a turn was given to an engine that could not use it"
+        shares.seconds += work.seconds
+        shares.used[turn.engine] += work.seconds
+        shares.steps.append((turn.engine, work))
+        if work.decodes:
+            shares.tokens[turn.engine].append(shares.seconds)
+        pacer.observe(turn.engine, work)
+    return shares
