@@ -112,11 +112,11 @@ def test_what_is_forced_and_when() -> None:
 )
 def test_how_a_stop_id_ends_a_sequence(output: tuple[int, ...], forced: bool, reason: FinishReason, stop: int) -> None:
     made = sequence((0,), output, eos=(2,), max_tokens=3)
-    made.append(2, 100, forced=forced)
+    made.append(2, forced=forced)
     assert (made.finish_reason, made.stop_token_id) == (reason, stop)
 
 
 def test_a_forced_end_counts_before_min_tokens_too() -> None:
     made = sequence((0,), (5, 5), eos=(2,), max_tokens=3, min_tokens=3)
-    made.append(2, 100, forced=True)
+    made.append(2, forced=True)
     assert (made.finish_reason, made.stop_token_id) == (FinishReason.LENGTH, 2)
