@@ -5,7 +5,6 @@ A decode step on a GPU is hundreds of launches that each move little; what can b
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model import fallbacks
 from model.positions import rotate
 
 P = ParamSpec("P")
@@ -26,10 +26,6 @@ R = TypeVar("R")
 _VARIANTS = 128
 
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # who sets it wants that many
-
-failures: dict[str, str] = {}  # functions that could not be compiled in this process, and why
-
-logger = logging.getLogger(__name__)
 
 
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -58,9 +54,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:  # a compiler's own, Triton's OutOfResources, a missing C compiler, a full disk
             if made[0] is function or isinstance(error, torch.OutOfMemoryError):
                 raise
-            logger.warning("%s runs in several kernels: it could not be compiled", function.__name__, exc_info=True)
+            fallbacks.note(f"{function.__name__} runs in several kernels, as it could not be compiled", error)
             made[0] = function
-            failures[function.__name__] = (str(error).strip() or type(error).__name__).splitlines()[0]
             return function(*args, **kwargs)
 
     return call

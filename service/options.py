@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ConfigError
-from model.engine.config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from model.engine.config import (
+    ATTENTION_BACKENDS,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    SLOW_FALLBACKS,
+    EngineConfig,
+)
 from service.config import Limits, ServiceSettings
 from service.scaling import Scaling
 
@@ -197,6 +204,14 @@ OPTIONS: tuple[Option, ...] = (
         "on a GPU: launch each decode step's kernels one by one, which starts sooner and runs slower",
         "BOOL",
         "decode steps are recorded",
+        per_model=True,
+    ),
+    Option(
+        "slow_fallbacks",
+        one_of(*SLOW_FALLBACKS),
+        _ENGINE.slow_fallbacks,
+        "where Triton, CUDA graphs or fused kernels do not work on a GPU: run slower and say so, or do not start",
+        "|".join(SLOW_FALLBACKS),
         per_model=True,
     ),
     Option(

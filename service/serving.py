@@ -152,6 +152,7 @@ def _model_lines(info: ModelInfo) -> list[str]:
         f"{info.dtype} ({info.dtype_reason}), {info.weight_bytes / 1e6:.0f} MB on {_where(info)}, "
         f"loaded in {info.load_seconds:.1f} s",
         f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
+        *(f"  {'':<10} SLOWER THAN IT COULD BE: {way}" for way in info.fallbacks),
     ]
     limits = f"context {info.max_model_len}, {info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
     if info.num_blocks:
@@ -161,6 +162,8 @@ def _model_lines(info: ModelInfo) -> list[str]:
             f"  {'':<10} KV {info.num_blocks} blocks x {info.block_size} = {tokens:,} tokens "
             f"({tokens * info.kv_bytes_per_token / 1e6:.0f} MB): {tokens // per_request} full-length requests"
         )
+    if info.recorded_sizes:
+        lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes")
     queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
     return [*lines, f"  {'':<10} {limits}, {queue}"]
 

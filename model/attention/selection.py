@@ -12,6 +12,7 @@ from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
 from model.config import ConfigError
+from model.fallbacks import summary
 from model.native.library import Library, native
 
 _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
@@ -73,7 +74,7 @@ def _tried(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         try_out(device, dtype)
     except Exception as error:
-        return f"triton does not work here: {str(error).strip() or type(error).__name__}".splitlines()[0]
+        return f"triton does not work here: {summary(error)}"
     return None
 
 

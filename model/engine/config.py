@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = ("auto", "int8")
 ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
+SLOW_FALLBACKS = ("allow", "refuse")
 
 _CPU_BATCH = (64, 2048)  # sequences at once, tokens of a step
 _GPU_BATCHES = (  # the same by bytes of the card, as vendors count: what a step of so many tokens holds must fit too
@@ -49,6 +50,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes, of each rank
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True  # on a GPU: record decode steps at start, which takes seconds and some memory
+    slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, graphs or fused kernels do not work
     prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
     model_weight: float = 1.0  # share of the time that the model gets beside others in its process, relative to theirs
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
@@ -60,6 +62,7 @@ class EngineConfig:
             ("quantization", QUANTIZATIONS),
             ("attention_backend", ATTENTION_BACKENDS),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("slow_fallbacks", SLOW_FALLBACKS),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, found {getattr(self, name)!r}")

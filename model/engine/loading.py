@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model import fallbacks
 from model.anatomy import dissect
 from model.attention.selection import Selection, select_backend
 from model.checkpoint import Checkpoint, read_checkpoint
@@ -29,6 +30,7 @@ from model.engine.protocol import ModelSpec
 from model.engine.scheduler import Scheduler
 from model.engine.stats import ModelInfo
 from model.engine.warm_up import warm_up
+from model.fallbacks import summary
 from model.kv_cache import KVCache
 from model.loader import load_model
 from model.native.library import Kind
@@ -77,6 +79,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     _check_ranks(spec.engine, checkpoint.config, device)
     selection = _select(spec.engine, device, dtype)
     _check_native(spec.engine, selection)
+    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config, batch_limits(spec.engine, device))
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
     if checkpoint.not_served:
@@ -113,8 +116,37 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
         generate = _generate_engine(spec, checkpoint, model, limits, max_model_len, dtype, device)
     if device.type == "cuda":
         warm_up(encode, generate, max_model_len)
+    slow = slow_ways(spec.engine, selection, generate, device)
+    for way in slow:
+        logger.warning("%s is slower than it could be: %s", spec.name, way)
+    try:
+        _check_fallbacks(spec.engine, slow)
+    except ConfigError:
+        if (followers := _followers(model)) is not None:
+            followers.close()
+        raise
     info = _info(spec, checkpoint, model, selection, limits, max_model_len, generate)
+    info.fallbacks = slow
     return LoadedModel(info, encode, generate, _followers(model))
+
+
+def slow_ways(
+    engine: EngineConfig, selection: Selection, generate: Engine | None, device: torch.device
+) -> tuple[str, ...]:
+    """What was to run faster on this GPU than it does, and why; what was asked for is no such thing."""
+    if device.type != "cuda":
+        return ()
+    slow = list(fallbacks.found())
+    if engine.attention_backend == "auto" and selection.backend.name != "triton":
+        slow.append(f"attention is not Triton's: {selection.reason}")
+    if generate is not None and isinstance(generate.runner, ModelRunner) and generate.runner.unrecorded:
+        slow.append(f"decode steps are launched kernel by kernel: {generate.runner.unrecorded}")
+    return tuple(slow)
+
+
+def _check_fallbacks(engine: EngineConfig, slow: tuple[str, ...]) -> None:
+    if slow and engine.slow_fallbacks == "refuse":
+        raise ConfigError(f"slow_fallbacks is refuse, and {slow[0]}")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -228,15 +260,17 @@ def _generate_engine(
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
     cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
-    graphs = None
+    graphs, unrecorded = None, ""
     if can_record(spec.engine, model, device):
         seqs, record = limits.max_num_seqs, CudaRecorder(device)
-        graphs = recorded(
+        graphs, unrecorded = recorded(
             DecodeGraphs(model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=record)
         )
+    runner = ModelRunner(model, cache, block_manager, graphs)
+    runner.unrecorded = unrecorded
     return Engine(
         spec.name,
-        ModelRunner(model, cache, block_manager, graphs),
+        runner,
         scheduler,
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
@@ -268,16 +302,16 @@ def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -
     return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.name == "triton" and not relative
 
 
-def recorded(graphs: DecodeGraphs) -> DecodeGraphs | None:
-    """All sizes recorded; None where that does not work, which the log says: steps are then launched one by one."""
+def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
+    """All sizes recorded; None and the reason where that does not work: steps are then launched one by one."""
     try:
         graphs.record_all()
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
+    except Exception as error:  # of CUDA, or of a compiler
         logger.warning("decode steps could not be recorded, so they run launch by launch", exc_info=True)
-        return None
-    return graphs
+        return None, summary(error)
+    return graphs, ""
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:
@@ -368,5 +402,11 @@ def _info(
         embedding_size=next(iter(config.stacks.values())).hidden_size,
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
+        recorded_sizes=_recorded_sizes(generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
+
+
+def _recorded_sizes(generate: Engine | None) -> int:
+    graphs = generate.runner.graphs if generate is not None and isinstance(generate.runner, ModelRunner) else None
+    return len(graphs.sizes) if graphs is not None else 0

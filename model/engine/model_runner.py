@@ -69,6 +69,7 @@ class ModelRunner:
         self.cache = cache
         self.block_manager = block_manager
         self.graphs = graphs
+        self.unrecorded = ""  # why there are no graphs, though there should be
         self.device = cache.device
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:

@@ -72,6 +72,8 @@ class ModelInfo:
     embedding_size: int
     load_seconds: float
     tensor_parallel_size: int = 1
+    recorded_sizes: int = 0  # batch sizes whose decode steps are replayed as CUDA graphs
+    fallbacks: tuple[str, ...] = ()  # what runs slower than it could, and why
     versions: dict[str, str] = field(default_factory=dict)
 
     @property

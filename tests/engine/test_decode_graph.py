@@ -115,7 +115,9 @@ def test_what_cannot_be_recorded_is_launched(caplog: pytest.LogCaptureFixture) -
         return SimpleNamespace(record_all=record_all)
 
     with caplog.at_level(logging.WARNING):
-        assert recorded(failing(RuntimeError("operation not permitted when stream is capturing"))) is None
+        said = "operation not permitted when stream is capturing"
+        assert recorded(failing(RuntimeError(f"{said}\nmore"))) == (None, said)
+        assert recorded(failing(AssertionError())) == (None, "AssertionError")  # a compiler's, which is no RuntimeError
     assert "could not be recorded" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         recorded(failing(torch.OutOfMemoryError("no memory for them")))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from model import fused
+from model import fallbacks, fused
 from model.layers import OffsetRMSNorm
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         return run
 
     monkeypatch.setattr(fused, "_compiled", broken)
-    monkeypatch.setattr(fused, "failures", {})
+    fallbacks.forget()
 
     @fused.fused
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,8 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         assert [double(x).sum().item() for _ in range(3)] == [6.0] * 3
     assert len(calls) == 1  # tried once
     assert "could not be compiled" in caplog.text
-    assert fused.failures == {"double": said}  # for the banner and /info
+    assert fallbacks.found() == (f"double runs in several kernels, as it could not be compiled: {said}",)
+    fallbacks.forget()
 
 
 @pytest.mark.parametrize("threads", [None, "6"])

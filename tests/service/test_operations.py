@@ -15,7 +15,7 @@ import pytest
 
 from model.config import ConfigError
 from model.request import FinishReason
-from service import logs
+from service import logs, serving
 from service.config import Limits, ServiceSettings
 from service.errors import OUR_FAULT
 from service.schemas.replies import InfoReply, ModelsReply
@@ -25,6 +25,7 @@ from tests.service.support import (
     ask,
     check_accounts,
     counted,
+    info,
     make_app,
     run,
     samples,
@@ -43,6 +44,18 @@ def test_info_shows_every_limit(app: App) -> None:
     assert [model["name"] for model in reply.models] == ["gen", "seq", "enc"]
     assert reply.models[0]["max_queued_requests"] == 32
     assert "path" not in reply.models[0]
+
+
+def test_what_is_slower_than_it_could_be_is_shown(app: App) -> None:
+    """By the banner, loudly, and by /info."""
+    slow = info("gen", "decoder-only", fallbacks=("attention is not Triton's: no compiler",), recorded_sizes=20)
+    lines = serving._model_lines(slow)
+    assert sum("SLOWER THAN IT COULD BE: attention is not Triton's: no compiler" in line for line in lines) == 1
+    assert sum("CUDA graphs, 20 batch sizes" in line for line in lines) == 1
+    quiet = serving._model_lines(info("gen", "decoder-only"))
+    assert len(quiet) == len(lines) - 2
+    (shown, *_) = InfoReply.model_validate_json(ask(app, "GET", "/info").content).models
+    assert (shown["fallbacks"], shown["recorded_sizes"]) == ([], 0)
 
 
 def test_models_and_docs(app: App) -> None:

@@ -1,0 +1,83 @@
+"""What does not work on a GPU is said, not passed over: in the log, /info and banner, or by refusing to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import model.engine.loading as loading
+from model import fallbacks
+from model.attention.sdpa import SdpaBackend
+from model.attention.selection import Selection
+from model.config import ConfigError
+from model.engine.config import EngineConfig
+from model.engine.loading import load, slow_ways
+from model.engine.model_runner import ModelRunner
+from model.engine.protocol import ModelSpec
+from tests.model.checkpoints import saved
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+TORCH = Selection(SdpaBackend(), "torch scaled_dot_product_attention: triton does not work here: no compiler")
+TRITON = Selection(SimpleNamespace(name="triton"), "triton 3.6.0: pages read in place")  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def nothing_noted() -> Iterator[None]:
+    fallbacks.forget()
+    yield
+    fallbacks.forget()
+
+
+def engine(unrecorded: str) -> Any:
+    runner = ModelRunner(None, SimpleNamespace(device=GPU), None)  # type: ignore[arg-type]
+    runner.unrecorded = unrecorded
+    return SimpleNamespace(runner=runner)
+
+
+def test_nothing_is_slow_where_all_works_or_was_asked_for() -> None:
+    assert slow_ways(EngineConfig(), TRITON, engine(""), GPU) == ()
+    assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, engine(""), GPU) == ()
+    assert slow_ways(EngineConfig(), TORCH, engine(""), CPU) == ()
+
+
+def test_each_that_fails_is_told_with_its_reason() -> None:
+    try:
+        raise RuntimeError("no space\nleft")
+    except RuntimeError as error:
+        fallbacks.note("gated runs in several kernels", error)
+    assert slow_ways(EngineConfig(), TORCH, engine("stream is capturing"), GPU) == (
+        "gated runs in several kernels: no space",
+        f"attention is not Triton's: {TORCH.reason}",
+        "decode steps are launched kernel by kernel: stream is capturing",
+    )
+
+
+def test_it_is_in_the_log_and_in_what_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = ModelSpec("m", str(saved("llama").path), EngineConfig(device="cpu", dtype="float32", max_model_len=16))
+    assert load(spec).info.fallbacks == ()
+    monkeypatch.setattr(loading, "slow_ways", lambda *_: ("decode steps are launched kernel by kernel: x",))
+    with caplog.at_level("WARNING"):
+        loaded = load(spec)
+    assert loaded.info.fallbacks == ("decode steps are launched kernel by kernel: x",)
+    assert "m is slower than it could be: decode steps are launched kernel by kernel: x" in caplog.text
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_operator_may_refuse_it(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before weights are read where that can be known."""
+    read: list[bool] = []
+    real = loading._load_model
+    monkeypatch.setattr(loading, "_load_model", lambda *given: read.append(True) or real(*given))
+    monkeypatch.setattr(
+        loading, "slow_ways", lambda engine, selection, generate, device: ("x",) if generate or at_once else ()
+    )
+    settings = EngineConfig(device="cpu", dtype="float32", slow_fallbacks="refuse", max_model_len=16)
+    with pytest.raises(ConfigError, match="slow_fallbacks is refuse, and x"):
+        load(ModelSpec("m", str(saved("llama").path), settings))
+    assert bool(read) != at_once
