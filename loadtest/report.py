@@ -21,6 +21,12 @@ def page(document: dict[str, Any]) -> str:
     return _PAGE.read_text(encoding="utf-8").replace("@@DATA@@", data)
 
 
+def style() -> str:
+    """The page's style sheet, for other pages of the same look."""
+    page = _PAGE.read_text(encoding="utf-8")
+    return page[page.index("<style>") + len("<style>") : page.index("</style>")]
+
+
 def _thinned(run: dict[str, Any]) -> dict[str, Any]:
     """The run with at most `_MOST_REQUESTS` rows; `drawn_every` says which."""
     rows = len(run["columns"]["outcome"])

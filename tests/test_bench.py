@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from loadtest.bench import floors, gpu, vocabularies
+from loadtest.bench import floors, vocabularies
 from loadtest.bench.floors import Ceilings, Costs, Floor
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
@@ -110,24 +109,3 @@ def test_a_run_prints_one_json_line(cache: Path) -> None:
     assert row["of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
     assert found["machine"]["threads"] > 0
     assert found["ceilings"].keys() == {number_format} and found["ceilings"][number_format]["kernel"]
-
-
-def test_the_gpu_bench_runs_its_cases_on_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = {name: case for name, case in gpu.CASES.items() if "transformers" not in name}
-    monkeypatch.setattr(gpu, "CASES", ours)
-    gpu.main(["--tiny", "--json", str(tmp_path / "found.jsonl")])
-    ceilings, check, *cases = map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
-    assert ceilings["tflops"] > 0
-    assert [case["case"] for case in (check, *cases)] == list(ours)
-    assert check["llama-1b"] is check["bart-large"] is check["t5-xl"] is True
-    for case in cases:
-        rates = [value for key, value in case.items() if "_per_s" in key or "of_" in key or "ms" in key]
-        assert rates and all(rate >= 0 for rate in rates), case
-
-
-@pytest.mark.slow
-def test_the_gpu_bench_compares_with_the_reference_library(capsys: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
-    gpu.main(["--tiny", "--only", "transformers"])
-    assert "times " in capsys.readouterr().out
-    assert threading.active_count() == before  # its thread would keep the program from ending

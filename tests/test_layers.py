@@ -119,7 +119,7 @@ WITH_TORCH = """
 import sys
 import model.engine.llm, model.engine.thread
 print(*sys.modules)
-import loadtest.bench.gpu
+from loadtest.bench.gpu import check, child, peer, sweep, tests, workloads
 print(*sys.modules)
 from loadtest.bench.models import CONFIGS
 from model.attention.sdpa import SdpaBackend

@@ -1,0 +1,3 @@
+from loadtest.bench.gpu.cli import main
+
+main()

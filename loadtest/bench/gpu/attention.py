@@ -1,0 +1,140 @@
+"""Attention problems of real sizes, made where they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
+from model.config import AttentionConfig, PositionConfig, PositionKind
+from model.kv_cache import LayerCache
+from model.positions import BucketBias
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """(queries, keys) of each segment, and everything else that a kernel tells apart."""
+
+    segments: tuple[tuple[int, int], ...]
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    causal: bool = True
+    window: int | None = None
+    paged: bool = True
+    writes: bool = True  # this step's keys; cross attention finds all of them in the pages
+    int8: bool = False
+    biased: bool = False  # T5's, by distance
+    block_size: int = 16
+
+    @property
+    def config(self) -> AttentionConfig:
+        return AttentionConfig(self.heads, self.kv_heads, self.dim, self.dim**-0.5, window=self.window)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of bfloat16 or int8 pages that all segments read."""
+        row = self.kv_heads * (self.dim + 4 if self.int8 else 2 * self.dim)
+        return 2 * row * sum(kv_len for _, kv_len in self.segments)
+
+    @property
+    def flops(self) -> int:
+        """Of both products: of a causal prompt half of the square."""
+        pairs = sum(q * (k - (q - 1) / 2) if self.causal else q * k for q, k in self.segments)
+        return int(4 * pairs * self.heads * self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A problem's tensors on a device."""
+
+    problem: Problem
+    query: Tensor  # [T, H, D]
+    key: Tensor | None
+    value: Tensor | None
+    cache: LayerCache | None
+    metadata: AttentionMetadata
+    bias: BucketBias | None
+
+    def forward(self, backend: AttentionBackend) -> Tensor:
+        return backend.forward(
+            self.query, self.key, self.value, self.cache, self.metadata, self.problem.config, self.bias
+        )
+
+    def copied(self, dtype: torch.dtype) -> Made:
+        """The same with other tensors, so that what one backend writes no other reads."""
+        cache = self.cache
+        if cache is not None:
+            scales = cache.scales and (cache.scales[0].clone(), cache.scales[1].clone())
+            pages = [x.clone() if scales else x.to(dtype, copy=True) for x in (cache.keys, cache.values)]
+            cache = LayerCache(pages[0], pages[1], scales)
+        bias = self.bias
+        if bias is not None:
+            bias = BucketBias(_BUCKETS, self.problem.heads, bidirectional=not self.problem.causal)
+            bias = bias.requires_grad_(False).to(self.query.device, dtype)
+            bias.weight.copy_(self.bias.weight)  # type: ignore[union-attr]
+        query, key, value = (None if x is None else x.to(dtype) for x in (self.query, self.key, self.value))
+        assert query is not None
+        return replace(self, query=query, key=key, value=value, cache=cache, bias=bias)
+
+
+_BUCKETS = PositionConfig(PositionKind.T5_BUCKETS)
+
+
+def made(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Made:
+    """Random tensors, blocks shuffled."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def rows(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads, problem.dim, device=device, generator=generator).to(dtype)
+
+    q_lens, kv_lens = zip(*problem.segments, strict=True)
+    total, cache, tables, slots = sum(q_lens), None, None, None
+    if problem.paged:
+        cache, tables, slots = _pages(problem, device, dtype, generator)
+    bias = None
+    if problem.biased:
+        bias = BucketBias(_BUCKETS, problem.heads, bidirectional=not problem.causal).requires_grad_(False)
+        bias = bias.to(device, dtype)
+        bias.weight.normal_(generator=generator)
+    own = problem.writes or not problem.paged
+    key, value = (rows(total, problem.kv_heads) if own else None for _ in range(2))
+    metadata = AttentionMetadata(
+        q_lens, kv_lens, problem.causal, device, tables, slots if problem.writes and problem.paged else None
+    )
+    if tables is not None:  # else keys are the packed rows, whose starts the metadata makes itself
+        starts = [0, *torch.tensor(q_lens).cumsum(0).tolist()]
+        cu_seqlens, lens = (torch.tensor(values, dtype=torch.int64, device=device) for values in (starts, kv_lens))
+        metadata.device_lengths = DeviceLengths(cu_seqlens, lens, max(q_lens), max(kv_lens))
+    return Made(problem, rows(total, problem.heads), key, value, cache, metadata, bias)
+
+
+def _pages(
+    problem: Problem, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[LayerCache, Tensor, Tensor]:
+    """Full pages, the segments' tables, and the slots of this step's keys."""
+    size = problem.block_size
+    widths = [-(-kv_len // size) for _, kv_len in problem.segments]
+    ends = torch.tensor(widths).cumsum(0).tolist()
+    blocks = torch.randperm(ends[-1])
+    tables = torch.zeros(len(widths), max(widths), dtype=torch.int64)
+    for segment, (begin, end) in enumerate(pairwise([0, *ends])):
+        tables[segment, : end - begin] = blocks[begin:end]
+    slots = []
+    for segment, (q_len, kv_len) in enumerate(problem.segments):
+        at = torch.arange(kv_len - q_len, kv_len)
+        slots.append(tables[segment, at // size] * size + at % size)
+    shape = (ends[-1], size, problem.kv_heads, problem.dim)
+    if problem.int8:
+        keys, values = (
+            torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator) for _ in range(2)
+        )
+        scales = tuple(torch.rand(shape[:3], device=device, generator=generator) / 60 for _ in range(2))
+        cache = LayerCache(keys, values, (scales[0], scales[1]))
+    else:
+        pages = [torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator) for _ in range(2)]
+        cache = LayerCache(pages[0], pages[1])
+    return cache, tables.to(device), torch.cat(slots).to(device)

@@ -1,0 +1,57 @@
+"""Keeps what Triton and torch's compiler made for the next machine: tar files of at most 16 MB. Stdlib only."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PART_BYTES = 16_000_000
+MOST_PARTS = 4
+_NAME = "caches-{:02}.tar.gz"
+_MARGIN = 1 << 18  # what the compressor may still hold, and the end of the file
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The variables by which the compilers find their caches in `folder`."""
+    at = folder.resolve()
+    return {"TRITON_CACHE_DIR": str(at / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(at / "inductor")}
+
+
+def unpack(parts: Path, folder: Path) -> int:
+    """Put the files of all parts in folder `parts` into `folder`; how many there were."""
+    count = 0
+    for part in sorted(parts.glob(_NAME.format(0).replace("00", "*"))):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(part) as tar:
+            tar.extractall(folder, filter="data")
+            count += len(tar.getnames())
+    return count
+
+
+def pack(folder: Path, into: Path, *, part_bytes: int = PART_BYTES, most_parts: int = MOST_PARTS) -> Iterator[str]:
+    """Write all files of `folder` as parts that can each be unpacked alone; yields what to say about it.
+
+    Directories stay whole in a part as far as they fit, so that a part that is lost costs only its own entries.
+    """
+    for old in into.glob(_NAME.format(0).replace("00", "*")):
+        old.unlink()
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    waiting = iter(files)
+    path = next(waiting, None)
+    number = 0
+    while path is not None and number < most_parts:
+        name = into / _NAME.format(number)
+        with name.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz", compresslevel=6) as tar:
+            empty = True
+            while path is not None and (empty or raw.tell() + path.stat().st_size + _MARGIN < part_bytes):
+                tar.add(path, path.relative_to(folder).as_posix(), recursive=False)
+                empty, path = False, next(waiting, None)
+        if name.stat().st_size > part_bytes:  # a single file that is larger than a part
+            name.unlink()
+            continue
+        number += 1
+        yield f"{name.name}: {name.stat().st_size / 1e6:.1f} MB of compilers' caches"
+    if path is not None:
+        left = 1 + sum(1 for _ in waiting)
+        yield f"{left} of {len(files)} cached files are left out: they do not fit into {most_parts} parts"

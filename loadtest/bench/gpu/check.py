@@ -1,0 +1,164 @@
+"""Is everything right: one launch for each dtype, the kernels eager and captured, the engine, memcheck."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+
+from loadtest.bench.gpu import parity
+from loadtest.bench.gpu.attention import Made, Problem, made
+from loadtest.bench.gpu.cases import Case, Found, Skip
+from loadtest.bench.gpu.machine import Bench
+from model.attention.base import AttentionMetadata
+from model.attention.reference import ReferenceBackend
+
+_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of outputs of order one
+
+_RAGGED = tuple((1, 37 * at + 1) for at in range(64))
+_MIXED = ((700, 700), (1, 3000), (300, 4000), (1, 1), (33, 33))
+_SOURCES = ((1, 260), (1, 440), (1, 3))
+_PROMPTS = ((400, 400), (7, 7), (130, 130))
+_KERNELS = {  # name: problem
+    "decode, keys in parts": Problem(((1, 8000), (1, 5))),
+    "decode, many sequences": Problem(((1, 300),) * 200),
+    "decode, ragged": Problem(_RAGGED),
+    "decode, window": Problem(_RAGGED, window=512),
+    "mixed": Problem(_MIXED),
+    "cross": Problem(_SOURCES, heads=16, kv_heads=16, dim=64, causal=False, writes=False),
+    "int8 pages, decode": Problem(_RAGGED, int8=True),
+    "int8 pages, mixed": Problem(_MIXED, int8=True),
+    "T5 bias, decode": Problem(_SOURCES, heads=32, kv_heads=32, dim=64, biased=True),
+    "T5 bias, packed": Problem(_PROMPTS, heads=32, kv_heads=32, dim=64, causal=False, paged=False, biased=True),
+    "encoder, packed": Problem(_PROMPTS, heads=12, kv_heads=12, dim=64, causal=False, paged=False),
+    "head 64": Problem(_MIXED, heads=14, kv_heads=2, dim=64),
+    "head 80": Problem(_MIXED, heads=32, kv_heads=32, dim=80),
+    "head 256": Problem(_MIXED, heads=8, kv_heads=1, dim=256),
+}
+_TINY = {
+    "decode, keys in parts": Problem(((1, 600), (1, 5)), heads=4, kv_heads=2, dim=16),
+    "mixed": Problem(((20, 20), (1, 30)), heads=4, kv_heads=2, dim=16),
+    "int8 pages, decode": Problem(((1, 33), (1, 5)), heads=4, kv_heads=2, dim=16, int8=True),
+    "T5 bias, packed": Problem(((9, 9),), heads=2, kv_heads=2, dim=16, causal=False, paged=False, biased=True),
+}
+
+
+def cases(bench: Bench) -> list[Case]:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    launches = [Case(f"launch, {_named(dtype)}", partial(_launch, dtype=dtype), 5) for dtype in dtypes]
+    kernels = [
+        Case(f"kernel, {name}, {_named(dtype)}", partial(_kernel, problem=problem, dtype=dtype), 8)
+        for dtype in (dtypes[1:2] if bench.cuda else dtypes[:1])
+        for name, problem in (_TINY if bench.tiny else _KERNELS).items()
+    ]
+    if not bench.tiny:  # the kernels' other way, without tensor cores
+        kernels += [
+            Case(f"kernel, {name}, float32", partial(_kernel, problem=_KERNELS[name], dtype=torch.float32), 8)
+            for name in ("decode, keys in parts", "mixed", "head 256")
+        ]
+    return [*launches, *kernels, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def need_triton(bench: Bench) -> None:
+    """Raises `Skip` where a CPU cannot run the kernels: no Triton, or one whose interpreter breaks. A GPU without was
+    refused before."""
+    if find_spec("triton") is None:
+        raise Skip("triton is not installed")
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if not bench.cuda and triton < (3, 7) and numpy >= (2, 4):
+        raise Skip("the interpreter of Triton before 3.7 does not work with NumPy from 2.4 on")
+
+
+def _launch(bench: Bench, *, dtype: torch.dtype) -> Found:
+    """One query and one key through the kernels."""
+    need_triton(bench)
+    from model.attention.triton import try_out
+
+    try_out(bench.device, dtype)
+    return {"ok": True}
+
+
+def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Found:
+    """Against the formula in float32 on the same device; captured and replayed, also over other lengths."""
+    need_triton(bench)
+    from model.attention.triton import TritonBackend
+
+    backend, given = TritonBackend(), made(problem, bench.device, dtype)
+    expected = given.copied(torch.float32).forward(ReferenceBackend())
+    found: Found = {"eager_error": _difference(given.forward(backend), expected)}
+    if bench.cuda:
+        found["captured_error"] = _replayed(bench, given, expected)
+        seconds = bench.device_seconds(lambda: given.forward(backend))
+        found |= {"us": 1e6 * seconds, "tb_per_s": problem.kv_bytes / seconds / 1e12}
+        found["tflops"] = problem.flops / seconds / 1e12
+    errors = [value for key, value in found.items() if "error" in key]
+    return {"ok": max(errors) <= _BOUNDS[dtype], **found}
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest, relative to the largest that was expected; infinity where something is no number."""
+    worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
+    return worst if worst == worst else float("inf")
+
+
+def _replayed(bench: Bench, given: Made, expected: torch.Tensor) -> float:
+    """The error of a recorded launch: over its own lengths and, where segments have one query, over shorter ones."""
+    from model.attention.triton import TritonBackend
+
+    backend, out = TritonBackend(), torch.empty_like(given.query)
+    replay = bench.captured(lambda: out.copy_(given.forward(backend)))
+    out.zero_()
+    replay()
+    worst = _difference(out, expected)
+    known, lengths = given.metadata, given.metadata.device_lengths
+    if lengths is None or lengths.max_q_len > 1:
+        return worst
+    before = lengths.kv_lens.clone()
+    shorter = tuple(max(1, kv_len // 2) for kv_len in known.kv_lens)
+    lengths.kv_lens.copy_(torch.tensor(shorter))
+    replay()  # its key goes to the slot beyond as before, and nobody reads it
+    read = AttentionMetadata(known.q_lens, shorter, known.causal, known.device, known.block_tables)
+    copied = replace(given.copied(torch.float32), metadata=read)
+    lengths.kv_lens.copy_(before)
+    return max(worst, _difference(out, copied.forward(ReferenceBackend())))
+
+
+def _memcheck(bench: Bench) -> Found:
+    """Three tiny launches under compute-sanitizer, every allocation its own so that none hides an access beyond it."""
+    tool = shutil.which("compute-sanitizer")
+    if not bench.cuda or tool is None:
+        raise Skip("compute-sanitizer is not installed" if bench.cuda else "there is no CUDA device")
+    command = [
+        tool,
+        "--tool",
+        "memcheck",
+        "--report-api-errors",
+        "no",
+        "--target-processes",
+        "all",
+        sys.executable,
+        "-m",
+    ]
+    done = subprocess.run(
+        [*command, "loadtest.bench.gpu.launches"],
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=max(1.0, min(180.0, bench.left - 20)),
+    )
+    said = done.stdout + done.stderr
+    with (bench.folder / "profiles.txt").open("a") as file:
+        file.write(f"\nmemcheck:\n{said[-4000:]}\n")
+    clean = done.returncode == 0 and "ERROR SUMMARY: 0 errors" in said and "launched 3" in said
+    return {"ok": clean, "said": said[-300:]}

@@ -1,0 +1,38 @@
+"""Many kernel variants at once, in processes that share the compiler's cache with whoever measures afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as Late
+from typing import TypeVar
+
+from loadtest.bench.gpu.cases import Found
+from loadtest.bench.gpu.machine import Bench
+
+Job = TypeVar("Job")
+_MOST = 12  # processes: each has a context of the device, of half a gigabyte
+
+
+def in_parallel(bench: Bench, compile_one: Callable[[Job], None], jobs: Sequence[Job]) -> Found:
+    """Compile all jobs; those that fail are told, and fail again where they are measured."""
+    began = time.monotonic()
+    workers = max(1, min(_MOST, (os.cpu_count() or 2) - 2, len(jobs)))
+    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
+    failures, done = [], 0
+    pool = ProcessPoolExecutor(workers, mp_context=context)
+    try:
+        waiting = [pool.submit(compile_one, job) for job in jobs]
+        for future in as_completed(waiting, timeout=max(1.0, bench.left / 2)):
+            done += 1
+            if (error := future.exception()) is not None:
+                failures.append(f"{type(error).__name__}: {error}"[:200])
+    except Late:
+        failures.append(f"{len(jobs) - done} were not ready in time")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    seconds = time.monotonic() - began
+    return {"variants": len(jobs), "processes": workers, "compile_s": seconds, "problems": failures[:10]}

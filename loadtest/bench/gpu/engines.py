@@ -1,0 +1,200 @@
+"""Engines over random weights of published shapes, and requests that run through them."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench.floors import Costs, Floor
+from loadtest.bench.gpu.cases import Found, Stop
+from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.timers import Timers
+from loadtest.bench.models import random_model
+from model.attention.selection import Selection, select_backend
+from model.checkpoint import Checkpoint
+from model.engine import loading
+from model.engine.config import EngineConfig
+from model.engine.engine import Engine
+from model.engine.loading import LoadedModel
+from model.engine.model_runner import ModelRunner
+from model.engine.protocol import ModelSpec
+from model.request import Request, SamplingParams
+from model.transformer import Transformer
+
+GREEDY = SamplingParams(ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model that is ready, and what that took."""
+
+    loaded: LoadedModel
+    model: Transformer
+    seconds: Found  # of weights, of all else, and of that: recording graphs, warming up
+
+    @property
+    def engine(self) -> Engine:
+        assert self.loaded.generate is not None
+        return self.loaded.generate
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert isinstance(self.engine.runner, ModelRunner)
+        return self.engine.runner
+
+    def floor(self, bench: Bench, kv_bytes: float | None = None) -> Floor:
+        """What its work must cost at least on this machine, cached keys of `kv_bytes` an element."""
+        width = float(self.model.dtype.itemsize)
+        return Floor(Costs.of(self.model.config), bench.ceilings, width, width if kv_bytes is None else kv_bytes)
+
+    def request(self, number: object, prompt: Sequence[int], params: SamplingParams) -> Request:
+        start = self.model.config.decoder_start_token_id
+        begins = () if self.model.config.encoder is None or start is None else (start,)
+        name = self.loaded.info.name
+        return Request(str(number), name, tuple(prompt), params, begins, arrival_time=time.monotonic())
+
+    def prompt(self, rng: random.Random, count: int) -> tuple[int, ...]:
+        """Ids from the upper half of the vocabulary, where nothing is special."""
+        most = self.model.config.embedding.vocab_size
+        return tuple(rng.randrange(most // 2, most) for _ in range(count))
+
+
+def load(
+    bench: Bench,
+    raw: dict[str, Any],
+    *,
+    seqs: int,
+    context: int,
+    tokens: int = 8192,
+    name: str = "model",
+    backend: str = "auto",
+    prefix_caching: bool = False,
+    **settings: Any,
+) -> Ready:
+    """A model of a raw config.json with random weights; raises `Stop` where a GPU's steps are not recorded."""
+    began = time.perf_counter()
+    selection = select_backend(bench.device, bench.dtype, backend)
+    model = random_model(raw, selection.backend, bench.dtype, bench.device)
+    bench.wait()
+    weights = time.perf_counter() - began
+    config = EngineConfig(
+        device=str(bench.device),
+        max_num_seqs=seqs,
+        max_model_len=context,
+        max_num_batched_tokens=max(tokens, seqs),
+        prefix_caching=prefix_caching,
+        **settings,
+    )
+    ready = assembled(name, model, selection, config)
+    ready.seconds["weights_s"] = weights
+    if bench.cuda and config.cuda_graphs:
+        require_graphs(ready, bench.warnings)
+    return ready
+
+
+def assembled(name: str, model: Transformer, selection: Selection, config: EngineConfig) -> Ready:
+    """The engines of a network, its capture and warm-up timed."""
+    checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."))
+    began, timers = time.perf_counter(), Timers()
+    with timers.on((loading, "recorded", "capture_s"), (loading, "warm_up", "warm_up_s")):
+        loaded = loading.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
+    seconds = {"capture_s": 0.0, "warm_up_s": 0.0, **timers.seconds, "assemble_s": time.perf_counter() - began}
+    return Ready(loaded, model, seconds)
+
+
+def require_graphs(ready: Ready, warnings: list[str]) -> None:
+    """Raises `Stop` where decode steps would be launched one kernel at a time."""
+    if ready.loaded.generate is None:
+        return
+    if ready.loaded.info.attention_backend != "triton":
+        raise Stop(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
+    if ready.runner.graphs is None:
+        why = warnings[-1] if warnings else "the log does not say why"
+        raise Stop(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: tokens in, tokens out."""
+
+    prompt: tuple[int, ...]
+    wanted: int
+
+
+@dataclass(slots=True)
+class Done:
+    """A batch of requests that went through."""
+
+    seconds: float = 0.0
+    decode_steps: list[float] = field(default_factory=list)  # seconds of steps that only decoded
+    steps: list[tuple[float, float]] = field(default_factory=list)  # end and length of each
+    first: dict[str, float] = field(default_factory=dict)  # when each request's first token came
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def decode_ms(self) -> float:
+        return 1e3 * statistics.median(self.decode_steps) if self.decode_steps else 0.0
+
+
+def asks(ready: Ready, lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Ask]:
+    """Requests of (tokens in, tokens out)."""
+    rng = random.Random(seed)
+    return [Ask(ready.prompt(rng, count), wanted) for count, wanted in lengths]
+
+
+def add(ready: Ready, wanted: Sequence[Ask], params: SamplingParams | Sequence[SamplingParams] = GREEDY) -> None:
+    """Put requests to their exact lengths into the engine, each with a seed of its own."""
+    each = [params] * len(wanted) if isinstance(params, SamplingParams) else params
+    for number, (ask, own) in enumerate(zip(wanted, each, strict=True)):
+        own = replace(own, max_tokens=ask.wanted, seed=number)
+        ready.engine.add(ready.request(number, ask.prompt, own))
+
+
+def finish(ready: Ready, between: Callable[[float], None] | None = None) -> Done:
+    """Step until all is done; `between` steps is told how long it has been and may add more."""
+    engine, done = ready.engine, Done()
+    began = last = time.perf_counter()
+    while engine.has_work:
+        if between is not None:
+            between(time.perf_counter() - began)
+        outputs, stats = engine.step()
+        now = time.perf_counter()
+        if stats is not None:
+            done.steps.append((now - began, now - last))
+            if stats.num_tokens == stats.num_sequences:
+                done.decode_steps.append(now - last)
+        last = now
+        for output in outputs:
+            done.first.setdefault(output.request_id, now - began)
+            done.outputs.setdefault(output.request_id, []).extend(output.token_ids)
+            done.logprobs.setdefault(output.request_id, []).extend(one.logprob for one in output.logprobs or [])
+    done.seconds = last - began
+    return done
+
+
+def warm(ready: Ready, most: int) -> None:
+    """What the engine's own warm-up left: kernels of these lengths, memory, before anything is timed."""
+    add(ready, asks(ready, [(most, 4)] * 2 + [(9, 3)], seed=1))
+    finish(ready)
+
+
+def decode_floor(
+    ready: Ready, bench: Bench, lengths: Sequence[tuple[int, int]], kv_bytes: float | None = None
+) -> float:
+    """Seconds that requests of these lengths take an ideal engine: prompts and sources without the head, then steps
+    that read each weight once and all keys."""
+    floor = ready.floor(bench, kv_bytes)
+    costs, source = floor.costs, ready.model.config.encoder is not None
+    read = sum(count for count, _ in lengths)
+    flops = 2.0 * read * ((costs.encoder + costs.cross) if source else costs.decoder)
+    seconds = flops / bench.ceilings.flops_per_second
+    for at in range(max(wanted for _, wanted in lengths)):
+        alive = [count + at for count, wanted in lengths if wanted > at]
+        seconds += floor.step(len(alive), sum(alive))
+    return seconds

@@ -1,0 +1,26 @@
+"""Three tiny launches for compute-sanitizer: `python -m loadtest.bench.gpu.launches`."""
+
+from __future__ import annotations
+
+import torch
+
+from loadtest.bench.gpu.attention import Problem, made
+from model.attention.triton import TritonBackend
+
+PROBLEMS = (
+    Problem(((1, 700), (1, 1)), heads=4, kv_heads=2, dim=80),
+    Problem(((33, 40), (1, 9)), heads=6, kv_heads=2, dim=64, int8=True),
+    Problem(((17, 17), (3, 3)), heads=2, kv_heads=2, dim=64, causal=False, paged=False, biased=True),
+)
+
+
+def main() -> None:
+    device = torch.device("cuda")
+    for problem in PROBLEMS:
+        made(problem, device, torch.bfloat16).forward(TritonBackend())
+    torch.cuda.synchronize()
+    print(f"launched {len(PROBLEMS)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The whole engine on this device against torch on the CPU in float32, on the same weights.
+
+Each scenario is computed twice: as it is served, steps overlapped and recorded, for its tokens; and with
+log-probabilities, which tell a wrong page where tokens of random weights may not. Beside the answer stands whether what
+the scenario is about did happen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.engines import GREEDY, Ask, Done, Ready, add, asks, assembled, finish, require_graphs
+from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
+from loadtest.bench.models import random_model
+from model.attention.sdpa import SdpaBackend
+from model.attention.selection import Selection, select_backend
+from model.engine.config import EngineConfig
+from model.request import EncodeRequest, EncodeTask, SamplingParams
+
+CPU = torch.device("cpu")
+_CONTEXT = 256
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is asked of both engines, and how near they must be."""
+
+    model: str = "llama-1b"
+    params: Sequence[SamplingParams] = (GREEDY,)  # of the requests in turn
+    dtype: torch.dtype = torch.float32
+    settings: dict[str, Any] = field(default_factory=dict)
+    lengths: Sequence[tuple[int, int]] = ((7, 30), (150, 12), (33, 24), (64, 20), (90, 16), (128, 10))
+    rounds: int = 1  # the same requests so many times
+    tokens_equal: float = 1.0  # share of the tokens
+    logprobs_within: float = 1e-3
+    happened: Callable[[Ready], Found] = lambda ready: {}  # figures none of which may be 0
+
+
+def _hits(ready: Ready) -> Found:
+    return {"prefix_hits": ready.engine.stats().prefix_hits}
+
+
+def _preemptions(ready: Ready) -> Found:
+    return {"preemptions": ready.engine.stats().preemptions}
+
+
+_DRAWN = [
+    replace(GREEDY, temperature=0.8, top_p=0.9),
+    replace(GREEDY, temperature=1.0, top_k=40),
+    replace(GREEDY, temperature=0.7, min_p=0.05),
+    GREEDY,
+]
+SCENARIOS = {
+    "chunked prompts": Scenario(settings={"max_num_batched_tokens": 48}),
+    "prefix hits": Scenario(settings={"prefix_caching": True}, rounds=2, happened=_hits),
+    "preemption": Scenario(lengths=[(40, 60)] * 4, settings={"blocks": 17}, happened=_preemptions),
+    # A rounding to 8 bits falls the other way where float32 differs in its last bit.
+    "int8 KV": Scenario(settings={"kv_cache_dtype": "int8"}, tokens_equal=0.9, logprobs_within=0.05),
+    "head 128, q and k normalised": Scenario("qwen3-0.6b"),
+    "sampling with seeds": Scenario(params=_DRAWN, tokens_equal=0.98),
+    "encoder-decoder, BART": Scenario("bart-large"),
+    "encoder-decoder, T5": Scenario("t5-xl"),
+    "beams": Scenario("bart-large", params=[replace(GREEDY, num_beams=4)]),
+    # Near-equal scores change places; what they are is compared where the tokens before them are the same.
+    "bfloat16": Scenario(dtype=torch.bfloat16, tokens_equal=0.0, logprobs_within=0.15),
+}
+
+
+def cases(bench: Bench) -> list[Case]:
+    found = [
+        Case(f"engine, {name}", partial(_compare, scenario=scenario), 30)
+        for name, scenario in SCENARIOS.items()
+        if bench.cuda or scenario.dtype is torch.float32
+    ]
+    return [*found, Case("engine, encoder", _encoder, 20)]
+
+
+def shape(bench: Bench, name: str) -> dict[str, Any]:
+    """A published shape of two layers and a small vocabulary, so that a CPU computes it in seconds."""
+    raw = GPU_MODELS[name]
+    if bench.tiny:
+        return shrunk(raw)
+    layers = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+    return {key: 2 if key in layers else 8192 if key == "vocab_size" else value for key, value in raw.items()}
+
+
+def _compare(bench: Bench, *, scenario: Scenario) -> Found:
+    """Both engines over both passes."""
+    fast = _engine(bench, scenario, bench.device, scenario.dtype)
+    slow = _engine(bench, scenario, CPU, torch.float32)
+    if bench.cuda:
+        require_graphs(fast, bench.warnings)
+    found: Found = {"backend": fast.loaded.info.attention_backend, "graphs": fast.runner.graphs is not None}
+    same = total = 0
+    for _ in range(scenario.rounds):
+        ours, theirs = (_run(ready, scenario, logprobs=None) for ready in (fast, slow))
+        pairs = [(ours.outputs[name], tokens) for name, tokens in theirs.outputs.items()]
+        same += sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
+        total += sum(len(other) for _, other in pairs)
+    found |= {"tokens": total, "tokens_equal": same / total, **scenario.happened(fast)}
+    found["distinct"] = len({token for tokens in theirs.outputs.values() for token in tokens})
+    right = same / total >= scenario.tokens_equal and all(scenario.happened(fast).values())
+    if not any(params.num_beams > 1 for params in scenario.params):
+        ours, theirs = (_run(ready, scenario, logprobs=0) for ready in (fast, slow))
+        found["logprobs_within"] = _apart(ours, theirs)
+        right = right and found["logprobs_within"] <= scenario.logprobs_within
+    return {"ok": right, **found}
+
+
+def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch.dtype) -> Ready:
+    """The scenario's model, its weights drawn on the CPU: a GPU's generator draws others."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "prefix_caching": False, **scenario.settings}
+    reference = device is CPU and dtype is torch.float32
+    selection = Selection(SdpaBackend(), "the reference") if reference else select_backend(device, dtype)
+    raw = shape(bench, scenario.model)
+    model = random_model(raw, selection.backend, torch.float32, CPU).to(device, dtype)
+    blocks = settings.pop("blocks", 4 * _CONTEXT // _BLOCK * (2 if model.encoder is not None else 1))
+    decoder = model.config.decoder
+    assert decoder is not None
+    pool = blocks * _BLOCK * model.config.kv_elements_per_token * dtype.itemsize
+    config = EngineConfig(
+        device=str(device), max_model_len=_CONTEXT, block_size=_BLOCK, kv_cache_memory=pool, **settings
+    )
+    return assembled(scenario.model, model, selection, config)
+
+
+def _run(ready: Ready, scenario: Scenario, logprobs: int | None) -> Done:
+    """All requests at once; from the fourth on they begin like the second."""
+    given = asks(ready, scenario.lengths)
+    shared = given[1].prompt[:48]
+    given[3:] = [Ask((*shared, *ask.prompt[48:]), ask.wanted) for ask in given[3:]]
+    params = [
+        replace(scenario.params[at % len(scenario.params)], logprobs=logprobs, ignore_eos=True)
+        for at in range(len(given))
+    ]
+    add(ready, given, params)
+    return finish(ready)
+
+
+def _apart(ours: Done, theirs: Done) -> float:
+    """The largest difference of a token's log-probability, as far as the tokens before it are the same."""
+    worst = 0.0
+    for name, tokens in theirs.outputs.items():
+        pairs = zip(tokens, ours.outputs[name], theirs.logprobs[name], ours.logprobs[name], strict=False)
+        for token, other, logprob, found in pairs:
+            if token != other:
+                break
+            worst = max(worst, abs(logprob - found))
+    return worst
+
+
+def _encoder(bench: Bench) -> Found:
+    """Vectors of every token of texts of different lengths, in one batch."""
+    scenario, vectors = Scenario("bert-base"), []
+    for device in (bench.device, CPU):
+        ready = _encoding_engine(bench, scenario, device)
+        rng = random.Random(0)
+        for number, length in enumerate((5, 200, 64, 1, 130)):
+            text = ready.prompt(rng, length)
+            ready.loaded.encode.add(EncodeRequest(str(number), "bert-base", text, EncodeTask.TOKENS))
+        found: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        while ready.loaded.encode.has_work:
+            for output in ready.loaded.encode.step()[0]:
+                found[output.request_id] = np.frombuffer(output.data, np.float32)
+        vectors.append(np.concatenate([found[name] for name in sorted(found)]))
+    apart = float(np.abs(vectors[0] - vectors[1]).max())
+    return {"ok": apart <= 1e-3, "within": apart, "largest": float(np.abs(vectors[1]).max())}
+
+
+def _encoding_engine(bench: Bench, scenario: Scenario, device: torch.device) -> Ready:
+    reference = device is CPU
+    selection = Selection(SdpaBackend(), "the reference") if reference else select_backend(device, torch.float32)
+    model = random_model(shape(bench, scenario.model), selection.backend, torch.float32, CPU).to(device)
+    return assembled(scenario.model, model, selection, EngineConfig(device=str(device), max_model_len=_CONTEXT))

@@ -1,0 +1,149 @@
+"""What a step's time goes to: on the host by verb, on the device by kernel.
+
+The host is timed without the profiler, in steps of their own, as the profiler would be most of it. The share of the
+time in which the device works is of the profiled steps, the union of its kernels' times over the wall's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from loadtest.bench.gpu.cases import Found
+from loadtest.bench.gpu.engines import Ready
+from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.timers import Timers, Where
+from model import transfer
+from model.engine import decode_graph, encode_engine, model_runner
+from model.request import FinishReason
+
+STEPS = 20
+_SHOWN = 5  # kernels in the results; the text has more
+_LISTED = 25
+
+
+def generating(ready: Ready) -> list[Where]:
+    """Schedule, pack, launch, collect (and wait for the device within it), update."""
+    return [
+        (ready.engine.scheduler, "schedule", "schedule"),
+        (model_runner, "pack", "pack"),
+        (decode_graph, "pack", "pack"),
+        (ready.engine.runner, "launch", "launch"),
+        (model_runner.Launched, "collect", "collect"),
+        (transfer.Fetched, "get", "wait"),
+        (ready.engine, "_update", "update"),
+    ]
+
+
+def encoding(ready: Ready) -> list[Where]:
+    """The same of an encoder's steps, which bring each text's vectors to the host one by one in what is left."""
+    engine = ready.loaded.encode
+    return [
+        (engine, "_next_batch", "schedule"),
+        (encode_engine, "packed_input", "pack"),
+        (engine, "_encode", "launch"),
+    ]
+
+
+def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[Where], rows: int = 0) -> Found:
+    """`STEPS` steps with the host's split, then as many under torch's profiler; its text goes to profiles.txt.
+
+    `rows`: sequences of a step, for the host's time a token. A profile that fails costs only itself.
+    """
+    timers = Timers()
+    with timers.on(*places):
+        bench.wait()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        seconds = time.perf_counter() - began
+    split = {name: 1e3 * spent / STEPS for name, spent in timers.seconds.items()}
+    split["rest"] = 1e3 * seconds / STEPS - sum(split.values())
+    found: Found = {"step_ms": 1e3 * seconds / STEPS, "host_ms": split}
+    if rows:
+        found["host_us_a_token"] = 1e3 * (found["step_ms"] - split.get("wait", 0.0)) / rows
+    try:
+        found |= _on_device(bench, title, step)
+    except Exception as error:
+        found["profile_failed"] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def decoding(bench: Bench, ready: Ready, title: str) -> Found:
+    """The profile of the engine as it stands with its requests: once all of them decode. They are cancelled then."""
+    engine = ready.engine
+    stats = None
+    while engine.has_work:
+        _, stats = engine.step()
+        if stats is not None and stats.num_tokens == stats.num_sequences and not engine.scheduler.waiting:
+            break
+    if stats is None or not engine.has_work:
+        return {"profile_failed": "never did all of it decode at once"}
+    rows = stats.num_sequences
+    found = profiled(bench, title, engine.step, generating(ready), rows)
+    cancel(ready)
+    return found
+
+
+def cancel(ready: Ready) -> None:
+    """End all that is in the engine."""
+    for name in {sequence.request.request_id for sequence in ready.engine.scheduler}:
+        ready.engine.abort(name, None, FinishReason.CANCELLED)
+    while ready.engine.has_work:
+        ready.engine.step()
+
+
+def _on_device(bench: Bench, title: str, step: Callable[[], object]) -> Found:
+    kind = torch.profiler.ProfilerActivity.CUDA if bench.cuda else torch.profiler.ProfilerActivity.CPU
+    bench.wait()
+    with torch.profiler.profile(activities=[kind]) as profile:
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        bench.wait()
+        seconds = time.perf_counter() - began
+    events = [event for event in profile.events() or () if event.device_type.name == kind.name]
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    busy, total = covered(spans) / 1e6, sum(end - start for start, end in spans) / 1e6
+    kernels = _by_name(events)
+    _write(bench, title, seconds, busy, kernels)
+    top = [
+        {"kernel": name[:80], "ms_a_step": 1e3 * spent / STEPS, "share": spent / max(total, 1e-12)}
+        for name, spent, _ in kernels[:_SHOWN]
+    ]
+    return {
+        "busy": busy / seconds,
+        "device_ms": 1e3 * busy / STEPS,
+        "kernels_a_step": len(events) / STEPS,
+        "top": top,
+    }
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the time lies in at least one of the spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _by_name(events: Iterable[Any]) -> list[tuple[str, float, int]]:
+    """Name, seconds and calls of each kernel, the dearest first."""
+    seconds: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    for event in events:
+        spent = (event.time_range.end - event.time_range.start) / 1e6
+        seconds[event.name] = seconds.get(event.name, 0.0) + spent
+        calls[event.name] = calls.get(event.name, 0) + 1
+    return sorted(((name, spent, calls[name]) for name, spent in seconds.items()), key=lambda row: -row[1])
+
+
+def _write(bench: Bench, title: str, seconds: float, busy: float, kernels: list[tuple[str, float, int]]) -> None:
+    with (bench.folder / "profiles.txt").open("a") as file:
+        file.write(f"\n{title}: {STEPS} steps, {1e3 * seconds / STEPS:.3f} ms each, busy {busy / seconds:.1%}\n")
+        for name, spent, calls in kernels[:_LISTED]:
+            file.write(f"{1e3 * spent / STEPS:10.4f} ms {calls / STEPS:8.1f} calls a step  {name[:160]}\n")

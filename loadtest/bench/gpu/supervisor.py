@@ -1,0 +1,200 @@
+"""Keeps the time of the GPU bench and writes what it finds. Stdlib only: torch is in the child's process alone.
+
+The child says what it is about to do and what it found, a JSON line each, through a pipe. One that dies, by an illegal
+access that leaves a CUDA context unusable or by a compiler's crash, costs the case that it was at: another child takes
+the rest. One that still runs at the deadline is killed; what was not begun is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench.gpu import caches
+from loadtest.bench.gpu.cases import LOST, Found
+
+RESULTS = "results.jsonl"
+STOPPED = 2  # exit code: the machine is not what the bench is for
+CUT = 3  # exit code: the deadline came
+_KILLED_S = 5.0  # from the question to end to the end
+
+
+@dataclass
+class Task:
+    """What is asked of the bench."""
+
+    commands: list[str]
+    folder: Path  # results.jsonl, profiles.txt, caches-*.tar.gz
+    minutes: float
+    tiny: bool = False
+    only: str = ""  # cases whose name has this in it
+    before: list[Path] = field(default_factory=list)  # folders whose caches are used, and results with `resume`
+    resume: bool = False  # leave out what has a result
+    cache_folder: Path = Path("build/gpu-caches")
+    child: str = "loadtest.bench.gpu.child"  # the module that does the work
+
+
+@dataclass
+class Supervisor:
+    """One run of the bench."""
+
+    task: Task
+    plan: list[str] = field(default_factory=list)
+    answered: set[str] = field(default_factory=set)
+    running: str | None = None
+    stopped: str = ""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return 60 * self.task.minutes - (time.monotonic() - self.began)
+
+    def run(self) -> int:
+        """Everything, to the end or the deadline; the exit code."""
+        task = self.task
+        task.folder.mkdir(parents=True, exist_ok=True)
+        folders = [*task.before, task.folder]
+        if task.resume:
+            self.answered = {row["case"] for row in read(folders) if "skipped" not in row} - {"machine"}
+        unpacked = sum(caches.unpack(folder, task.cache_folder) for folder in folders)
+        if unpacked:
+            print(f"{unpacked} files of compilers' caches are used again", flush=True)
+        while self._child():
+            pass
+        for name in self._rest():
+            self._write(name, {"skipped": self.stopped or "out of time"})
+        if not task.tiny:
+            for line in caches.pack(task.cache_folder, task.folder):
+                print(line, flush=True)
+        if self.stopped:
+            print(f"STOPPED: {self.stopped}", flush=True)
+            return STOPPED
+        return CUT if self.left <= 0 else 0
+
+    def _child(self) -> bool:
+        """Run one child; whether there is work for another."""
+        reading, writing = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", self.task.child, json.dumps(self._order(writing))],
+            env=os.environ | caches.environment(self.task.cache_folder),
+            pass_fds=[writing],
+            start_new_session=True,  # so that what it started ends with it
+        )
+        os.close(writing)
+        late = False
+        for message in _lines(reading, self):
+            if message is None:
+                late = True
+                break
+            self._take(message)
+        if late:
+            _end(process)
+        code = process.wait()
+        if self.running is not None:
+            how = "still ran at the deadline" if late else f"its process ended with code {code}"
+            self._write(self.running, {"failed": how})
+            self.running = None
+            code = LOST
+        if code == LOST:
+            return not late and not self.stopped and bool(self._rest())
+        if code and not late and not self.stopped:
+            self.stopped = f"the bench itself ended with code {code}"
+        return False
+
+    def _order(self, pipe: int) -> dict[str, Any]:
+        task = self.task
+        return {
+            "pipe": pipe,
+            "commands": task.commands,
+            "folder": str(task.folder),
+            "tiny": task.tiny,
+            "only": task.only,
+            "leave": sorted(self.answered),
+            "seconds": self.left,
+        }
+
+    def _take(self, message: Found) -> None:
+        if "plan" in message:
+            self.plan = self.plan or message["plan"]
+        elif "begin" in message:
+            self.running = message["begin"]
+        elif "stop" in message:
+            self.stopped, self.running = message["stop"], None
+        else:
+            self.running = None
+            self._write(message.pop("case"), message)
+
+    def _rest(self) -> list[str]:
+        return [name for name in self.plan if name not in self.answered]
+
+    def _write(self, name: str, found: Found) -> None:
+        self.answered.add(name)
+        at = round(60 * self.task.minutes - self.left, 1)
+        with (self.task.folder / RESULTS).open("a") as file:
+            file.write(json.dumps({"case": name, "at_s": at, **found}) + "\n")
+        print(f"[{at:5.0f} s] {name:44} {shown(found)}", flush=True)
+
+
+def _lines(reading: int, supervisor: Supervisor) -> Iterator[Found | None]:
+    """The child's messages as they come; None, the last one, when the deadline does."""
+    messages: queue.Queue[Found | None] = queue.Queue()
+
+    def read_all() -> None:
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                messages.put(json.loads(line))
+        messages.put({})
+
+    threading.Thread(target=read_all, daemon=True).start()
+    while True:
+        try:
+            message = messages.get(timeout=max(0.0, supervisor.left))
+        except queue.Empty:
+            yield None
+            return
+        if not message:
+            return
+        yield message
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the child with what it started: asked first, for its traceback, then killed."""
+    for how, patience in ((signal.SIGABRT, _KILLED_S), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, how)
+            process.wait(patience)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # its compilers and others that it left
+    except ProcessLookupError:
+        return
+
+
+def read(folders: list[Path]) -> list[Found]:
+    """All rows of the folders, in order."""
+    files = [folder / RESULTS for folder in folders if (folder / RESULTS).exists()]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def shown(found: Found) -> str:
+    """Figures as a line; tables and texts are for the page."""
+    if "failed" in found or "skipped" in found:
+        return f"failed: {found['failed']}" if "failed" in found else f"skipped: {found['skipped']}"
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in found.items()
+        if not isinstance(value, list | dict) and len(str(value)) < 60
+    )

@@ -1,0 +1,11 @@
+"""What decides how kernels are cut: products of few rows, attention tiles."""
+
+from __future__ import annotations
+
+from loadtest.bench.gpu import products, tiles
+from loadtest.bench.gpu.cases import Case
+from loadtest.bench.gpu.machine import Bench
+
+
+def cases(bench: Bench) -> list[Case]:
+    return [*tiles.cases(bench), *products.cases(bench)]

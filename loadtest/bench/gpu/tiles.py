@@ -1,0 +1,198 @@
+"""Attention tiles: what the backend chooses against others, and its prompts against torch's own kernels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loadtest.bench.gpu.attention import Made, Problem, made
+from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.check import need_triton
+from loadtest.bench.gpu.compiling import in_parallel
+from loadtest.bench.gpu.machine import Bench
+
+if TYPE_CHECKING:
+    from model.attention.triton import Tiles
+
+HEADS = {"8b": (32, 8, 128), "0.6b": (16, 8, 128), "bart": (16, 16, 64)}
+CONTEXTS = (256, 1024, 8192)
+SEQUENCES = (1, 32, 256)
+PROMPTS = {
+    "1 x 2k": ((2048, 2048),),
+    "8 x 2k": ((2048, 2048),) * 8,
+    "32 x 256": ((256, 256),) * 32,
+    "1 x 8k": ((8192, 8192),),
+}
+_MOST_PAGES = 24e9  # bytes of keys and values of a cell
+
+
+def cases(bench: Bench) -> list[Case]:
+    compiled = [Case("compile tiles", _compile, 45)] if bench.cuda else []
+    prompts: list[tuple[str, str, tuple[int, int, int], tuple[tuple[int, int], ...]]]
+    if bench.tiny:
+        cells = [("toy", (4, 2, 16), 40, 2)]
+        prompts = [("toy", "2 x 12", (4, 2, 16), ((12, 12),) * 2)]
+    else:
+        cells = [
+            (name, heads, context, count)
+            for (name, heads), context, count in product(HEADS.items(), CONTEXTS, SEQUENCES)
+            if 4 * heads[1] * heads[2] * context * count < _MOST_PAGES
+        ]
+        prompts = [(name, kind, heads, lens) for (name, heads), (kind, lens) in product(HEADS.items(), PROMPTS.items())]
+    return [
+        *compiled,
+        *(
+            Case(f"decode, {name}, {c} x {k}", partial(_decode, heads=h, context=k, count=c), 6)
+            for name, h, k, c in cells
+        ),
+        *(
+            Case(f"prompts, {name}, {kind}", partial(_prompts, heads=h, lens=lens), 6)
+            for name, kind, h, lens in prompts
+        ),
+    ]
+
+
+def decode_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
+    """What is tried for single queries, the chosen one first."""
+    yield chosen
+    keys, warps, stages = ((16,), (4,), (1,)) if bench.tiny else ((32, 64, 128), (2, 4, 8), (2, 3, 4))
+    for k, w, s in product(keys, warps, stages):
+        if (tiles := replace(chosen, keys=k, warps=w, stages=s)) != chosen:
+            yield tiles
+
+
+def prompt_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
+    """What is tried for prompts."""
+    yield chosen
+    if bench.tiny:
+        return
+    for rows, keys, (warps, stages) in product((64, 128), (32, 64, 128), ((4, 2), (4, 3), (8, 2), (8, 3))):
+        if (tiles := replace(chosen, rows=rows, keys=keys, warps=warps, stages=stages)) != chosen:
+            yield tiles
+
+
+def _chosen(problem: Problem, bench: Bench) -> Tiles:
+    """What the backend takes for it, seen at its own call."""
+    from loadtest.bench.gpu.cut import Cut
+
+    seen: list[Tiles] = []
+
+    class Seeing(Cut):
+        def tiles(self, *arguments: object, **named: object) -> Tiles:
+            seen.append(super().tiles(*arguments, **named))
+            return seen[-1]
+
+    made(problem, bench.device, bench.dtype).forward(Seeing())
+    return seen[-1]
+
+
+def _decode_problem(heads: tuple[int, int, int], context: int, count: int) -> Problem:
+    return Problem(((1, context),) * count, *heads)
+
+
+def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: int) -> Found:
+    """The chosen tiles against the others, by the bandwidth at which pages are read."""
+    need_triton(bench)
+    problem = _decode_problem(heads, context, count)
+    given = made(problem, bench.device, bench.dtype)
+    timed = _all(bench, given, list(decode_tiles(_chosen(problem, bench), bench)))
+    read = problem.kv_bytes / bench.ceilings.bytes_per_second
+    return _found(timed) | {"of_bandwidth": read / timed[0][0], "best_of_bandwidth": read / min(timed)[0]}
+
+
+def _prompts(bench: Bench, *, heads: tuple[int, int, int], lens: tuple[tuple[int, int], ...]) -> Found:
+    """Prompts without a past: from pages as the engine computes them, against torch's kernels over packed rows."""
+    need_triton(bench)
+    problem = Problem(lens, *heads)
+    given = made(problem, bench.device, bench.dtype)
+    timed = _all(bench, given, list(prompt_tiles(_chosen(problem, bench), bench)))
+    found = _found(timed) | {"tflops": problem.flops / timed[0][0] / 1e12}
+    packed = made(replace(problem, paged=False), bench.device, bench.dtype)
+    for name, work in (("sdpa", _sdpa), ("varlen", _varlen)):
+        try:
+            found[f"{name}_us"] = 1e6 * bench.device_seconds(work(packed))
+        except Exception as error:
+            found[f"{name}_problem"] = f"{type(error).__name__}: {error}"[:200]
+    return found
+
+
+def _all(bench: Bench, given: Made, tiles: list[Tiles]) -> list[tuple[float, str]]:
+    """Seconds with each, the first the chosen one; those that do not fit are left out."""
+    from loadtest.bench.gpu.cut import Cut
+
+    timed: list[tuple[float, str]] = []
+    for one in tiles:
+        try:
+            seconds = bench.device_seconds(partial(given.forward, Cut(one)), rounds=3)
+        except Exception as error:
+            if not timed:  # the chosen one has to work
+                raise
+            bench.warnings.append(f"{_named(one)}: {type(error).__name__}"[:200])
+            continue
+        timed.append((seconds, _named(one)))
+    return timed
+
+
+def _found(timed: list[tuple[float, str]]) -> Found:
+    best = min(timed)
+    rows = [{"tiles": name, "us": 1e6 * seconds} for seconds, name in sorted(timed)[:5]]
+    figures: Found = {"us": 1e6 * timed[0][0], "tiles": timed[0][1], "best_us": 1e6 * best[0], "best": best[1]}
+    return {**figures, "could_be": best[0] / timed[0][0], "table": rows}
+
+
+def _named(tiles: Tiles) -> str:
+    return f"{tiles.rows}x{tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
+
+
+def _sdpa(given: Made) -> Callable[[], object]:
+    """torch's scaled_dot_product_attention over prompts of one length."""
+    assert given.key is not None and given.value is not None
+    count = len(given.problem.segments)
+    q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (given.query, given.key, given.value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attend(q, k, v, is_causal=True, scale=given.problem.config.scale, enable_gqa=True)
+
+
+def _varlen(given: Made) -> Callable[[], object]:
+    """torch's attention over packed rows; where it knows no groups of heads it is given a key head for each."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert given.key is not None and given.value is not None
+    lengths, named = given.metadata.on_device(), dict[str, Any](window_size=(-1, 0), scale=given.problem.config.scale)
+    starts = lengths.cu_seqlens_q.to(torch.int32)
+    k, v = given.key, given.value
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        named["enable_gqa"] = True
+    else:
+        group = given.problem.heads // given.problem.kv_heads
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return lambda: varlen_attn(given.query, k, v, starts, starts, lengths.max_q_len, lengths.max_q_len, **named)
+
+
+Job = tuple[Problem, "Tiles", int]
+
+
+def _compile(bench: Bench) -> Found:
+    """All tiles of all heads, keys in parts and not, in processes beside each other."""
+    jobs: list[Job] = []
+    for heads in HEADS.values():
+        single, prompts = _decode_problem(heads, 600, 1), Problem(((300, 300),), *heads)
+        for tiles in decode_tiles(_chosen(single, bench), bench):
+            jobs += [(single, tiles, 1), (single, tiles, 2)]
+        jobs += [(prompts, tiles, 1) for tiles in prompt_tiles(_chosen(prompts, bench), bench)]
+    return in_parallel(bench, compile_one, jobs)
+
+
+def compile_one(job: Job) -> None:
+    """In a process of its own."""
+    from loadtest.bench.gpu.cut import Cut
+
+    problem, tiles, parts = job
+    made(problem, torch.device("cuda"), torch.bfloat16).forward(Cut(tiles, parts))
+    torch.cuda.synchronize()

@@ -1,0 +1,48 @@
+"""Host time by what it is spent on: methods are wrapped while they are timed, the engine itself has no clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+Where = tuple[Any, str, str]  # object, module or class; attribute; what its time is called
+
+
+class Timers:
+    """Seconds by name, each without those of what it called that has a name too."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self._inside = [0.0]  # seconds of named calls within each open one
+
+    @contextmanager
+    def on(self, *places: Where) -> Iterator[Timers]:
+        """Time these attributes' calls, and put back what was there. Raises AttributeError for one that is not."""
+        with ExitStack() as undo:
+            for owner, attribute, name in places:
+                self._wrap(owner, attribute, name, undo)
+            yield self
+
+    def _wrap(self, owner: Any, attribute: str, name: str, undo: ExitStack) -> None:
+        own = attribute in vars(owner)
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, self._timed(before, name))
+        undo.callback(setattr, owner, attribute, before) if own else undo.callback(delattr, owner, attribute)
+
+    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._inside.append(0.0)
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                seconds = time.perf_counter() - began
+                own = seconds - self._inside.pop()
+                self._inside[-1] += seconds
+                self.seconds[name] = self.seconds.get(name, 0.0) + own
+                self.calls[name] = self.calls.get(name, 0) + 1
+
+        return call

@@ -1,0 +1,213 @@
+"""Whole workloads, as many tokens as they take an engine; each with its floor, its profile, memory and start-up."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from loadtest.bench.gpu import profile
+from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.engines import (
+    GREEDY,
+    Ask,
+    Ready,
+    add,
+    asks,
+    decode_floor,
+    finish,
+    load,
+    warm,
+)
+from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
+from model.request import EncodeRequest, SamplingParams
+
+_DRAWN = replace(GREEDY, temperature=0.6)
+Lengths = Sequence[tuple[int, int]]
+
+
+def cases(bench: Bench) -> list[Case]:
+    """The dearest to know first: what does not fit into one call is left for the next."""
+    qwen, bart = partial(_many, name="qwen3-0.6b", lengths=_nano(bench)), partial(_many, lengths=_sources(bench))
+    eight = partial(_many, name="llama-8b", lengths=[(_scaled(bench, 1024),) * 2] * _scaled(bench, 128))
+    return [
+        Case("llama-8b, one stream", partial(_one_stream, name="llama-8b"), 60),
+        Case("qwen3-0.6b x256, greedy", qwen, 60),
+        Case("qwen3-0.6b x256, temperature 0.6", partial(qwen, params=_DRAWN), 40),
+        Case("qwen3-0.6b x256, temperature 0.6, top-p 0.9", partial(qwen, params=replace(_DRAWN, top_p=0.9)), 40),
+        Case("llama-8b x128 1k/1k", eight, 75),
+        Case("llama-8b, prefill 2k", partial(_prefill, name="llama-8b"), 40),
+        Case("llama-8b, 32 streams, prompts arriving", partial(_arriving, name="llama-8b"), 50),
+        Case("llama-8b x128 1k/1k, int8 KV", partial(eight, kv_cache_dtype="int8"), 75),
+        Case("bart-large x128", partial(bart, name="bart-large"), 50),
+        Case("t5-xl x128", partial(bart, name="t5-xl"), 60),
+        Case("bert-base, texts of 512", partial(_encodings, name="bert-base"), 40),
+        Case("llama-1b, one stream", partial(_one_stream, name="llama-1b"), 40),
+    ]
+
+
+def _nano(bench: Bench) -> Lengths:
+    """The nano-vLLM bench: 256 requests, in and out uniform in 100 to 1,024 tokens."""
+    rng, least, most = random.Random(0), _scaled(bench, 100), _scaled(bench, 1024)
+    return [(rng.randint(least, most), rng.randint(least, most)) for _ in range(_scaled(bench, 256))]
+
+
+def _sources(bench: Bench) -> Lengths:
+    """128 sources of 260 to 440 tokens, 128 out each."""
+    rng, least, most = random.Random(0), _scaled(bench, 260), _scaled(bench, 440)
+    return [(rng.randint(least, most), _scaled(bench, 128)) for _ in range(_scaled(bench, 128))]
+
+
+def _scaled(bench: Bench, count: int) -> int:
+    return max(2, count // 64) if bench.tiny else count
+
+
+def _raw(bench: Bench, name: str) -> dict[str, Any]:
+    return shrunk(GPU_MODELS[name]) if bench.tiny else GPU_MODELS[name]
+
+
+def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams = GREEDY, **settings: Any) -> Found:
+    """Requests that are all there from the start, to their exact lengths."""
+    most_in, most_out = (max(column) for column in zip(*lengths, strict=True))
+    spare = 3 * profile.STEPS  # tokens that the profile takes beyond
+    ready = load(bench, _raw(bench, name), seqs=len(lengths), context=most_in + most_out + spare, name=name, **settings)
+    warm(ready, most_in)
+    add(ready, asks(ready, lengths), params)
+    done = finish(ready)
+    out = sum(wanted for _, wanted in lengths)
+    kv_bytes = 1.0 if settings.get("kv_cache_dtype") == "int8" else None
+    found: Found = {
+        "out_tokens_per_s": out / done.seconds,
+        "total_tokens_per_s": sum(map(sum, lengths)) / done.seconds,
+        "of_floor": decode_floor(ready, bench, lengths, kv_bytes) / done.seconds,
+        "decode_step_ms": done.decode_ms,
+        "out_tokens": out,
+    }
+    assert all(len(done.outputs[str(at)]) == wanted for at, (_, wanted) in enumerate(lengths)), "an output too short"
+    add(ready, [Ask(ask.prompt, most_out + spare) for ask in asks(ready, lengths)], params)
+    return found | profile.decoding(bench, ready, _title(name, params, settings)) | _setup(ready)
+
+
+def _one_stream(bench: Bench, *, name: str) -> Found:
+    """Milliseconds a token of one request, and the share of the bandwidth at which weights and keys are read."""
+    prompt, wanted = _scaled(bench, 128), _scaled(bench, 256)
+    ready = load(bench, _raw(bench, name), seqs=1, context=_scaled(bench, 1024) + 4 * profile.STEPS, name=name)
+    warm(ready, prompt)
+    add(ready, asks(ready, [(prompt, wanted)]))
+    done = finish(ready)
+    floor = ready.floor(bench).step(1, prompt + wanted // 2)
+    add(ready, asks(ready, [(prompt, 3 * profile.STEPS)]))
+    found: Found = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * floor / done.decode_ms}
+    found |= {"first_token_ms": 1e3 * done.first["0"]}
+    return found | profile.decoding(bench, ready, f"{name}, one stream") | _setup(ready)
+
+
+def _prefill(bench: Bench, *, name: str) -> Found:
+    """The rate at which prompts are read, as a share of the matrix rate: their tokens without the head, of which each
+    prompt needs one row; attention's products are told apart."""
+    prompt, count = _scaled(bench, 2048), 16
+    ready = load(bench, _raw(bench, name), seqs=count, context=prompt + 16, tokens=4 * prompt, name=name)
+    warm(ready, prompt)
+    add(ready, asks(ready, [(prompt, 1)] * count))
+    done = finish(ready)
+    costs, decoder = ready.floor(bench).costs, ready.model.config.decoder
+    assert decoder is not None
+    flops = 2.0 * count * (prompt * costs.decoder + costs.head)
+    attention = 2.0 * count * prompt**2 * decoder.attention.query_size * decoder.num_layers  # causal: half of 4
+    rate = bench.ceilings.flops_per_second
+    found: Found = {
+        "tokens_per_s": prompt * count / done.seconds,
+        "of_matrix_rate": flops / done.seconds / rate,
+        "of_matrix_rate_with_attention": (flops + attention) / done.seconds / rate,
+    }
+    add(ready, asks(ready, [(prompt, 1)] * (10 * count)))  # more than the profile's steps take
+    found |= profile.profiled(bench, f"{name}, prefill", ready.engine.step, profile.generating(ready))
+    profile.cancel(ready)
+    return found | _setup(ready)
+
+
+def _arriving(bench: Bench, *, name: str) -> Found:
+    """32 streams decode; then four prompts of 2,048 tokens arrive a second: what running streams wait between tokens,
+    and newcomers for their first."""
+    streams, prompt, rate = _scaled(bench, 32), _scaled(bench, 2048), 4.0
+    newcomers, calm, wanted = (2, 16, 60) if bench.tiny else (24, 128, 1536)
+    ready = load(bench, _raw(bench, name), seqs=streams + newcomers, context=max(prompt, wanted) * 2, name=name)
+    warm(ready, prompt)
+    add(ready, asks(ready, [(_scaled(bench, 512), wanted)] * streams))
+    late = asks(ready, [(prompt, 16)] * newcomers, seed=1)
+    added: dict[str, float] = {}
+    begun: list[float] = []
+
+    def between(at: float) -> None:
+        generating = [s for s in ready.engine.scheduler.running if s.request.request_id not in added]
+        if not begun and generating and min(s.num_output_tokens for s in generating) >= calm:
+            begun.append(at)
+        while begun and len(added) < newcomers and at >= begun[0] + len(added) / rate:
+            number = f"late-{len(added)}"
+            ready.engine.add(ready.request(number, late[len(added)].prompt, replace(GREEDY, max_tokens=16)))
+            added[number] = at
+
+    done = finish(ready, between)
+    last = max(done.first[number] for number in added)
+    before = [seconds for end, seconds in done.steps if 0.5 * begun[0] < end <= begun[0]]
+    during = [seconds for end, seconds in done.steps if begun[0] < end <= last]
+    waits = sorted(done.first[number] - at for number, at in added.items())
+    calm_ms, busy_ms = 1e3 * statistics.median(before), 1e3 * _quantile(during, 0.99)
+    return {
+        "between_tokens_ms": calm_ms,
+        "p50_while_arriving_ms": 1e3 * statistics.median(during),
+        "p99_while_arriving_ms": busy_ms,
+        "p99_stretch": busy_ms / calm_ms,
+        "first_token_ms_p50": 1e3 * statistics.median(waits),
+        "first_token_ms_max": 1e3 * waits[-1],
+    } | _setup(ready)
+
+
+def _encodings(bench: Bench, *, name: str) -> Found:
+    """Tokens a second of texts of 512."""
+    length, count = _scaled(bench, 512), _scaled(bench, 2048)
+    ready = load(bench, _raw(bench, name), seqs=256, context=max(32, length), tokens=32 * length, name=name)
+    engine, rng = ready.loaded.encode, random.Random(0)
+
+    def put(texts: int) -> None:
+        for number in range(texts):
+            engine.add(EncodeRequest(str(number), name, ready.prompt(rng, length)))
+
+    def drain() -> None:
+        while engine.has_work:
+            engine.step()
+
+    put(64)
+    drain()
+    put(count)
+    seconds = bench.seconds_of(drain)
+    rate = length * count / seconds
+    found: Found = {
+        "tokens_per_s": rate,
+        "of_matrix_rate": 2 * rate * ready.floor(bench).costs.encoder / bench.ceilings.flops_per_second,
+    }
+    put(2 * profile.STEPS * 32 + 1)
+    found |= profile.profiled(bench, name, engine.step, profile.encoding(ready))
+    return found | _setup(ready)
+
+
+def _setup(ready: Ready) -> Found:
+    """Seconds of the start, and what lies on the device."""
+    info = ready.loaded.info
+    pool = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    sizes = {"weights_gb": info.weight_bytes / 1e9, "pool_gb": pool / 1e9}
+    return {"start": ready.seconds, **sizes, "backend": info.attention_backend}
+
+
+def _title(name: str, params: SamplingParams, settings: dict[str, Any]) -> str:
+    drawn = f", temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else ""
+    return f"{name}, decoding{drawn}{', int8 KV' if settings else ''}"
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,314 @@
+"""The GPU bench in small: every command, on a CPU, where nothing is installed but what a bare GPU machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loadtest.bench.gpu import caches, check, engines, machine, parity, profile, report
+from loadtest.bench.gpu.cases import COMMANDS, Stop, cases_of
+from loadtest.bench.gpu.cli import main
+from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.supervisor import CUT, STOPPED, Supervisor, Task, read
+from loadtest.bench.gpu.targets import TARGETS, stated
+from loadtest.bench.gpu.timers import Timers
+
+ROOT = Path(__file__).parents[1]
+ABSENT = ("msgspec", "llguidance", "fastapi", "starlette", "uvicorn", "pydantic", "ray", "rich", "httpx", "PIL")
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three commands leave in small, in a process in which those packages cannot be imported."""
+    path = tmp_path_factory.mktemp("gpu")
+    absent = path / "absent"
+    absent.mkdir()
+    for name in ABSENT:
+        (absent / f"{name}.py").write_text(f"raise ImportError('a bare GPU machine has no {name}')\n")
+    environment = os.environ | {"PYTHONPATH": str(absent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "loadtest.bench.gpu", "check", "sweep", "workloads", "tests", "--tiny"]
+    subprocess.run([*command, "--out", str(path / "out")], cwd=ROOT, env=environment, check=True, timeout=300)
+    return path / "out"
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> dict[str, Row]:
+    return {row["case"]: row for row in read([folder])}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # toys: threads only wait for each other
+    yield Bench.here(tmp_path, tiny=True, ends=time.monotonic() + 600)
+    torch.set_num_threads(threads)
+
+
+def test_nothing_fails_in_small(rows: dict[str, Row]) -> None:
+    assert {name: row["failed"] for name, row in rows.items() if "failed" in row} == {}
+    pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+    assert {name for name, row in rows.items() if "skipped" in row} == {"memcheck", "pytest -m gpu"}
+
+
+def test_what_is_checked_is_right(rows: dict[str, Row]) -> None:
+    checked = {name: row["ok"] for name, row in rows.items() if "ok" in row}
+    assert all(checked.values()), checked
+    about = {name.removeprefix("engine, ") for name in checked if name.startswith("engine, ")}
+    assert about == {*parity.SCENARIOS, "encoder"} - {"bfloat16"}
+    assert rows["engine, preemption"]["preemptions"] > 0
+    assert rows["engine, prefix hits"]["prefix_hits"] > 0
+    assert rows["engine, sampling with seeds"]["distinct"] > 10
+
+
+def test_every_target_has_a_case_with_its_figure(rows: dict[str, Row]) -> None:
+    for target in TARGETS:
+        if "transformers" not in target.case:
+            assert rows[target.case][target.figure] >= 0, target
+
+
+def test_workloads_say_what_took_the_time(rows: dict[str, Row], folder: Path) -> None:
+    verbs = {"schedule", "pack", "launch", "collect", "wait", "update", "rest"}
+    decoding = [row for name, row in rows.items() if "decode_step_ms" in row or name.endswith("one stream")]
+    assert len(decoding) >= 9
+    for row in decoding:
+        assert set(row["host_ms"]) == verbs
+        assert sum(row["host_ms"].values()) == pytest.approx(row["step_ms"])
+        assert min(row["host_ms"].values()) >= 0
+        assert 0 < row["busy"] <= 1 and row["kernels_a_step"] > 0 and row["top"]
+        assert row["start"]["weights_s"] > 0 and row["weights_gb"] > 0 and row["pool_gb"] > 0
+    assert (folder / "profiles.txt").read_text().count(" steps, ") == len([r for r in rows.values() if "busy" in r])
+
+
+def test_the_page_has_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", str(folder)])
+    assert capsys.readouterr().out.split() == [str(folder / name) for name in ("report.md", "report.html")]
+    text, page = ((folder / name).read_text() for name in ("report.md", "report.html"))
+    for title in ("Against the targets", "What took the time", "Start and memory", "Checks", "Products", "Machine"):
+        assert f"## {title}" in text and title in page
+    assert text.count("llama-8b, one stream") >= 3
+    assert "http" not in page  # no outside asset
+
+
+@pytest.mark.slow
+def test_it_compares_with_the_reference_library(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["peer", "--tiny", "--out", str(tmp_path)])
+    assert left.value.code == 0
+    assert read([tmp_path])[-1]["times"] > 0
+
+
+def test_a_wrong_token_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "random_model", perturbed := Perturbed())
+    found = parity._compare(bench, scenario=parity.SCENARIOS["chunked prompts"])
+    assert perturbed.made == 2
+    assert not found["ok"] and found["logprobs_within"] > 1e-3
+
+
+class Perturbed:
+    """The first model with one matrix that is not the second's."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        model = engines.random_model(*arguments)
+        if not self.made:
+            next(p for p in model.decoder.parameters() if p.dim() == 2).mul_(1.5)
+        self.made += 1
+        return model
+
+
+def test_a_wrong_kernel_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("model.attention.triton", reason="triton is not installed")
+    monkeypatch.setattr(triton.TritonBackend, "forward", lambda self, query, *rest: torch.zeros_like(query))
+    problem = next(iter(check._TINY.values()))
+    assert not check._kernel(bench, problem=problem, dtype=torch.float32)["ok"]
+
+
+def test_steps_that_are_not_recorded_stop_it(bench: Bench) -> None:
+    """On a GPU; here the engine is one of a CPU."""
+    ready = engines.load(bench, parity.shape(bench, "llama-1b"), seqs=2, context=64)
+    with pytest.raises(Stop, match="attention is not Triton's: "):
+        engines.require_graphs(ready, [])
+    ready.loaded.info.attention_backend = "triton"
+    with pytest.raises(Stop, match="were not recorded as CUDA graphs: decode steps could not: out of luck"):
+        engines.require_graphs(ready, ["decode steps could not: out of luck"])
+
+
+def test_attention_that_is_not_tritons_stops_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.require_gpu(bench)  # in small anything will do
+    with pytest.raises(Stop, match="there is no CUDA device here; --tiny"):
+        machine.require_gpu(replace(bench, tiny=False))
+    found = SimpleNamespace(backend=SimpleNamespace(name="sdpa"), reason="no C compiler")
+    monkeypatch.setattr(machine, "select_backend", lambda *_: found)
+    with pytest.raises(Stop, match="not Triton's but sdpa: no C compiler"):
+        machine.require_gpu(replace(bench, device=torch.device("cuda")))
+
+
+def test_without_a_gpu_it_stops_at_once_and_names_what_it_did_not_do(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, "-m", "loadtest.bench.gpu", "workloads", "--only", "bert", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == STOPPED
+    assert "STOPPED: there is no CUDA device here" in done.stdout
+    assert [row["case"] for row in read([tmp_path])] == ["machine", "bert-base, texts of 512"]
+    assert all("no CUDA device" in row["skipped"] for row in read([tmp_path]))
+
+
+def supervised(path: Path, *commands: str, **settings: Any) -> tuple[int, dict[str, Row]]:
+    settings = {"minutes": 1.0, "tiny": True, "child": "tests.gpu_child", **settings}
+    code = Supervisor(Task(list(commands), path, **settings)).run()
+    return code, {row["case"]: row for row in read([path])}
+
+
+@pytest.mark.parametrize("how", ["dies of a crash", "loses its context"])
+def test_a_process_that_ends_costs_one_case(how: str, tmp_path: Path) -> None:
+    code, found = supervised(tmp_path, "first", how, "last")
+    assert code == 0
+    assert found["first"]["process"] == found["machine"]["process"] != found["last"]["process"]
+    assert ("failed" in found[how]) == how.startswith("dies")
+
+
+def test_the_deadline_ends_what_runs_and_names_the_rest(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, found = supervised(tmp_path, "first", "hangs", "last", minutes=1.5 / 60)
+    assert time.monotonic() - began < 10
+    assert code == CUT
+    assert found["hangs"]["failed"] == "still ran at the deadline"
+    assert found["last"]["skipped"] == "out of time"
+
+
+def test_a_reason_to_stop_is_told_for_all_that_follows(tmp_path: Path) -> None:
+    code, found = supervised(tmp_path, "first", "stops", "last")
+    assert code == STOPPED
+    assert found["stops"]["skipped"] == found["last"]["skipped"] == "attention is not Triton's"
+    assert "skipped" not in found["first"]
+
+
+def test_a_bench_that_breaks_says_so(tmp_path: Path) -> None:
+    assert supervised(tmp_path, "ends badly")[0] == STOPPED
+
+
+def test_it_goes_on_where_another_run_ended(tmp_path: Path) -> None:
+    supervised(tmp_path / "a", "first", "stops", "last")
+    _, found = supervised(tmp_path / "b", "first", "second", "last", resume=True, before=[tmp_path / "a"])
+    assert list(found) == ["machine", "second", "last"]
+
+
+def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "chekc"])
+    assert "no such command: chekc; there are " in capsys.readouterr().err
+
+
+def test_caches_travel_in_parts_that_fit(tmp_path: Path) -> None:
+    made, parts = tmp_path / "made", tmp_path / "parts"
+    (made / "triton" / "key").mkdir(parents=True)
+    parts.mkdir()
+    rng = random.Random(0)
+    contents = {f"triton/key/{at}.cubin": rng.randbytes(200_000) for at in range(9)}
+    for name, content in contents.items():
+        (made / name).write_bytes(content)
+    told = list(caches.pack(made, parts, part_bytes=1_000_000, most_parts=2))
+    written = sorted(parts.iterdir())
+    assert len(written) == 2 and all(part.stat().st_size <= 1_000_000 for part in written)
+    assert "of 9 cached files are left out" in told[-1]
+    list(caches.pack(made, parts, part_bytes=1_000_000))
+    assert caches.unpack(parts, tmp_path / "again") == 9
+    assert {name: (tmp_path / "again" / name).read_bytes() for name in contents} == contents
+    written = sorted(parts.iterdir())
+    for part in written[1:]:
+        part.unlink()
+    assert 0 < caches.unpack(parts, tmp_path / "some") < 9  # each can be read alone
+
+
+def test_a_file_larger_than_a_part_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "a").write_bytes(random.Random(0).randbytes(100_000))
+    (tmp_path / "made" / "b").write_bytes(b"small")
+    list(caches.pack(tmp_path / "made", tmp_path, part_bytes=50_000))
+    assert caches.unpack(tmp_path, tmp_path / "again") == 1
+    assert (tmp_path / "again" / "b").read_bytes() == b"small"
+
+
+def test_time_is_counted_once_and_methods_are_put_back() -> None:
+    class Work:
+        def outer(self) -> None:
+            time.sleep(0.02)
+            self.inner()
+
+        def inner(self) -> None:
+            time.sleep(0.03)
+
+    work, timers, before = Work(), Timers(), Work.inner
+    with timers.on((work, "outer", "outer"), (Work, "inner", "inner")):
+        work.outer()
+    assert 0.02 <= timers.seconds["outer"] < timers.seconds["inner"] + 0.02
+    assert timers.calls == {"outer": 1, "inner": 1}
+    assert vars(work) == {} and Work.inner is before
+    with pytest.raises(AttributeError, match="gone"), timers.on((work, "outer", "outer"), (work, "gone", "gone")):
+        raise AssertionError
+    assert vars(work) == {}
+
+
+def test_busy_is_the_union_of_spans() -> None:
+    assert profile.covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+    assert profile.covered([]) == 0
+
+
+def test_a_prompts_tokens_do_not_meet_the_head(bench: Bench) -> None:
+    ready = engines.load(bench, parity.shape(bench, "llama-8b"), seqs=2, context=64, backend="sdpa")
+    costs = ready.floor(bench).costs
+    matrices = sum(p.numel() for name, p in ready.model.named_parameters() if p.dim() == 2)
+    assert ready.model.tokens is not None
+    assert costs.decoder == matrices - ready.model.tokens.weight.numel() - costs.head
+    alone = engines.decode_floor(ready, bench, [(20, 1)])
+    assert alone == pytest.approx(
+        2 * 20 * costs.decoder / bench.ceilings.flops_per_second + ready.floor(bench).step(1, 20)
+    )
+
+
+def test_the_page_quotes_shares_of_the_stated_ceiling_too(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {"case": "machine", "device": "NVIDIA H200", "copy_tb_per_s": 4.32, "tflops": 790.0, "torch": "2.11.0"},
+        {"case": "llama-8b, one stream", "of_bandwidth": 0.75, "warnings": ["slow <b>"]},
+        {"case": "llama-8b, one stream", "failed": "later and worse"},
+        {"case": "bart-large x128", "out_tokens_per_s": 11_750.0},
+        {"case": "kernel, mixed", "ok": False, "eager_error": 0.5},
+        {"case": "memcheck", "skipped": "not here"},
+    ]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, page = (path.read_text() for path in report.write([tmp_path]))
+    lines = text.splitlines()
+    assert next(line for line in lines if "one stream" in line).split(" | ")[2:5] == ["0.75", "reached", "0.68"]
+    assert "| 0.50 of it |" in next(line for line in lines if "bart" in line)
+    assert "| kernel, mixed | WRONG |" in text and "skipped: not here" in text
+    assert "slow &lt;b&gt;" in page and "<b>" not in page
+    assert stated("NVIDIA H200") == (4.8e12, 989e12) and stated("another") is None
+
+
+def test_a_page_needs_rows(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no results\.jsonl"):
+        report.write([tmp_path])
+
+
+def test_cases_have_names_of_their_own(bench: Bench) -> None:
+    real = replace(bench, tiny=False, device=torch.device("cuda"))
+    names = [case.name for case in cases_of(list(COMMANDS), real)]
+    assert len(names) > 90 and len(set(names)) == len(names)
