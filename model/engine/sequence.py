@@ -111,8 +111,10 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """Places among the running sequences: a beam search takes all of its own from the start."""
-        return self.beams.search.num_beams if self.beams is not None and len(self.beams.members) == 1 else 1
+        """Places among the running sequences: the first beam of a search holds all that the search may ever take."""
+        if self.beams is None:
+            return 1
+        return self.beams.search.num_beams if self.beams.members[0] is self else 0
 
     @property
     def params(self) -> SamplingParams:

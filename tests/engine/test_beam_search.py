@@ -170,6 +170,27 @@ def test_a_search_takes_its_places_before_it_needs_them() -> None:
     harness.run()  # every step checks that no more than eight run
 
 
+class NarrowRunner(BeamRunner):
+    """Leaves a search fewer continuations than beams for its first tokens, as a grammar does."""
+
+    def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
+        made = super()._compute(step, tokens)
+        if made is not None and made.candidates and step.sequence.num_output_tokens < 4:
+            made.candidates[2:] = [(token, float("-inf")) for token, _ in made.candidates[2:]]  # type: ignore[index]
+        return made
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_search_keeps_its_places_while_it_has_fewer_beams(overlap: bool) -> None:
+    harness = Harness(max_num_seqs=8, budget=8, overlap=overlap, num_blocks=200)
+    harness.engine.runner = harness.runner = NarrowRunner(harness.engine.block_manager)
+    for number in range(4):
+        harness.add(f"s{number}", 3 + number, num_beams=4, max_tokens=9)
+    harness.add("greedy", 3, max_tokens=9)
+    harness.run()  # every step checks that no more than eight run, and that all of them get their token
+    assert max(len(step.scheduled) for step in harness.runner.steps) == 8
+
+
 @pytest.mark.parametrize("when", [0, 1, 4])
 def test_an_aborted_search_ends_once_for_each_that_was_asked_for(when: int) -> None:
     harness = beam_harness()
