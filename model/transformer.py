@@ -119,7 +119,7 @@ class Stack(nn.Module):
         size = embedding.embedding_size
         self.positions = _added_positions(config, size)
         added = config.token_types and config.position.kind is not PositionKind.XLNET_RELATIVE
-        self.types = _table(config.token_types, size) if added else None
+        self.types = TokenTable(config.token_types, size) if added else None
         self.embed_norm = build_norm(config.norm, size) if config.embed_norm else nn.Identity()
         self.project = nn.Linear(size, config.hidden_size) if size != config.hidden_size else nn.Identity()
         self.rotary: RotaryPositions | None = None
@@ -171,9 +171,17 @@ class Stack(nn.Module):
         return self.final_norm(x)
 
 
-def _table(rows: int, size: int) -> nn.Embedding:
-    """Not drawn at random: for that, on the meta device, torch would load its compiler, a second or two."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
+class TokenTable(nn.Embedding):
+    """Token vectors, which may be kept in a narrower dtype than the network computes in."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        # Not drawn at random: for that, on the meta device, torch would load its compiler, a second or two.
+        super().__init__(rows, size, _weight=torch.empty(rows, size))
+        self.vector_dtype: torch.dtype | None = None  # None: the table's own
+
+    def forward(self, ids: Tensor) -> Tensor:  # [T] -> [T, E]
+        vectors = super().forward(ids)
+        return vectors if self.vector_dtype is None else vectors.to(self.vector_dtype)
 
 
 def _bucket_bias(config: StackConfig) -> BucketBias:
@@ -201,10 +209,13 @@ class Head(nn.Module):
         self.packed: PackedLinear | None = None
 
     def pack(self, library: Library, table: Tensor, kind: Kind | None, *, batch_invariant: bool) -> None:
-        """Compute in C from now on; a matrix of its own is given up, the tied table stays for the embeddings."""
+        """Compute in C from now on; matrix and bias are given up, a tied table stays for the embeddings.
+
+        On the meta device that is room, as in `PackedLinear`.
+        """
         weight = table if self.weight is None else self.weight
         self.packed = PackedLinear(library, weight, self.bias, kind, batch_invariant=batch_invariant)
-        self.weight = None
+        self.weight = self.bias = None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -252,7 +263,8 @@ class Transformer(nn.Module):
         self.config = config
         self.backend = backend
         size = config.embedding.embedding_size
-        self.tokens = _table(config.embedding.vocab_size, size) if config.embedding.vocab_size else None
+        vocab = config.embedding.vocab_size
+        self.tokens: nn.Embedding | None = TokenTable(vocab, size) if vocab else None
         self.patches = PatchEmbedding(config.image, size) if config.image is not None else None
         self.encoder = Stack(config.encoder, config.embedding) if config.encoder is not None else None
         self.decoder = Stack(config.decoder, config.embedding) if config.decoder is not None else None
@@ -263,7 +275,8 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        """What the network computes in; of quantised matrices, what their rows come and go in."""
+        return next(parameter for name, parameter in self.named_parameters() if name != "tokens.weight").dtype
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         assert self.tokens is not None

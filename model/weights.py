@@ -93,7 +93,7 @@ def plan_load(
     shapes = [
         f"{stored[rule.source]}: found {list(sources[stored[rule.source]])}, expected {list(wanted)}"
         for rule in present
-        if sources[stored[rule.source]] != (wanted := _wanted_shape(rule, targets))
+        if sources[stored[rule.source]] != (wanted := wanted_shape(rule, targets))
     ]
     unfilled = _unfilled([rule for rule in rules if not rule.duplicate], targets)
     extra += _unread(present)
@@ -101,7 +101,8 @@ def plan_load(
     return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
 
 
-def _wanted_shape(rule: WeightRule, targets: Mapping[str, Shape]) -> Shape:
+def wanted_shape(rule: WeightRule, targets: Mapping[str, Shape]) -> Shape:
+    """Of the tensor that `rule` takes, as it is stored; `targets` are the parameters' shapes."""
     if rule.shape is not None:
         return rule.shape
     shape = targets[rule.target]

@@ -35,7 +35,7 @@ from model.kv_cache import KVCache
 from model.loader import load_model
 from model.native.library import Kind
 from model.native.linear import PackedLinear
-from model.native.stack import pack_model
+from model.native.stack import Packing, pack_model
 from model.parallel.leader import LeadingCache, LeadingTransformer, load_leader
 from model.parallel.sharding import Shard
 from model.token_bytes import TokenBytes, token_bytes
@@ -94,13 +94,12 @@ def load(spec: ModelSpec) -> LoadedModel:
 
 def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection) -> LoadedModel:
     """The engines of a network that has its weights."""
-    weight = next(model.parameters())
-    dtype, device = weight.dtype, weight.device
+    dtype, device = model.dtype, next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
     max_model_len = resolve_max_model_len(spec.engine, checkpoint.config, limits)
-    if selection.library is not None:
-        kind = Kind.INT8 if spec.engine.quantization == "int8" else None
-        pack_model(model, selection.library, kind, batch_invariant=spec.engine.batch_invariant)
+    packing = packing_of(spec.engine, selection)
+    if packing is not None:
+        pack_model(model, packing.library, packing.kind, batch_invariant=packing.batch_invariant)
     encode = EncodeEngine(
         spec.name,
         model,
@@ -147,6 +146,14 @@ def slow_ways(
 def _check_fallbacks(engine: EngineConfig, slow: tuple[str, ...]) -> None:
     if slow and engine.slow_fallbacks == "refuse":
         raise ConfigError(f"slow_fallbacks is refuse, and {slow[0]}")
+
+
+def packing_of(engine: EngineConfig, selection: Selection) -> Packing | None:
+    """How matrices are packed for the native stacks; None where those do not run."""
+    if selection.library is None:
+        return None
+    kind = Kind.INT8 if engine.quantization == "int8" else None
+    return Packing(selection.library, kind, engine.batch_invariant)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -226,7 +233,7 @@ def _load_model(
     """The network, or rank 0 of it with the others beside it."""
     size = spec.engine.tensor_parallel_size
     if size == 1:
-        return load_model(checkpoint, selection.backend, dtype, device)
+        return load_model(checkpoint, selection.backend, dtype, device, packing_of(spec.engine, selection))
     return load_leader(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
 
 
@@ -376,7 +383,7 @@ def _info(
     generate: Engine | None,
 ) -> ModelInfo:
     config = checkpoint.config
-    weight = next(model.parameters())
+    device = next(model.parameters()).device
     quantized = spec.engine.quantization == "int8"
     return ModelInfo(
         name=spec.name,
@@ -384,9 +391,9 @@ def _info(
         model_type=config.model_type,
         parameters=dissect(config).total_parameters,
         weight_bytes=weight_bytes(model),
-        dtype="int8" if quantized else str(weight.dtype).removeprefix("torch."),
-        dtype_reason="asked for" if quantized else choose_dtype(spec.engine.dtype, config, weight.device).reason,
-        device=str(weight.device),
+        dtype="int8" if quantized else str(model.dtype).removeprefix("torch."),
+        dtype_reason="asked for" if quantized else choose_dtype(spec.engine.dtype, config, device).reason,
+        device=str(device),
         attention_backend=selection.backend.name,
         attention_reason=selection.reason,
         max_model_len=max_model_len,
@@ -397,7 +404,7 @@ def _info(
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
         kv_bytes_per_token=kv_bytes_per_token(
-            Shard(0, spec.engine.tensor_parallel_size).config(config), kv_dtype(spec.engine, weight.dtype)
+            Shard(0, spec.engine.tensor_parallel_size).config(config), kv_dtype(spec.engine, model.dtype)
         ),
         embedding_size=next(iter(config.stacks.values())).hidden_size,
         load_seconds=0.0,

@@ -149,7 +149,7 @@ class Library:
     """The compiled functions, with a scratch buffer for each thread that calls them."""
 
     # Functions that return nothing, and those that return a number: all that a library exports.
-    _ACTIONS = ("run_stack", "run_linear", "run_attention", "rank_rows")
+    _ACTIONS = ("run_stack", "run_linear", "run_attention", "rank_rows", "pack_rows")
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes"),
         *("features", "start_tiles", "structure_sizes"),
@@ -196,6 +196,12 @@ class Library:
         threads, rows = c_int64(torch.get_num_threads()), c_int64(x.shape[0])
         needed = self._functions.linear_scratch_bytes(ctypes.byref(matrix), rows, threads)
         self._functions.run_linear(ctypes.byref(matrix), _at(x), rows, _at(out), self._scratch_of(needed), threads)
+
+    def pack_rows(self, matrix: Linear, first: int, rows: Tensor) -> None:
+        """Lay `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on."""
+        kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
+        threads = c_int64(torch.get_num_threads())
+        self._functions.pack_rows(ctypes.byref(matrix), _at(rows), kind, stride, c_int64(first), count, threads)
 
     def run_attention(
         self,

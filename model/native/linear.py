@@ -6,37 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
+from model.huge_pages import room
 from model.native.library import KINDS, Kind, Library, Linear
 
 LANES = 16  # outputs of a panel
-_STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together
+_STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together, in 4 bytes
 _DEPTHS = {Kind.F32: 1, Kind.BF16: 32, Kind.INT8: 64}  # k is padded to a multiple: a row of a tile
 
 
-def pack(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[Linear, list[Tensor]]:
-    """`weight` `[n, k]` as gemm.h describes it, and the tensors that it points into."""
-    n, k = weight.shape
-    scale = None
-    if kind is Kind.INT8:
-        scale = weight.float().abs().amax(dim=1) / 127  # [n]
-        weight = (weight.float() / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-    padded = pad(weight, (0, -k % _DEPTHS[kind], 0, -n % LANES))
-    panels = (
-        padded.unflatten(0, (-1, LANES)).unflatten(2, (-1, _STEPS[kind])).transpose(1, 2)
-    )  # [panels, k / step, 16, step]
-    data = panels.to({Kind.F32: torch.float32, Kind.BF16: torch.bfloat16, Kind.INT8: torch.int8}[kind]).contiguous()
-    kept = [data]
-    matrix = Linear(int(kind), n, k, data.data_ptr())
-    for name, values in (("bias", bias), ("scale", scale)):
-        if values is not None:
-            kept.append(pad(values.float(), (0, -n % LANES)).contiguous())
-            setattr(matrix, name, kept[-1].data_ptr())
-    if kind is Kind.INT8:
-        kept.append(padded.sum(dim=1, dtype=torch.int32))
-        matrix.sums = kept[-1].data_ptr()
-    return matrix, kept
+def packed_bytes(n: int, k: int, kind: Kind, *, bias: bool) -> int:
+    """What a matrix `[n, k]` takes once it is packed."""
+    sizes = (_data_bytes(n, k, kind), 4 * _padded(n) * bias, 8 * _padded(n) * (kind is Kind.INT8))
+    return sum(sizes)
+
+
+def _padded(n: int) -> int:
+    return n + -n % LANES
+
+
+def _data_bytes(n: int, k: int, kind: Kind) -> int:
+    return _padded(n) * (k + -k % _DEPTHS[kind]) * 4 // _STEPS[kind]
 
 
 class PackedLinear(nn.Module):
@@ -56,15 +46,41 @@ class PackedLinear(nn.Module):
         *,
         batch_invariant: bool = False,
     ) -> None:
+        """Of a weight `[n, k]`; one on the meta device gives room that `pack_rows` and `set_bias` fill."""
         super().__init__()
         self.library = library
-        kind = KINDS[weight.dtype] if kind is None else kind
-        self.matrix, self._kept = pack(weight.detach(), bias, kind)
-        self.matrix.tiles = library.tiles and (kind is Kind.INT8 or not batch_invariant)
+        self.dtype = weight.dtype  # of the network, which a quantised matrix does not have
+        n, k = weight.shape
+        self.kind = KINDS[weight.dtype] if kind is None else kind
+        self.matrix = Linear(int(self.kind), n, k)
+        self.matrix.tiles = library.tiles and (self.kind is Kind.INT8 or not batch_invariant)
+        self._kept = {"data": room(_data_bytes(n, k, self.kind))}  # zero where no row and no column will be
+        if bias is not None:
+            self._kept["bias"] = torch.zeros(_padded(n))
+        if self.kind is Kind.INT8:
+            self._kept |= {"scale": torch.zeros(_padded(n)), "sums": torch.zeros(_padded(n), dtype=torch.int32)}
+        for name, tensor in self._kept.items():
+            setattr(self.matrix, name, tensor.data_ptr())
+        if not weight.is_meta:
+            self.pack_rows(0, weight.detach())
+            if bias is not None:
+                self.set_bias(0, bias.detach())
+
+    def pack_rows(self, first: int, rows: Tensor) -> None:
+        """Fill the rows `[count, k]` from `first` on; they may come in any order, each one once."""
+        if rows.shape[1] != self.matrix.k or not 0 <= first <= first + len(rows) <= self.matrix.n:
+            raise ValueError(f"rows {first} to {first + len(rows)} of {rows.shape[1]} are not the matrix's")
+        if self.kind is Kind.BF16 or rows.dtype not in KINDS:
+            rows = rows.to(torch.bfloat16 if self.kind is Kind.BF16 else torch.float32)
+        self.library.pack_rows(self.matrix, first, rows if rows.stride(1) == 1 else rows.contiguous())
+
+    def set_bias(self, first: int, values: Tensor) -> None:
+        """Fill the bias from `first` on."""
+        self._kept["bias"][first : first + len(values)] = values
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._kept)
+        return sum(tensor.nbytes for tensor in self._kept.values())
 
     def forward(self, x: Tensor) -> Tensor:  # [T, k] -> [T, n] in the dtype of x
         rows = x.float().contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,21 +32,59 @@ _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
 _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How matrices are packed: `kind` INT8 quantises them, None keeps the network's dtype.
+
+    `batch_invariant`: never by products whose order of additions depends on the number of rows, which torch's and AMX's
+    in bfloat16 are.
+    """
+
+    library: Library
+    kind: Kind | None = None
+    batch_invariant: bool = False
+
+
 def pack_model(
     model: Transformer, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
 ) -> None:
-    """Let the stacks and the head of a loaded model run in C; `kind` INT8 quantises their matrices.
+    """Let the stacks and the head of a loaded model run in C; see `Packing`.
 
-    `batch_invariant`: never by products whose order of additions depends on the number of rows, which torch's and AMX's
-    in bfloat16 are. Raises `ConfigError` for a model that is not computed in C throughout.
+    What was packed while it was loaded stays so. Raises `ConfigError` for a model that is not computed in C throughout.
     """
+    packing = Packing(library, kind, batch_invariant)
+    pack_linears(model, packing)
     for stack in (model.encoder, model.decoder):
         if stack is not None and NativeStack.supports(stack.config):
             stack.native = NativeStack(stack, library, kind, batch_invariant=batch_invariant)
-    if model.head is not None and model.tokens is not None:
-        model.head.pack(library, model.tokens.weight, kind, batch_invariant=batch_invariant)
     if batch_invariant:
         _pack_projections(model, library)
+
+
+def pack_linears(model: Transformer, packing: Packing) -> None:
+    """Replace the matrices that C multiplies with by packed ones; of a network on the meta device, by room for them."""
+    for stack in (model.encoder, model.decoder):
+        if stack is not None and NativeStack.supports(stack.config):
+            _pack_stack(stack, packing)
+    head, table = model.head, model.tokens
+    if head is not None and table is not None and head.packed is None:
+        head.pack(packing.library, table.weight, packing.kind, batch_invariant=packing.batch_invariant)
+
+
+def _pack_stack(stack: Stack, packing: Packing) -> None:
+    for owner, name in packable(stack):
+        linear = getattr(owner, name)
+        if isinstance(linear, nn.Linear):
+            options = {"batch_invariant": packing.batch_invariant}
+            setattr(owner, name, PackedLinear(packing.library, linear.weight, linear.bias, packing.kind, **options))
+
+
+def packable(stack: Stack) -> Iterator[tuple[nn.Module, str]]:
+    """The linear layers of a stack that runs in C: the module that has one, and the name that it has there."""
+    for block in map(stack.block, range(stack.config.distinct_layers)):
+        yield from ((block.attn, "qkv"), (block.attn, "out"), (block.mlp, "up"), (block.mlp, "down"))
+        if block.cross is not None:
+            yield from ((block.cross, "q"), (block.cross, "kv"), (block.cross, "out"))
 
 
 def _pack_projections(model: Transformer, library: Library) -> None:
@@ -60,11 +99,12 @@ def _pack_projections(model: Transformer, library: Library) -> None:
 
 
 class NativeStack:
-    """The layers of one stack and its final norm."""
+    """The layers of one stack and its final norm; packs the matrices that are not packed yet."""
 
     def __init__(
         self, stack: Stack, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
     ) -> None:
+        _pack_stack(stack, Packing(library, kind, batch_invariant))
         self.library = library
         self.stack = stack
         self.batch_invariant = batch_invariant
@@ -72,9 +112,8 @@ class NativeStack:
         self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
         config = stack.config
-        dtype = stack.block(0).mlp.up.weight.dtype  # before it is packed
         blocks = [stack.block(index) for index in range(config.distinct_layers)]
-        self._layers = (Layer * len(blocks))(*(self._layer(block, kind) for block in blocks))
+        self._layers = (Layer * len(blocks))(*(self._layer(block) for block in blocks))
         rotary = config.position.rotary
         self._data = StackData(
             hidden=config.hidden_size,
@@ -83,7 +122,7 @@ class NativeStack:
             layer_data=self._layers,
             shape=shape_of(config.attention),
             rotary=rotary.dim if rotary is not None else 0,
-            dtype=KINDS[dtype],
+            dtype=KINDS[_packed(stack.block(0).mlp, "up").dtype],
             tiles=library.tiles and not batch_invariant,
             final=self._norm(stack.final_norm, config),
         )
@@ -124,7 +163,7 @@ class NativeStack:
         self.library.run_stack(self._data, step, x)
         return x
 
-    def _layer(self, block: Block, kind: Kind | None) -> Layer:
+    def _layer(self, block: Block) -> Layer:
         config = self.stack.config
         norms = {name: self._norm(getattr(block, name), config) for name in ("attn_in", "attn_out")}
         norms |= {name: self._norm(getattr(block, name), config) for name in ("ffn_in", "ffn_out")}
@@ -137,20 +176,12 @@ class NativeStack:
             activation=ACTIVATIONS[config.mlp.activation],
             parallel=config.parallel,
         )
-        layer.qkv, layer.out = self._pack(block.attn, "qkv", kind), self._pack(block.attn, "out", kind)
-        layer.up, layer.down = self._pack(block.mlp, "up", kind), self._pack(block.mlp, "down", kind)
+        layer.qkv, layer.out = _packed(block.attn, "qkv").matrix, _packed(block.attn, "out").matrix
+        layer.up, layer.down = _packed(block.mlp, "up").matrix, _packed(block.mlp, "down").matrix
         if block.cross is not None:
             layer.cross_in, layer.cross_out = self._norm(block.cross_in, config), self._norm(block.cross_out, config)
-            layer.cross_q, layer.cross_proj = self._pack(block.cross, "q", kind), self._pack(block.cross, "out", kind)
-            self._pack(block.cross, "kv", kind)
+            layer.cross_q, layer.cross_proj = _packed(block.cross, "q").matrix, _packed(block.cross, "out").matrix
         return layer
-
-    def _pack(self, owner: nn.Module, name: str, kind: Kind | None) -> ctypes.Structure:
-        """Replace a linear layer by its packed form."""
-        linear = getattr(owner, name)
-        packed = PackedLinear(self.library, linear.weight, linear.bias, kind, batch_invariant=self.batch_invariant)
-        setattr(owner, name, packed)
-        return packed.matrix
 
     def _norm(self, module: nn.Module, config: StackConfig) -> Norm:
         if isinstance(module, nn.Identity):
@@ -189,6 +220,12 @@ class NativeStack:
             tables = [table.weight[table.bucket(distances)].float().T for table in self._tables]
             self._bias = torch.stack(tables).contiguous()
         return self._bias
+
+
+def _packed(owner: nn.Module, name: str) -> PackedLinear:
+    packed = getattr(owner, name)
+    assert isinstance(packed, PackedLinear), f"{name} is not packed"
+    return packed
 
 
 def shape_of(config: AttentionConfig) -> AttentionShape:

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
@@ -23,7 +25,7 @@ from model.loader import load_model
 from model.native import build
 from model.native import library as native_library
 from model.native.library import Kind, Library, Norm
-from model.native.linear import PackedLinear
+from model.native.linear import PackedLinear, packed_bytes
 from model.native.stack import pack_model
 from tests.model.checkpoints import CPU, native_backends, saved
 from tests.model.parity import hidden_states
@@ -53,6 +55,46 @@ def test_products_equal_torchs(
     x = torch.randn(19, k)
     expected = exact(x)
     assert (packed(x) - expected).abs().max() < of_largest * expected.abs().max()
+
+
+def packed_by_torch(weight: torch.Tensor, kind: Kind) -> dict[str, torch.Tensor]:
+    """As gemm.h has it, step by step over the whole matrix."""
+    n, k = weight.shape
+    found = {}
+    if kind is Kind.INT8:
+        scale = weight.float().abs().amax(dim=1) / 127
+        weight = (weight.float() / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+        found = {"scale": pad(scale, (0, -n % 16)), "sums": pad(weight.sum(dim=1, dtype=torch.int32), (0, -n % 16))}
+    depth, step = {Kind.F32: (1, 1), Kind.BF16: (32, 2), Kind.INT8: (64, 4)}[kind]
+    padded = pad(weight if kind is Kind.INT8 else weight.to(DTYPES[kind]), (0, -k % depth, 0, -n % 16))
+    panels = padded.unflatten(0, (-1, 16)).unflatten(2, (-1, step)).transpose(1, 2)  # [panels, k / step, 16, step]
+    return found | {"data": panels.contiguous().view(torch.uint8).flatten()}
+
+
+DTYPES = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16}
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.INT8])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES_OF_MATRICES, (1, 1), (65, 130), (130, 256)])
+def test_rows_are_packed_bit_for_bit_whatever_their_order_and_number(
+    n: int, k: int, kind: Kind, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(n, k) * torch.randn(n, 1).exp()).to(dtype), torch.randn(n)
+    weight[0], weight[-1, k // 2] = 0, 1e-38  # a row of nothing, and next to nothing
+    expected = packed_by_torch(weight, kind) | {"bias": pad(bias, (0, -n % 16))}
+    cuts = [0, *sorted({n // 3, n // 2 + 1, n - 1} - {0}), n]
+    pieces = PackedLinear(library(), torch.empty(n, k, dtype=dtype, device="meta"), bias, kind)
+    for first, last in reversed(list(pairwise(cuts))):
+        pieces.pack_rows(first, weight.T.contiguous().T[first:last])
+        pieces.set_bias(first, bias[first:last])
+    for packed in (pieces, PackedLinear(library(), weight, bias, kind)):
+        assert packed._kept.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(packed._kept[name].view(tensor.dtype), tensor), name
+        assert packed.nbytes == packed_bytes(n, k, kind, bias=True)
 
 
 @needs_native
