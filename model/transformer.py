@@ -156,19 +156,59 @@ class Stack(nn.Module):
         cache: KVCache | None = None,
         cross: CrossInput | None = None,
     ) -> Tensor:
-        x = self.embed(tokens, inputs)
-        native = self.native if self.native is not None and self.native.covers(cache, cross) else None
-        dtype = x.dtype if native is None else torch.float32
-        rotary = self.rotary(inputs.positions, dtype) if self.rotary is not None else None
-        if native is not None:
-            return native(x, inputs, cache, cross, rotary)
-        bias = StepBias(self.bias) if self.bias is not None else None
-        for index in range(self.config.num_layers):
-            if index > 0 and self.positions is not None and self.config.position.every_layer:
-                x = x + self.positions(inputs.positions).to(x.dtype)
-            layer_cache = cache.layers[index] if cache is not None else None
-            x = self.block(index)(x, inputs, backend, layer_cache, rotary, bias, cross)
-        return self.final_norm(x)
+        return StackPass(self, tokens, inputs, backend, cache, cross).finish()
+
+
+class StackPass:
+    """Rows on their way through the layers of a stack; the way may be interrupted between two layers."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        tokens: Tensor,  # [T, E]
+        inputs: StackInput,
+        backend: AttentionBackend,
+        cache: KVCache | None = None,
+        cross: CrossInput | None = None,
+    ) -> None:
+        self.layers_done = 0
+        self._stack, self._inputs, self._backend, self._cache, self._cross = stack, inputs, backend, cache, cross
+        x = stack.embed(tokens, inputs)
+        self._native = stack.native if stack.native is not None and stack.native.covers(cache, cross) else None
+        self._x = x if self._native is None else x.float().contiguous()
+        self._rotary = stack.rotary(inputs.positions, self._x.dtype) if stack.rotary is not None else None
+        self._bias = StepBias(stack.bias) if stack.bias is not None else None
+
+    @property
+    def layers_left(self) -> int:
+        return self._stack.config.num_layers - self.layers_done
+
+    def advance(self, layers: int) -> None:
+        """Compute the next so many layers, or all that are left."""
+        first = self.layers_done
+        self.layers_done += min(layers, self.layers_left)
+        if self._native is not None:
+            path = range(first, self.layers_done)
+            self._native(self._x, self._inputs, self._cache, self._cross, self._rotary, path)
+            return
+        for index in range(first, self.layers_done):
+            self._block(index)
+        if not self.layers_left:
+            self._x = self._stack.final_norm(self._x)
+
+    def finish(self) -> Tensor:
+        """The hidden states `[T, d]` behind the final norm; float32 where the layers run in C."""
+        if self.layers_left:
+            self.advance(self.layers_left)
+        return self._x
+
+    def _block(self, index: int) -> None:
+        stack, inputs = self._stack, self._inputs
+        if index > 0 and stack.positions is not None and stack.config.position.every_layer:
+            self._x = self._x + stack.positions(inputs.positions).to(self._x.dtype)
+        cache = self._cache.layers[index] if self._cache is not None else None
+        block = stack.block(index)
+        self._x = block(self._x, inputs, self._backend, cache, self._rotary, self._bias, self._cross)
 
 
 class TokenTable(nn.Embedding):
@@ -258,6 +298,8 @@ class PatchEmbedding(nn.Module):
 class Transformer(nn.Module):
     """Encoder, decoder or both over one token table."""
 
+    can_pause = True  # passes may be interrupted between layers
+
     def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
         super().__init__()
         self.config = config
@@ -286,10 +328,20 @@ class Transformer(nn.Module):
     def encode(self, inputs: StackInput) -> Tensor:
         """The encoder's hidden states `[T, d]`, every token seeing its whole segment."""
         assert self.encoder is not None
+        return self.encoder(self._embedded(inputs), inputs, self.backend)
+
+    def begin(self, inputs: StackInput) -> StackPass:
+        """A pass through the first stack, without a cache, that may be interrupted between layers."""
+        stack = self.encoder if self.encoder is not None else self.decoder
+        assert stack is not None
+        return StackPass(stack, self._embedded(inputs), inputs, self.backend)
+
+    def _embedded(self, inputs: StackInput) -> Tensor:
+        """Vectors `[T, E]` of tokens or image patches."""
         if inputs.pixels is None:
-            return self.encoder(self.embed_tokens(inputs.input_ids), inputs, self.backend)
+            return self.embed_tokens(inputs.input_ids)
         assert self.patches is not None
-        return self.encoder(self.patches(inputs.pixels.to(self.dtype)), inputs, self.backend)
+        return self.patches(inputs.pixels.to(self.dtype))
 
     def write_memory(self, memory: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Put each decoder layer's cross keys and values of `memory` `[S, d]` at `slots` `[S]` of the pool."""

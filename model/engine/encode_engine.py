@@ -1,8 +1,9 @@
 """Vectors for one model: packed batches under a token budget, first come first served.
 
-An input is never split (attention is bidirectional) and never waits for one behind it; a batch is filled up from the
-front of the queue until the budget is used. Any stack answers: an encoder by itself, a decoder with its last hidden
-states. No cache is involved.
+The tokens of an input are never split (attention is bidirectional) and an input never waits for one behind it; a batch
+is filled up from the front of the queue until the budget is used. An input that is longer than the budget is computed
+by itself and pauses between layers. Any stack answers: an encoder by itself, a decoder with its last hidden states. No
+cache is involved.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Rows
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,16 @@ from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
 from model.engine.stats import StepStats
 from model.images import ImageProcessing
 from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
-from model.transformer import StackInput, Transformer
+from model.transformer import StackInput, StackPass, Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """An input that went through some of the layers."""
+
+    request: EncodeRequest
+    rows: StackPass
+    began: float
 
 
 class EncodeEngine:
@@ -51,10 +61,11 @@ class EncodeEngine:
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # being computed; else empty
         self._waiting_tokens = 0
+        self._paused: _Paused | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting or self._paused)
 
     @property
     def only_prepares(self) -> bool:
@@ -65,12 +76,17 @@ class EncodeEngine:
         return len(self._waiting)
 
     def demand(self) -> StepDemand:
-        """What the next step could compute: texts, which are never split."""
+        """What the next step could compute. One layer of an input counts as that share of its tokens."""
+        if self._paused is not None:
+            rows, length = self._paused.rows, self._length(self._paused.request)
+            left = self._share(length, rows.layers_left)
+            return StepDemand(waiting=len(self._waiting), whole_tokens=self._share(length, 1), all_whole_tokens=left)
         if not self._waiting:
             return StepDemand()
         first = self._length(self._waiting[0])
         most = min(self._waiting_tokens, max(self.max_num_batched_tokens, first))
-        return StepDemand(waiting=len(self._waiting), whole_tokens=first, all_whole_tokens=most)
+        least = self._share(first, 1) if self.model.can_pause else first
+        return StepDemand(waiting=len(self._waiting), whole_tokens=least, all_whole_tokens=most)
 
     def add(self, request: EncodeRequest) -> None:
         self._waiting.append(request)
@@ -78,15 +94,15 @@ class EncodeEngine:
 
     def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:
         """Drop an input that waits; idempotent."""
-        return self._drop([request for request in self._waiting if request.request_id == request_id], reason)
+        return self._drop([request for request in self._inputs if request.request_id == request_id], reason)
 
     def recover(self) -> list[EncodeOutput]:
         """Begin anew after a step that raised: end with an error what waits and what was being computed.
 
         Raises what the smallest pass raises: then it is not this queue that is at fault.
         """
-        ended = [*self._batch, *self._waiting]
-        self._batch = []
+        ended = [*self._batch, *self._inputs]
+        self._batch, self._paused = [], None
         self._waiting = deque()
         self._waiting_tokens = 0
         self._probe()
@@ -99,35 +115,66 @@ class EncodeEngine:
     def tend(self) -> list[EncodeOutput]:
         """Drop the inputs whose deadline has passed."""
         now = time.monotonic()
-        late = [request for request in self._waiting if request.deadline is not None and request.deadline <= now]
+        late = [request for request in self._inputs if request.deadline is not None and request.deadline <= now]
         return self._drop(late, FinishReason.DEADLINE)
 
     def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Encode one batch: from the front of the queue what `budget.whole_tokens` holds, at least one input."""
+        """Encode one batch: from the front of the queue what the budget holds, at least a layer of one input."""
         outputs = self.tend()
         began = time.monotonic()
+        if self._paused is not None:
+            return self._go_on(outputs, began, budget)
         batch = self._next_batch(budget)
         if not batch:
             return outputs, None
+        if budget.whole_tokens is not None and self.model.can_pause and self._length(batch[0]) > budget.whole_tokens:
+            self._paused = _Paused(batch[0], self._begin(batch[0]), began)
+            return self._go_on(outputs, began, budget)
         self._batch = batch
         for part, found in in_parts(batch, self._encode, self._probe):
             if found is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
                 continue
-            for request, vectors in zip(part, found, strict=True):
-                data = vectors.float().cpu().contiguous()
-                outputs.append(
-                    EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
-                )
+            outputs += [_output(request, vectors, began) for request, vectors in zip(part, found, strict=True)]
         self._batch = []
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
         return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch), num_whole_tokens=tokens)
+
+    def _go_on(
+        self, outputs: list[EncodeOutput], began: float, budget: StepBudget
+    ) -> tuple[list[EncodeOutput], StepStats]:
+        """Take the input that paused through as many layers as the budget holds, but at least one."""
+        assert self._paused is not None
+        paused, rows = self._paused, self._paused.rows
+        length, total = self._length(paused.request), rows.layers_done + rows.layers_left
+        layers = total if budget.whole_tokens is None else max(1, budget.whole_tokens * total // length)
+        layers = min(layers, rows.layers_left)
+        ((_, found),) = in_parts([paused.request], lambda _: self._advance(paused, layers), self._probe)
+        if found is None:
+            outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
+        outputs += [_output(paused.request, vectors, paused.began) for vectors in found or ()]
+        if found is None or not rows.layers_left:
+            self._paused = None
+        tokens = self._share(length, layers)
+        seconds = time.monotonic() - began
+        return outputs, StepStats(self.name, "encode", seconds, tokens, 1, num_whole_tokens=tokens)
+
+    @property
+    def _inputs(self) -> list[EncodeRequest]:
+        """All that are not answered, the oldest first."""
+        return [*([self._paused.request] if self._paused is not None else ()), *self._waiting]
+
+    def _share(self, length: int, layers: int) -> int:
+        """So many layers of an input of `length` tokens, as tokens through all layers, rounded up."""
+        return -(-length * layers // next(iter(self.model.config.stacks.values())).num_layers)
 
     def _drop(self, requests: Rows[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
         if requests:
             gone = set(map(id, requests))
             self._waiting = deque(request for request in self._waiting if id(request) not in gone)
-            self._waiting_tokens -= sum(map(self._length, requests))
+            self._waiting_tokens = sum(map(self._length, self._waiting))
+            if self._paused is not None and id(self._paused.request) in gone:
+                self._paused = None
         return [EncodeOutput(request.request_id, finish_reason=reason) for request in requests]
 
     def _next_batch(self, budget: StepBudget) -> list[EncodeRequest]:
@@ -158,6 +205,16 @@ class EncodeEngine:
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
         segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))
         return [self._finish(request, segments[i]) for i, request in enumerate(batch)]
+
+    @torch.inference_mode()
+    def _begin(self, request: EncodeRequest) -> StackPass:
+        return self.model.begin(self._packed([request], causal=self.model.encoder is None))
+
+    @torch.inference_mode()
+    def _advance(self, paused: _Paused, layers: int) -> list[Tensor]:
+        """The input's answer, if these are its last layers."""
+        paused.rows.advance(layers)
+        return [] if paused.rows.layers_left else [self._finish(paused.request, paused.rows.finish())]
 
     def _probe(self) -> None:
         """The smallest pass there is."""
@@ -205,3 +262,8 @@ class EncodeEngine:
         if pooling is Pooling.CLS:
             return hidden[0]
         return self.model.pool(hidden[:1].to(self.model.dtype))[0].float()
+
+
+def _output(request: EncodeRequest, vectors: Tensor, began: float) -> EncodeOutput:
+    data = vectors.float().cpu().contiguous()
+    return EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)

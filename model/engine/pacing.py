@@ -3,7 +3,7 @@
 The engines of a process compute one step at a time. Before each step they state what they want (`StepDemand`), and the
 pacer says which of them takes the next step and how much it may compute (`Turn`). What a step cost is learnt from the
 steps themselves: for each engine the seconds of a step that only decodes, and for its other work (prompts; sources and
-texts, which cannot be split) `fixed + per_token * tokens`.
+texts, whose tokens belong together) `fixed + per_token * tokens`.
 
 While something decodes, work is of two kinds:
 
@@ -12,9 +12,9 @@ While something decodes, work is of two kinds:
     background   everything else: prompts, sources, texts to encode, decode steps of models that nobody streams. It is
                  paid out of a credit in seconds, to which every decode step adds what it cost itself, times
                  `SLOWDOWN - 1`. Background work runs when the credit covers it, the model with the least time so far
-                 first. So a stream is slowed down `SLOWDOWN` times and no step comes between two of its tokens that
-                 is longer than that, unless it cannot be split; and nothing starves: work that takes `c` seconds
-                 begins after about `c / (SLOWDOWN - 1)` seconds of decoding and the work before it.
+                 first. So a stream is slowed down `SLOWDOWN` times, and what comes between two of its tokens is hardly
+                 longer than that unless it cannot be split (a source; a layer of a text). And nothing starves: work
+                 of `c` seconds begins after about `c / (SLOWDOWN - 1)` seconds of decoding and the work before it.
 
 Several models that stream share the credit's rate, as if background work were one more model. A queue of an engine
 raises the slowdown of its own streams, because a batch that is kept small for the sake of its pace lets the queue grow.
@@ -48,9 +48,9 @@ EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
 class StepDemand:
     """What one engine would compute now.
 
-    `whole_tokens` is the length of the first input that cannot be split (a source of an encoder-decoder, a text to
-    encode), 0 without one, `all_whole_tokens` the sum of those that one step could take; `prompt_tokens` are decoder
-    tokens of prompts, which can be split.
+    `whole_tokens` is the least that can be computed of the first input whose tokens belong together (a source of an
+    encoder-decoder; one layer of a text to encode, as that share of its tokens), 0 without one; `all_whole_tokens` is
+    what one step could take of all such inputs. `prompt_tokens` are decoder tokens of prompts, which can be split.
     """
 
     decodes: int = 0
@@ -69,7 +69,7 @@ class StepDemand:
 class StepBudget:
     """How much of its demand an engine may compute in one step; None leaves it to the engine's own limits.
 
-    At least one whole input is taken where `whole_tokens` is not 0, however long it is.
+    Where `whole_tokens` is not 0, at least that of the demand is taken.
     """
 
     decodes: bool = True
@@ -262,7 +262,8 @@ class StepPacer:
         if kind == "decode":
             return costs.decode.seconds or 0.0
         if demand.whole_tokens:
-            return costs.whole.seconds(demand.whole_tokens)
+            piece = min(costs.whole.worthwhile_tokens(1), demand.all_whole_tokens)
+            return costs.whole.seconds(max(piece, demand.whole_tokens))
         piece = costs.prompt.worthwhile_tokens(self._least_tokens)
         return costs.prompt.seconds(min(piece, demand.prompt_tokens))
 

@@ -130,6 +130,8 @@ class Stack(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
+        ("first_layer", c_int64),
+        ("last_layer", c_int64),
         ("self", Segments),
         ("cross", Segments),
         ("memory", c_void_p),

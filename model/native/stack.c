@@ -32,6 +32,7 @@ typedef struct {
 
 typedef struct {
     int64_t rows;
+    int64_t first_layer, last_layer; /* of those that are run: [first, last); behind the stack's last comes its norm */
     Segments self, cross;
     const Memory *memory; /* of each layer's pool; null: keys are the rows themselves */
     const float *cos, *sin; /* [rows][rotary], or null */
@@ -285,7 +286,8 @@ static Team team_of(const Stack *stack, const Step *step, int64_t rows, float *x
 }
 
 static void run_layers(const Team *t) {
-    for (int64_t number = 0; number < t->stack->layers; number++) run_layer(t, number);
+    for (int64_t number = t->step->first_layer; number < t->step->last_layer; number++) run_layer(t, number);
+    if (t->step->last_layer < t->stack->layers) return;
     norm_in_place(t, &t->stack->final, t->x, t->stack->hidden, t->step->rows);
 }
 

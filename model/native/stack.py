@@ -139,15 +139,16 @@ class NativeStack:
 
     def __call__(
         self,
-        x: Tensor,  # [T, d]
+        x: Tensor,  # [T, d] float32, contiguous
         inputs: StackInput,
         cache: KVCache | None,
         cross: CrossInput | None,
         rotary: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """`[T, d]` float32 behind the final norm."""
-        x = x.float().contiguous()
-        step = StepData(rows=len(x), longest=max(inputs.metadata.kv_lens))
+        layers: range,
+    ) -> None:
+        """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
+        longest = max(inputs.metadata.kv_lens)
+        step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop, longest=longest)
         kept = [*fill_segments(step.self, inputs.metadata, cache)]
         if cache is not None:
             step.memory = ctypes.addressof(self._memory_of(cache))
@@ -161,7 +162,6 @@ class NativeStack:
             bias = self._bias_for(max(inputs.metadata.kv_lens))
             step.bias, step.bias_layers, step.bias_width = bias.data_ptr(), bias.shape[0], bias.shape[2]
         self.library.run_stack(self._data, step, x)
-        return x
 
     def _layer(self, block: Block) -> Layer:
         config = self.stack.config

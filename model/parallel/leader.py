@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class LeadingTransformer(ShardedTransformer):
     """Rank 0 of a model: a Transformer to whom it asks, whole hidden states and logits of the whole vocabulary."""
 
+    can_pause = False  # the other ranks are told whole passes
+
     def __init__(self, config: ModelConfig, backend: AttentionBackend, group: Group, followers: Followers) -> None:
         super().__init__(config, backend, group)
         self.followers = followers

@@ -49,20 +49,34 @@ class Streams:
 
 @dataclass
 class Texts:
-    """A client that always has the same texts encoded; counts those that are done."""
+    """A client that always has the same texts encoded; counts those that are done. A text may pause between layers."""
 
     lengths: list[int]
     fixed: float = 0.0005
     per_token: float = 3e-5
+    layers: int = 1
     waiting: list[int] = field(default_factory=list)
+    paused: int = 0  # layers left of the first one
     done: int = 0
 
     def demand(self) -> StepDemand:
         self.waiting = self.waiting or list(self.lengths)
-        return StepDemand(0, False, len(self.waiting), 0, self.waiting[0], min(sum(self.waiting), MAX_TOKENS))
+        layer = -(-self.waiting[0] // self.layers)
+        return StepDemand(
+            0, False, len(self.waiting), 0, layer, layer * self.paused or min(sum(self.waiting), MAX_TOKENS)
+        )
 
     def step(self, budget: StepBudget) -> StepWork:
         left = MAX_TOKENS if budget.whole_tokens is None else budget.whole_tokens
+        if self.paused or self.waiting[0] > left:
+            self.paused = self.paused or self.layers
+            layers = min(self.paused, max(1, left * self.layers // self.waiting[0]))
+            tokens = -(-self.waiting[0] * layers // self.layers)
+            self.paused -= layers
+            if not self.paused:
+                self.waiting.pop(0)
+                self.done += 1
+            return StepWork(self.fixed + self.per_token * tokens, 0, 0, tokens)
         tokens = 0
         while self.waiting and (not tokens or tokens + self.waiting[0] <= left):
             tokens += self.waiting.pop(0)

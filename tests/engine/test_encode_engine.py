@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from model.engine.config import EngineConfig
 from model.engine.encode_engine import EncodeEngine
+from model.engine.loading import load
 from model.engine.model_runner import packed_input
+from model.engine.pacing import StepBudget
+from model.engine.protocol import ModelSpec
 from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
+from model.transformer import StackPass
 from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 
 LENGTHS = (5, 30, 1, 12, 5, 22)
@@ -158,3 +163,55 @@ def test_packed_input_numbers_each_segment_from_zero() -> None:
     packed = packed_input([(7, 8, 9), (4,), (5, 6)], CPU, causal=False)
     assert packed.input_ids.tolist() == [7, 8, 9, 4, 5, 6]
     assert packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert", "llama-gqa", "t5-relu", "xlnet", "vit"])
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits(kind: str, backend: str) -> None:
+    """A stream beside it is served meanwhile."""
+    config = EngineConfig(dtype="float32", attention_backend="auto" if backend == "native" else backend)
+    made = load(ModelSpec(kind, str(saved(kind).path), config)).encode
+    image = made.model.config.image
+    pixels = b"" if image is None else bytes(i % 251 for i in range(image.channels * image.size**2))
+    request = EncodeRequest("r", kind, prompt(30), EncodeTask.TOKENS, pixels=pixels)
+    (whole,) = encoded(made, [request])
+    made.add(request)
+    outputs: list[EncodeOutput] = []
+    layers = next(iter(made.model.config.stacks.values())).num_layers
+    assert layers > 1
+    for _ in range(layers):
+        assert not outputs
+        assert made.has_work
+        outputs, stats = made.step(StepBudget(whole_tokens=made.demand().whole_tokens))
+        assert stats is not None and stats.num_sequences == 1
+    assert not made.has_work
+    assert outputs[0].data == whole.tobytes()
+
+
+def test_an_input_that_paused_can_be_aborted_and_be_late() -> None:
+    made = engine()
+    for late in (False, True):
+        request = EncodeRequest("r", "bert", prompt(30), deadline=time.monotonic() + 0.05 if late else None)
+        made.add(request)
+        made.step(StepBudget(whole_tokens=1))
+        if late:
+            time.sleep(0.06)
+        outputs = made.tend() if late else made.abort("r", FinishReason.CANCELLED)
+        assert [output.finish_reason for output in outputs] == [
+            FinishReason.DEADLINE if late else FinishReason.CANCELLED
+        ]
+        assert not made.has_work
+
+
+def test_an_input_that_breaks_while_paused_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    made.add(EncodeRequest("broken", "bert", prompt(30)))
+    made.add(EncodeRequest("next", "bert", prompt(5)))
+    made.step(StepBudget(whole_tokens=1))
+    monkeypatch.setattr(StackPass, "advance", lambda self, layers: 1 / 0)
+    monkeypatch.setattr(made, "_probe", lambda: None)
+    outputs, _ = made.step(StepBudget(whole_tokens=1))
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]
+    monkeypatch.undo()
+    outputs, _ = made.step()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", FinishReason.STOP)]

@@ -170,6 +170,14 @@ def test_a_text_that_cannot_be_split_waits_until_it_is_paid_for_and_no_longer() 
     assert min(after - before for before, after in pairwise(began)) >= 0.060 / 0.004 - 2
 
 
+def test_a_long_text_pauses_between_its_layers() -> None:
+    """60 ms in twelve layers, beside steps of 4 ms."""
+    engine = Texts([2000], layers=12)
+    shares = simulate({CODE: code(), EMBED: engine})
+    assert shares.of(EMBED) == pytest.approx(0.5, abs=0.03)
+    assert shares.between_tokens(CODE) <= 2.5 * 0.004 + 0.001
+
+
 def test_weights_divide_the_time_between_models() -> None:
     for weight in (1.0, 3.0):
         engines = {EMBED: texts(), OTHER: Texts([100] * 10, per_token=3e-4)}
