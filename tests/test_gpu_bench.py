@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from loadtest.bench.gpu import caches, check, engines, machine, parity, profile, report
 from loadtest.bench.gpu.cases import COMMANDS, Stop, cases_of
 from loadtest.bench.gpu.cli import main
+from loadtest.bench.gpu.compiling import in_parallel
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.supervisor import CUT, STOPPED, Supervisor, Task, read
 from loadtest.bench.gpu.targets import TARGETS, stated
@@ -88,6 +90,7 @@ def test_workloads_say_what_took_the_time(rows: dict[str, Row], folder: Path) ->
         assert sum(row["host_ms"].values()) == pytest.approx(row["step_ms"])
         assert min(row["host_ms"].values()) >= 0
         assert 0 < row["busy"] <= 1 and row["kernels_a_step"] > 0 and row["top"]
+        assert {"pool_memory_s", "recorded_s", "warm_up_s"} <= row["start"].keys()
         assert row["start"]["weights_s"] > 0 and row["weights_gb"] > 0 and row["pool_gb"] > 0
     assert (folder / "profiles.txt").read_text().count(" steps, ") == len([r for r in rows.values() if "busy" in r])
 
@@ -142,10 +145,11 @@ def test_steps_that_are_not_recorded_stop_it(bench: Bench) -> None:
     """On a GPU; here the engine is one of a CPU."""
     ready = engines.load(bench, parity.shape(bench, "llama-1b"), seqs=2, context=64)
     with pytest.raises(Stop, match="attention is not Triton's: "):
-        engines.require_graphs(ready, [])
+        engines.require_graphs(ready)
     ready.loaded.info.attention_backend = "triton"
-    with pytest.raises(Stop, match="were not recorded as CUDA graphs: decode steps could not: out of luck"):
-        engines.require_graphs(ready, ["decode steps could not: out of luck"])
+    ready.runner.unrecorded = "out of luck"
+    with pytest.raises(Stop, match="were not recorded as CUDA graphs: out of luck"):
+        engines.require_graphs(ready)
 
 
 def test_attention_that_is_not_tritons_stops_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +203,24 @@ def test_a_reason_to_stop_is_told_for_all_that_follows(tmp_path: Path) -> None:
     assert code == STOPPED
     assert found["stops"]["skipped"] == found["last"]["skipped"] == "attention is not Triton's"
     assert "skipped" not in found["first"]
+
+
+def test_what_ends_it_ends_its_child(tmp_path: Path) -> None:
+    code = (
+        "import sys; from dataclasses import replace; from loadtest.bench.gpu import cli, supervisor;"
+        "cli.Supervisor = lambda task: supervisor.Supervisor(replace(task, child='tests.gpu_child'));"
+        "cli.COMMANDS = {'first': '', 'hangs': ''}; cli.main(sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "first", "hangs", "--tiny", "--out", str(tmp_path)], cwd=ROOT
+    )
+    while not (rows := [row for row in read([tmp_path]) if row["case"] == "first"]):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(10) == 128 + 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(rows[0]["process"], 0)
 
 
 def test_a_bench_that_breaks_says_so(tmp_path: Path) -> None:
@@ -265,6 +287,12 @@ def test_time_is_counted_once_and_methods_are_put_back() -> None:
     with pytest.raises(AttributeError, match="gone"), timers.on((work, "outer", "outer"), (work, "gone", "gone")):
         raise AssertionError
     assert vars(work) == {}
+
+
+def test_variants_are_compiled_beside_each_other(bench: Bench) -> None:
+    found = in_parallel(bench, math.sqrt, [4.0, -1.0, 9.0])
+    assert found["variants"] == 3 and found["processes"] >= 1
+    assert found["problems"] == ["ValueError: math domain error"]
 
 
 def test_busy_is_the_union_of_spans() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -46,4 +47,5 @@ def main(arguments: list[str] | None = None) -> None:
         options.resume,
         options.cache_dir,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the child ends with us
     sys.exit(Supervisor(task).run())

@@ -17,7 +17,7 @@ Job = TypeVar("Job")
 _MOST = 12  # processes: each has a context of the device, of half a gigabyte
 
 
-def in_parallel(bench: Bench, compile_one: Callable[[Job], None], jobs: Sequence[Job]) -> Found:
+def in_parallel(bench: Bench, compile_one: Callable[[Job], object], jobs: Sequence[Job]) -> Found:
     """Compile all jobs; those that fail are told, and fail again where they are measured."""
     began = time.monotonic()
     workers = max(1, min(_MOST, (os.cpu_count() or 2) - 2, len(jobs)))

@@ -22,10 +22,13 @@ from model.engine.config import EngineConfig
 from model.engine.engine import Engine
 from model.engine.loading import LoadedModel
 from model.engine.model_runner import ModelRunner
+from model.engine.pacing import LEAST_GPU_TOKENS, LEAST_TOKENS, StepPacer, StepWork
 from model.engine.protocol import ModelSpec
-from model.request import Request, SamplingParams
+from model.engine.stats import StepStats
+from model.request import Request, SamplingParams, TokenOutput
 from model.transformer import Transformer
 
+Step = Callable[[], tuple[list[TokenOutput], StepStats | None]]
 GREEDY = SamplingParams(ignore_eos=True)
 
 
@@ -52,11 +55,14 @@ class Ready:
         width = float(self.model.dtype.itemsize)
         return Floor(Costs.of(self.model.config), bench.ceilings, width, width if kv_bytes is None else kv_bytes)
 
-    def request(self, number: object, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def request(
+        self, number: object, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False
+    ) -> Request:
         start = self.model.config.decoder_start_token_id
         begins = () if self.model.config.encoder is None or start is None else (start,)
         name = self.loaded.info.name
-        return Request(str(number), name, tuple(prompt), params, begins, arrival_time=time.monotonic())
+        now = time.monotonic()
+        return Request(str(number), name, tuple(prompt), params, begins, arrival_time=now, streams=streams)
 
     def prompt(self, rng: random.Random, count: int) -> tuple[int, ...]:
         """Ids from the upper half of the vocabulary, where nothing is special."""
@@ -93,7 +99,7 @@ def load(
     ready = assembled(name, model, selection, config)
     ready.seconds["weights_s"] = weights
     if bench.cuda and config.cuda_graphs:
-        require_graphs(ready, bench.warnings)
+        require_graphs(ready)
     return ready
 
 
@@ -101,20 +107,21 @@ def assembled(name: str, model: Transformer, selection: Selection, config: Engin
     """The engines of a network, its capture and warm-up timed."""
     checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."))
     began, timers = time.perf_counter(), Timers()
-    with timers.on((loading, "recorded", "capture_s"), (loading, "warm_up", "warm_up_s")):
+    parts = [(loading, name, f"{name}_s") for name in ("pool_memory", "recorded", "warm_up")]
+    with timers.on(*parts):
         loaded = loading.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
-    seconds = {"capture_s": 0.0, "warm_up_s": 0.0, **timers.seconds, "assemble_s": time.perf_counter() - began}
+    seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}
     return Ready(loaded, model, seconds)
 
 
-def require_graphs(ready: Ready, warnings: list[str]) -> None:
+def require_graphs(ready: Ready) -> None:
     """Raises `Stop` where decode steps would be launched one kernel at a time."""
     if ready.loaded.generate is None:
         return
     if ready.loaded.info.attention_backend != "triton":
         raise Stop(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
     if ready.runner.graphs is None:
-        why = warnings[-1] if warnings else "the log does not say why"
+        why = ready.runner.unrecorded or "nobody says why"
         raise Stop(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
 
 
@@ -132,8 +139,7 @@ class Done:
 
     seconds: float = 0.0
     decode_steps: list[float] = field(default_factory=list)  # seconds of steps that only decoded
-    steps: list[tuple[float, float]] = field(default_factory=list)  # end and length of each
-    first: dict[str, float] = field(default_factory=dict)  # when each request's first token came
+    times: dict[str, list[float]] = field(default_factory=dict)  # when each request's tokens came
     outputs: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
 
@@ -156,22 +162,42 @@ def add(ready: Ready, wanted: Sequence[Ask], params: SamplingParams | Sequence[S
         ready.engine.add(ready.request(number, ask.prompt, own))
 
 
-def finish(ready: Ready, between: Callable[[float], None] | None = None) -> Done:
-    """Step until all is done; `between` steps is told how long it has been and may add more."""
+class Paced:
+    """Steps an engine as the service does that has it alone: the pacer says how much of a prompt a step computes."""
+
+    def __init__(self, ready: Ready, *, cuda: bool) -> None:
+        self._engine = ready.engine
+        self._key = (ready.engine.name, "generate")
+        self._pacer = StepPacer(least_tokens=LEAST_GPU_TOKENS if cuda else LEAST_TOKENS)
+
+    def step(self) -> tuple[list[TokenOutput], StepStats | None]:
+        turn = self._pacer.next({self._key: self._engine.demand()})
+        outputs, stats = self._engine.land() if turn is None else self._engine.step(turn.budget)
+        if stats is not None:
+            prompts = stats.num_tokens - stats.num_decodes - stats.num_whole_tokens
+            work = StepWork(stats.seconds, stats.num_decodes, prompts, stats.num_whole_tokens)
+            self._pacer.observe(self._key, work)
+        return outputs, stats
+
+
+def finish(ready: Ready, between: Callable[[float], None] | None = None, step: Step | None = None) -> Done:
+    """Step until all is done; `between` steps is told how long it has been and may add more.
+
+    `step`: in another way than with all that fits, which is what nobody who reads the tokens as they come would want.
+    """
     engine, done = ready.engine, Done()
+    step = step or engine.step
     began = last = time.perf_counter()
     while engine.has_work:
         if between is not None:
             between(time.perf_counter() - began)
-        outputs, stats = engine.step()
+        outputs, stats = step()
         now = time.perf_counter()
-        if stats is not None:
-            done.steps.append((now - began, now - last))
-            if stats.num_tokens == stats.num_sequences:
-                done.decode_steps.append(now - last)
+        if stats is not None and stats.num_tokens == stats.num_sequences:
+            done.decode_steps.append(now - last)
         last = now
         for output in outputs:
-            done.first.setdefault(output.request_id, now - began)
+            done.times.setdefault(output.request_id, []).extend([now - began] * len(output.token_ids))
             done.outputs.setdefault(output.request_id, []).extend(output.token_ids)
             done.logprobs.setdefault(output.request_id, []).extend(one.logprob for one in output.logprobs or [])
     done.seconds = last - began

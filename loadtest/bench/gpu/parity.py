@@ -99,7 +99,7 @@ def _compare(bench: Bench, *, scenario: Scenario) -> Found:
     fast = _engine(bench, scenario, bench.device, scenario.dtype)
     slow = _engine(bench, scenario, CPU, torch.float32)
     if bench.cuda:
-        require_graphs(fast, bench.warnings)
+        require_graphs(fast)
     found: Found = {"backend": fast.loaded.info.attention_backend, "graphs": fast.runner.graphs is not None}
     same = total = 0
     for _ in range(scenario.rounds):

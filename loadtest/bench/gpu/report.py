@@ -67,7 +67,7 @@ def sections(found: dict[str, Found]) -> list[Section]:
         _kernels(good),
         _start(good),
         _checks(good),
-        _tiles(good, "decode, ", ("of_bandwidth", "best_of_bandwidth")),
+        _tiles(good, "decode, ", ("of_bandwidth", "best_of_bandwidth", "parts", "best_parts")),
         _tiles(good, "prompts, ", ("tflops", "sdpa_us", "varlen_us")),
         _products(good),
         _missing(found),
@@ -135,7 +135,7 @@ def _kernels(found: dict[str, Found]) -> Section:
 
 
 def _start(found: dict[str, Found]) -> Section:
-    parts = ("weights_s", "assemble_s", "capture_s", "warm_up_s")
+    parts = ("weights_s", "assemble_s", "pool_memory_s", "recorded_s", "warm_up_s")
     rows = [
         (
             name,
@@ -145,7 +145,10 @@ def _start(found: dict[str, Found]) -> Section:
         for name, row in found.items()
         if "start" in row
     ]
-    note = "Seconds from nothing: weights drawn, engines assembled, of that graphs recorded and warmed up. Sizes in GB."
+    note = (
+        "Seconds from nothing: weights drawn, then engines assembled; of that the largest step measured, steps "
+        "recorded, kernels warmed up. Sizes in GB."
+    )
     return Section("Start and memory", note, ("workload", *parts, "weights", "pool", "peak"), rows)
 
 
@@ -198,7 +201,8 @@ def _products(found: dict[str, Found]) -> Section:
 
 def _missing(found: dict[str, Found]) -> Section:
     rows = [(name, shown(row)) for name, row in found.items() if not _answers(row)]
-    warned = [(name, f"warned: {text}") for name, row in found.items() for text in row.get("warnings", [])]
+    said = [(name, [*row.get("fallbacks", []), *row.get("warnings", [])]) for name, row in found.items()]
+    warned = [(name, f"warned: {text}") for name, texts in said for text in texts]
     return Section("Failed, skipped, warned", "", ("case", "what it said"), [*rows, *warned])
 
 

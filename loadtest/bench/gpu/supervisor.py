@@ -93,11 +93,15 @@ class Supervisor:
         )
         os.close(writing)
         late = False
-        for message in _lines(reading, self):
-            if message is None:
-                late = True
-                break
-            self._take(message)
+        try:
+            for message in _lines(reading, self):
+                if message is None:
+                    late = True
+                    break
+                self._take(message)
+        except BaseException:
+            _end(process)
+            raise
         if late:
             _end(process)
         code = process.wait()

@@ -30,13 +30,14 @@ PROMPTS = {
     "1 x 8k": ((8192, 8192),),
 }
 _MOST_PAGES = 24e9  # bytes of keys and values of a cell
+_LEAST_PART = 64  # keys, of the parts that are tried
 
 
 def cases(bench: Bench) -> list[Case]:
     compiled = [Case("compile tiles", _compile, 45)] if bench.cuda else []
     prompts: list[tuple[str, str, tuple[int, int, int], tuple[tuple[int, int], ...]]]
     if bench.tiny:
-        cells = [("toy", (4, 2, 16), 40, 2)]
+        cells = [("toy", (4, 2, 16), 130, 2)]
         prompts = [("toy", "2 x 12", (4, 2, 16), ((12, 12),) * 2)]
     else:
         cells = [
@@ -59,37 +60,42 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def decode_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
-    """What is tried for single queries, the chosen one first."""
+    """What is tried for single queries, the chosen one first. More stages than three are the same code as three."""
     yield chosen
-    keys, warps, stages = ((16,), (4,), (1,)) if bench.tiny else ((32, 64, 128), (2, 4, 8), (2, 3, 4))
+    keys, warps, stages = ((16,), (4,), (1,)) if bench.tiny else ((32, 64, 128), (2, 4, 8), (2, 3))
     for k, w, s in product(keys, warps, stages):
         if (tiles := replace(chosen, keys=k, warps=w, stages=s)) != chosen:
             yield tiles
 
 
 def prompt_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
-    """What is tried for prompts."""
+    """What is tried for prompts: 128 rows leave the registers of 4 warps."""
     yield chosen
     if bench.tiny:
         return
-    for rows, keys, (warps, stages) in product((64, 128), (32, 64, 128), ((4, 2), (4, 3), (8, 2), (8, 3))):
+    for (rows, warps), keys, stages in product(((64, 4), (64, 8), (128, 8)), (32, 64, 128), (2, 3)):
         if (tiles := replace(chosen, rows=rows, keys=keys, warps=warps, stages=stages)) != chosen:
             yield tiles
 
 
-def _chosen(problem: Problem, bench: Bench) -> Tiles:
-    """What the backend takes for it, seen at its own call."""
+def _chosen(problem: Problem, bench: Bench) -> tuple[Tiles, int]:
+    """Tiles and parts that the backend takes for it, seen at its own call."""
     from loadtest.bench.gpu.cut import Cut
 
     seen: list[Tiles] = []
+    parts: list[int] = []
 
     class Seeing(Cut):
         def tiles(self, *arguments: object, **named: object) -> Tiles:
             seen.append(super().tiles(*arguments, **named))
             return seen[-1]
 
+        def parts(self, *arguments: object, **named: object) -> int:
+            parts.append(super().parts(*arguments, **named))
+            return parts[-1]
+
     made(problem, bench.device, bench.dtype).forward(Seeing())
-    return seen[-1]
+    return seen[-1], parts[-1]
 
 
 def _decode_problem(heads: tuple[int, int, int], context: int, count: int) -> Problem:
@@ -97,13 +103,20 @@ def _decode_problem(heads: tuple[int, int, int], context: int, count: int) -> Pr
 
 
 def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: int) -> Found:
-    """The chosen tiles against the others, by the bandwidth at which pages are read."""
+    """The chosen tiles and number of parts against others, by the bandwidth at which pages are read."""
+    from loadtest.bench.gpu.cut import Cut
+
     need_triton(bench)
     problem = _decode_problem(heads, context, count)
     given = made(problem, bench.device, bench.dtype)
-    timed = _all(bench, given, list(decode_tiles(_chosen(problem, bench), bench)))
+    chosen, parts = _chosen(problem, bench)
+    timed = _all(bench, given, list(decode_tiles(chosen, bench)))
+    others = [1 << power for power in range(7) if (1 << power) <= context // _LEAST_PART]
+    by_parts = {n: 1e6 * bench.device_seconds(partial(given.forward, Cut(chosen, n)), rounds=3) for n in others}
     read = problem.kv_bytes / bench.ceilings.bytes_per_second
-    return _found(timed) | {"of_bandwidth": read / timed[0][0], "best_of_bandwidth": read / min(timed)[0]}
+    found = _found(timed) | {"of_bandwidth": read / timed[0][0], "best_of_bandwidth": read / min(timed)[0]}
+    best = min(by_parts, key=by_parts.__getitem__, default=parts)
+    return found | {"parts": parts, "best_parts": best, "us_by_parts": {str(n): us for n, us in by_parts.items()}}
 
 
 def _prompts(bench: Bench, *, heads: tuple[int, int, int], lens: tuple[tuple[int, int], ...]) -> Found:
@@ -111,7 +124,7 @@ def _prompts(bench: Bench, *, heads: tuple[int, int, int], lens: tuple[tuple[int
     need_triton(bench)
     problem = Problem(lens, *heads)
     given = made(problem, bench.device, bench.dtype)
-    timed = _all(bench, given, list(prompt_tiles(_chosen(problem, bench), bench)))
+    timed = _all(bench, given, list(prompt_tiles(_chosen(problem, bench)[0], bench)))
     found = _found(timed) | {"tflops": problem.flops / timed[0][0] / 1e12}
     packed = made(replace(problem, paged=False), bench.device, bench.dtype)
     for name, work in (("sdpa", _sdpa), ("varlen", _varlen)):
@@ -183,9 +196,9 @@ def _compile(bench: Bench) -> Found:
     jobs: list[Job] = []
     for heads in HEADS.values():
         single, prompts = _decode_problem(heads, 600, 1), Problem(((300, 300),), *heads)
-        for tiles in decode_tiles(_chosen(single, bench), bench):
+        for tiles in decode_tiles(_chosen(single, bench)[0], bench):
             jobs += [(single, tiles, 1), (single, tiles, 2)]
-        jobs += [(prompts, tiles, 1) for tiles in prompt_tiles(_chosen(prompts, bench), bench)]
+        jobs += [(prompts, tiles, 1) for tiles in prompt_tiles(_chosen(prompts, bench)[0], bench)]
     return in_parallel(bench, compile_one, jobs)
 
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from loadtest.bench.gpu import profile
@@ -14,6 +15,7 @@ from loadtest.bench.gpu.cases import Case, Found
 from loadtest.bench.gpu.engines import (
     GREEDY,
     Ask,
+    Paced,
     Ready,
     add,
     asks,
@@ -102,7 +104,7 @@ def _one_stream(bench: Bench, *, name: str) -> Found:
     floor = ready.floor(bench).step(1, prompt + wanted // 2)
     add(ready, asks(ready, [(prompt, 3 * profile.STEPS)]))
     found: Found = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * floor / done.decode_ms}
-    found |= {"first_token_ms": 1e3 * done.first["0"]}
+    found |= {"first_token_ms": 1e3 * done.times["0"][0]}
     return found | profile.decoding(bench, ready, f"{name}, one stream") | _setup(ready)
 
 
@@ -132,30 +134,33 @@ def _prefill(bench: Bench, *, name: str) -> Found:
 
 def _arriving(bench: Bench, *, name: str) -> Found:
     """32 streams decode; then four prompts of 2,048 tokens arrive a second: what running streams wait between tokens,
-    and newcomers for their first."""
+    and newcomers for their first, paced as the service does it."""
     streams, prompt, rate = _scaled(bench, 32), _scaled(bench, 2048), 4.0
     newcomers, calm, wanted = (2, 16, 60) if bench.tiny else (24, 128, 1536)
     ready = load(bench, _raw(bench, name), seqs=streams + newcomers, context=max(prompt, wanted) * 2, name=name)
     warm(ready, prompt)
-    add(ready, asks(ready, [(_scaled(bench, 512), wanted)] * streams))
+    for number, ask in enumerate(asks(ready, [(_scaled(bench, 512), wanted)] * streams)):
+        ready.engine.add(ready.request(number, ask.prompt, replace(GREEDY, max_tokens=wanted), streams=True))
     late = asks(ready, [(prompt, 16)] * newcomers, seed=1)
     added: dict[str, float] = {}
     begun: list[float] = []
 
     def between(at: float) -> None:
-        generating = [s for s in ready.engine.scheduler.running if s.request.request_id not in added]
-        if not begun and generating and min(s.num_output_tokens for s in generating) >= calm:
+        running = [s for s in ready.engine.scheduler.running if s.request.request_id not in added]
+        if not begun and len(running) == streams and min(s.num_output_tokens for s in running) >= calm:
             begun.append(at)
         while begun and len(added) < newcomers and at >= begun[0] + len(added) / rate:
-            number = f"late-{len(added)}"
-            ready.engine.add(ready.request(number, late[len(added)].prompt, replace(GREEDY, max_tokens=16)))
+            number, params = f"late-{len(added)}", replace(GREEDY, max_tokens=16)
+            ready.engine.add(ready.request(number, late[len(added)].prompt, params, streams=True))
             added[number] = at
 
-    done = finish(ready, between)
-    last = max(done.first[number] for number in added)
-    before = [seconds for end, seconds in done.steps if 0.5 * begun[0] < end <= begun[0]]
-    during = [seconds for end, seconds in done.steps if begun[0] < end <= last]
-    waits = sorted(done.first[number] - at for number, at in added.items())
+    done = finish(ready, between, Paced(ready, cuda=bench.cuda).step)
+    first = {number: done.times[number][0] for number in added}
+    last = min(max(first.values()), min(done.times[str(number)][-1] for number in range(streams)))
+    gaps = [pair for number in range(streams) for pair in pairwise(done.times[str(number)])]
+    before = [end - start for start, end in gaps if 0.5 * begun[0] < start and end <= begun[0]]
+    during = [end - start for start, end in gaps if begun[0] < end <= last]
+    waits = sorted(first[number] - at for number, at in added.items())
     calm_ms, busy_ms = 1e3 * statistics.median(before), 1e3 * _quantile(during, 0.99)
     return {
         "between_tokens_ms": calm_ms,
@@ -200,7 +205,7 @@ def _setup(ready: Ready) -> Found:
     info = ready.loaded.info
     pool = info.num_blocks * info.block_size * info.kv_bytes_per_token
     sizes = {"weights_gb": info.weight_bytes / 1e9, "pool_gb": pool / 1e9}
-    return {"start": ready.seconds, **sizes, "backend": info.attention_backend}
+    return {"start": ready.seconds, **sizes, "backend": info.attention_backend, "fallbacks": list(info.fallbacks)}
 
 
 def _title(name: str, params: SamplingParams, settings: dict[str, Any]) -> str:
