@@ -14,7 +14,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
@@ -34,6 +36,7 @@ from model.config import ConfigError
 from model.engine.errors import EngineDeadError
 from model.engine.stats import ModelInfo
 from service import log_pipe, logs
+from service.descendants import adopt_orphans, end_descendants
 from service.placement import check_gpus, gpus_of_replica
 from service.prefix import unprefixed
 from service.ray_environment import request_timeout_s
@@ -56,6 +59,8 @@ from service.state import service_of
 _LOG = "log"  # the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # beyond what the engines queue: health, metrics, requests that will be refused
 _STOP_MARGIN = 15.0
+_LOOK_SECONDS = 1.0  # between two looks at Ray's processes
+_END_SECONDS = 2.0  # for processes that Ray has told to end
 _CONTROL_SECONDS = 30.0  # for a question to the replicas
 _CANCEL_SECONDS = 5.0  # a replica that hangs must not hold the answer to who cancels
 _STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
@@ -204,18 +209,20 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     config = _resolved(config)
     signals = _Signals()
     signals.take()
+    handles: list[DeploymentHandle[Any]] = []
     try:
         with log_pipe.printing(folder / _LOG), _session(folder, signals):
             try:
                 _deploy(config, folder)
                 models: dict[str, ModelInfo] = {}
-                for replicas in _handles(config):
+                handles += _handles(config)
+                for replicas in handles:
                     models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
                 on_ready(Ready(_url(config), _ingress(), models))
-                while True:
-                    signal.pause()
+                _wait_for_loss()
+                raise SystemExit(1)
             except SystemExit:  # even before we hear that replicas are ready: they answer earlier
-                signals.drained = _drain(config)
+                signals.drained = _drain(config, handles)
                 raise
     except SystemExit as stopped:
         return signals.exit_code(stopped)
@@ -230,13 +237,23 @@ def _handles(config: ServeConfig) -> list[DeploymentHandle[Any]]:
     return handles
 
 
-def _drain(config: ServeConfig) -> bool:
-    """Let every replica drain; whether all did."""
+def _wait_for_loss() -> None:
+    """Return when the service cannot go on."""
+    while not (lost := _lost()):
+        time.sleep(_LOOK_SECONDS)
+    logger.error("Ray's %s has ended, and so does the service", lost)
+
+
+def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> bool:
+    """Let every replica drain; whether all did. `handles`: `_handles`, if they are known by now."""
+    lost = _lost()
+    if lost == PROCESS_TYPE_RAYLET or (lost and not handles):  # replicas end with the one, and the other finds them
+        return False
     logger.info("draining")
     settings = config.settings
     timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
     try:
-        for drained in [replicas.broadcast("drain") for replicas in _handles(config)]:
+        for drained in [replicas.broadcast("drain") for replicas in handles or _handles(config)]:
             drained.results(timeout_s=timeout)
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("a replica did not drain: %s", type(error).__name__)
@@ -331,16 +348,37 @@ def _session(folder: Path, signals: _Signals) -> Iterator[None]:
         yield
     finally:
         signals.ignore()
+        adopt_orphans()
         with redirect_stdout(io.StringIO()):  # Ray prints that its controller, which it killed, is dead
             _end_ray()
+        _end_rest(_END_SECONDS)
 
 
 def _end_ray() -> None:
+    if _lost():  # Serve would wait half a minute for a controller that waits itself
+        _end_rest(0.0)
     try:
-        if ray.is_initialized():  # Serve would start a Ray to have one to shut down
+        if ray.is_initialized() and not _lost():  # Serve would start a Ray to have one to shut down
             serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _end_rest(grace_s: float) -> None:
+    left = end_descendants(grace_s)
+    if left:
+        logger.warning("ended what Ray had left: %s", ", ".join(left))
+
+
+def _lost() -> str:
+    """Which process of Ray's that nothing goes on without has ended; empty: all live. Ray itself would give up a minute
+    later, undrained.
+    """
+    node = ray._private.worker._global_node
+    if node is None:
+        return ""
+    alive = {kind for kind, _ in node.live_processes()}
+    return next((kind for kind in (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET) if kind not in alive), "")
 
 
 def _resolved(config: ServeConfig) -> ServeConfig:

@@ -198,3 +198,34 @@ def test_a_signal_between_ready_and_the_banner_drains_too(models: list[str]) -> 
         assert service.wait() in (0, 128 + signal.SIGTERM), service.output
     finally:
         service.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("process", "signalled"), [("gcs/gcs_server", True), ("gcs/gcs_server", False), ("raylet/raylet", False)]
+)
+def test_a_service_whose_ray_is_killed_ends_and_leaves_nothing(
+    models: list[str], process: str, signalled: bool
+) -> None:
+    """Without the global control store nothing of Ray's answers any more, and what it started would stay: an HAProxy
+    that listens where the next service is to.
+    """
+    with running([*models, *RUNTIMES["ray"], "--log-format", "json"]) as service:
+        connection = post(service.url, "/generate", {**LONG, "max_tokens": 200, "stream": True})
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        started = service.descendants()
+        (pid,) = (pid for pid, line in started.items() if line.split()[0].endswith(process))
+        os.kill(pid, signal.SIGKILL)
+        if signalled:
+            service.signal(signal.SIGTERM)
+        rest = read_all(connection)
+        assert process == "raylet/raylet" or b"data: [DONE]" in rest
+        began = time.monotonic()
+        assert service.wait() in ((0, 1) if signalled else (1,)), service.output
+        assert time.monotonic() - began < 15
+        eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 20)
+        address = urlsplit(service.url)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address.hostname or "", address.port or 0))
+        if not signalled:
+            assert f"{process.rpartition('/')[2]} has ended" in service.output

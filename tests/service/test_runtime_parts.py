@@ -427,3 +427,21 @@ def test_ports_of_haproxy_are_none_that_a_connection_may_be_given(monkeypatch: p
         monkeypatch.setattr(ray_environment, "_PORTS_FROM", taken.getsockname()[1])
         monkeypatch.setattr(ray_environment, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
         assert ray_environment._free_port() not in (0, taken.getsockname()[1])
+
+
+_ORPHANS = """
+import subprocess
+from service.descendants import adopt_orphans, end_descendants
+adopt_orphans()
+subprocess.run(["sh", "-c", "sleep 61 & (trap '' TERM; sleep 62) &"])  # which ends and leaves them
+left = end_descendants(0.0)
+assert left.count("sleep") == 2, left
+ending = subprocess.Popen(["sleep", "0.1"])
+assert end_descendants(30.0) == []
+"""
+
+
+def test_orphans_are_found_and_ended() -> None:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", _ORPHANS], check=True, timeout=60, cwd=ROOT)
+    assert time.monotonic() - began < 30
