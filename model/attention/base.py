@@ -157,7 +157,11 @@ class AttentionBackend(Protocol):
         config: AttentionConfig,
         bias: ScoreBias | None = None,
     ) -> Tensor:
-        """`softmax(q k^T * scale + bias) v`, `[T, H, D]`; writes key and value into the cache first."""
+        """`softmax(q k^T * scale + bias) v`, `[T, H, D]`.
+
+        Writes the keys and values of all segments into the cache before any query reads: a segment's table may name
+        blocks that another segment fills in the same step (`model.engine.block_manager`).
+        """
 
 
 @runtime_checkable

@@ -8,14 +8,18 @@ is
     cached    in no table, but known by the hash of its content: taken by who needs it, or evicted, oldest first
 
 The hash of a full block covers all that its keys and values depend on: the salt, the source of an encoder-decoder,
-every token up to its end (SHA-256, chained block by block). Sequences that begin the same share those blocks; blocks
-of a source are never shared. Invariant: free + used + cached is everything, and the counts add up.
+every token up to its end (SHA-256, chained block by block). Sequences that begin the same share those blocks, also
+while they are being computed: a step writes all of its keys before it reads any, so that a block may be read in the
+step that fills it, by whoever is scheduled behind. Sequences of equal salt and source share the memory of that source
+while one of them is there. Without prefix caching all this is so among the sequences of one request, and no block is
+kept. Invariant: free + used + cached is everything, and the counts add up.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from hashlib import sha256
 from struct import pack
 
@@ -40,6 +44,7 @@ class BlockManager:
         self._hashes: dict[int, bytes] = {}  # of used and cached blocks
         self._known: dict[bytes, int] = {}  # the block that holds it
         self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._sources: dict[bytes, list[int]] = {}  # the memory of each salt and source that is in use
 
     @property
     def num_free(self) -> int:
@@ -65,24 +70,47 @@ class BlockManager:
         """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
         return self._missing(sequence, num_tokens) + self._missing_cross(sequence) <= self.num_free
 
-    def can_admit(self, sequence: Sequence) -> bool:
-        """Whether all that is known of a waiting sequence fits, given the blocks it would find."""
-        found = self._find(sequence)
-        wanted = self.blocks_for(sequence.num_tokens) - len(found) + self._missing_cross(sequence)
-        return wanted <= self.num_free - sum(block in self._cached for block in found)
+    def can_admit(self, together: Rows[Sequence]) -> bool:
+        """Whether all that is known of waiting sequences fits: of one, or of the beams of a search.
+
+        Blocks that they would find, or that one of them would compute for the others, are counted once.
+        """
+        wanted = self._missing_cross(together[0])
+        found: set[int] = set()
+        computed: set[bytes] = set()
+        for sequence in together:
+            known = self._find(sequence)
+            found.update(known)
+            wanted += self.blocks_for(sequence.num_tokens) - len(known)
+            if len(together) > 1:  # what one of them computes is there for the others
+                missing = range(len(known), self._num_shareable(sequence))
+                wanted -= len(missing)
+                computed.update(self._extend_hashes(sequence, index) for index in missing)
+        return wanted + len(computed) <= self.num_free - sum(block in self._cached for block in found)
 
     def reuse(self, sequence: Sequence) -> None:
-        """Give a sequence without blocks those that hold its beginning already; they count as computed."""
-        found = self._find(sequence)
+        """Give a sequence the known blocks that go on from what it has computed, and the memory of its source where
+        that is there; they count as computed.
+        """
+        begin = sequence.num_computed_tokens // self.block_size
+        found = self._find(sequence, begin)
         for block in found:
             self._cached.pop(block, None)
             self._counts[block] += 1
-        sequence.block_table.extend(found)
-        sequence.num_computed_tokens = len(found) * self.block_size
-        if sequence.scheduled_time is None and sequence.reuses_prefix:  # else it finds what it has computed itself
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+        if sequence.scheduled_time is None and self.prefix_caching and sequence.reuses_prefix:
             self.num_queried_tokens += sequence.num_prompt_tokens
-            self.num_hit_tokens += sequence.num_cached_tokens
+        if found:
+            for block in sequence.block_table[begin:]:  # begun by itself
+                self._release(block)
+            sequence.block_table[begin:] = found
+            reached = (begin + len(found)) * self.block_size
+            if self.prefix_caching and not sequence.restarted:  # else it finds what it has computed itself
+                sequence.num_cached_tokens += reached - sequence.num_computed_tokens
+                self.num_hit_tokens += reached - sequence.num_computed_tokens
+            sequence.num_computed_tokens = reached
+            sequence.num_remembered_blocks = begin + len(found)
+        if sequence.needs_source:
+            self._share_source(sequence)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> dict[int, int]:
         """Extend the sequence's tables to hold `num_tokens` more computed tokens and its source.
@@ -102,6 +130,8 @@ class BlockManager:
             (sequence.cross_block_table, self._missing_cross(sequence)),
         ):
             table.extend(self._take() for _ in range(count))
+        if sequence.source_ids and self._is_shared(sequence):
+            self._sources.setdefault(self._root(sequence), list(sequence.cross_block_table))
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -114,38 +144,52 @@ class BlockManager:
             for block in ours:
                 self._counts[block] += 1
 
-    def share_source(self, first: Sequence, other: Sequence) -> None:
-        """Let `other` read the memory of `first`, whose source is the same."""
-        other.cross_block_table.extend(first.cross_block_table)
-        for block in first.cross_block_table:
-            self._counts[block] += 1
-
-    def remember(self, sequence: Sequence) -> None:
-        """Make the full blocks that the sequence has computed known to those who come after it."""
-        if not self.prefix_caching:
-            return
+    def remember(self, sequence: Sequence, num_tokens: int = 0) -> None:
+        """Make the full blocks known that the sequence has computed, or will have with `num_tokens` more in the step
+        that is being put together.
+        """
         known = sequence.num_tokens - sequence.awaits  # what the device alone knows has no hash
-        full = min(sequence.num_computed_tokens, known) // self.block_size
-        for index in range(sequence.num_remembered_blocks, full):
-            digest = self._extend_hashes(sequence, index)
-            block = sequence.block_table[index]
-            if digest not in self._known and block not in self._hashes:
-                self._known[digest] = block
-                self._hashes[block] = digest
-        sequence.num_remembered_blocks = full
+        full = min(sequence.num_computed_tokens + num_tokens, known) // self.block_size
+        if self._is_shared(sequence):
+            for index in range(sequence.num_remembered_blocks, full):
+                self._make_known(self._extend_hashes(sequence, index), sequence.block_table[index])
+        sequence.num_remembered_blocks = max(full, sequence.num_remembered_blocks)
+
+    def frontier(self, sequence: Sequence) -> bytes | None:
+        """The hash of the block that a sequence will make known next; None if that is not a block of known tokens that
+        others could share.
+        """
+        index = sequence.num_remembered_blocks
+        return self._extend_hashes(sequence, index) if index < self._num_shareable(sequence) else None
+
+    def frontier_found(self, sequence: Sequence) -> bytes | None:
+        """The same of a sequence without blocks, if it began now."""
+        index = len(self._find(sequence))
+        return self._extend_hashes(sequence, index) if index < self._num_shareable(sequence) else None
+
+    def unwritten(self, sequence: Sequence) -> list[int]:
+        """Blocks of which a step that failed has left some of what others may have been promised."""
+        begin = sequence.num_computed_tokens // self.block_size
+        return [*sequence.block_table[begin:], *sequence.cross_block_table]
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks of the sequence back; harmless on one that has none."""
-        for table in (sequence.block_table, sequence.cross_block_table):
-            for block in reversed(table):  # the end of a prefix is evicted before its beginning
-                self._counts[block] -= 1
-                if self._counts[block]:
-                    continue
-                if block in self._hashes:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
-            table.clear()
+        """Take all blocks of the sequence back; harmless on one that has none.
+
+        What was promised to others and is not computed is known no longer.
+        """
+        table = sequence.block_table
+        for block in table[sequence.num_computed_tokens // self.block_size :]:
+            self._forget(block)
+        for block in reversed(table):  # the end of a prefix is evicted before its beginning
+            self._release(block)
+        table.clear()
+        if sequence.cross_block_table:
+            last = all(self._counts[block] == 1 for block in sequence.cross_block_table)
+            if last and self._is_shared(sequence):
+                self._sources.pop(self._root(sequence), None)
+            for block in reversed(sequence.cross_block_table):
+                self._release(block)
+            sequence.cross_block_table.clear()
 
     def clear_cache(self) -> None:
         """Forget everything; blocks in use stay in use."""
@@ -175,6 +219,8 @@ class BlockManager:
         )
         assert {block: digest for digest, block in self._known.items()} == self._hashes, "hashes and blocks disagree"
         assert self._cached.keys() <= self._hashes.keys(), "a cached block is not known"
+        shared = {block for table in self._sources.values() for block in table}
+        assert all(self._counts[block] for block in shared), "the memory of a source that nobody reads"
 
     def _take(self) -> int:
         """A block whose content nobody needs any more."""
@@ -186,12 +232,54 @@ class BlockManager:
         self._counts[block] = 1
         return block
 
-    def _find(self, sequence: Sequence) -> list[int]:
-        """Known blocks of the sequence's beginning; at least its last token stays to be computed."""
-        if not self.prefix_caching or not sequence.reuses_prefix:
-            return []
+    def _release(self, block: int) -> None:
+        """One table less that has the block."""
+        self._counts[block] -= 1
+        if self._counts[block]:
+            return
+        if block in self._hashes and self.prefix_caching:
+            self._cached[block] = None
+        else:
+            self._forget(block)
+            self._free.append(block)
+
+    def _make_known(self, digest: bytes, block: int) -> None:
+        before = self._known.get(digest)
+        if before is not None and before in self._cached:  # nobody has it: one copy is enough
+            del self._cached[before]
+            self._forget(before)
+            self._free.append(before)
+            before = None
+        if before is None and block not in self._hashes:
+            self._known[digest] = block
+            self._hashes[block] = digest
+
+    def _forget(self, block: int) -> None:
+        if block in self._hashes:
+            del self._known[self._hashes.pop(block)]
+
+    def _share_source(self, sequence: Sequence) -> None:
+        """Let it read the memory of its source where another's encoder has run or runs in this step."""
+        if self._is_shared(sequence):
+            table = self._sources.get(self._root(sequence), [])
+            sequence.cross_block_table.extend(table)
+            for block in table:
+                self._counts[block] += 1
+
+    def _is_shared(self, sequence: Sequence) -> bool:
+        """Whether anybody could begin the same."""
+        return self.prefix_caching or sequence.params.n > 1 or sequence.params.num_beams > 1
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Blocks that the sequence may have from others: at least its last token stays to be computed."""
+        if not sequence.reuses_prefix or not self._is_shared(sequence):
+            return 0
+        return (sequence.num_tokens - 1) // self.block_size
+
+    def _find(self, sequence: Sequence, begin: int = 0) -> list[int]:
+        """Known blocks of the sequence from its block `begin` on."""
         found: list[int] = []
-        for index in range((sequence.num_tokens - 1) // self.block_size):
+        for index in range(begin, self._num_shareable(sequence)):
             digest = self._extend_hashes(sequence, index)
             if digest not in self._known:
                 break
@@ -202,10 +290,19 @@ class BlockManager:
         """The hash of the sequence's block `index`, those before it being known to the sequence."""
         if index < len(sequence.block_hashes):
             return sequence.block_hashes[index]
-        parent = sequence.block_hashes[-1] if sequence.block_hashes else _root(sequence)
+        parent = sequence.block_hashes[-1] if sequence.block_hashes else self._root(sequence)
         tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
         sequence.block_hashes.append(sha256(parent + pack(f"<{len(tokens)}q", *tokens)).digest())
         return sequence.block_hashes[-1]
+
+    def _root(self, sequence: Sequence) -> bytes:
+        """The hash of what all blocks of a sequence depend on before its first token: salt and source."""
+        if sequence.root_hash is None:
+            request = sequence.request
+            salt = (request.cache_salt if self.prefix_caching else request.request_id).encode()
+            source = pack(f"<{len(sequence.source_ids)}q", *sequence.source_ids)
+            sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source).digest()
+        return sequence.root_hash
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         wanted = self.blocks_for(sequence.num_computed_tokens + num_tokens)
@@ -217,11 +314,8 @@ class BlockManager:
         return offset > 0 and index < len(sequence.block_table) and self._counts[sequence.block_table[index]] > 1
 
     def _missing_cross(self, sequence: Sequence) -> int:
-        return self.blocks_for(len(sequence.source_ids)) if sequence.needs_source else 0
+        return self.blocks_for(len(sequence.source_ids)) if self.must_encode(sequence) else 0
 
-
-def _root(sequence: Sequence) -> bytes:
-    """What all blocks of a sequence depend on before its first token."""
-    salt = sequence.request.cache_salt.encode()
-    source = pack(f"<{len(sequence.source_ids)}q", *sequence.source_ids)
-    return sha256(pack("<q", len(salt)) + salt + source).digest()
+    def must_encode(self, sequence: Sequence) -> bool:
+        """Whether the encoder has to run for a sequence: nobody's memory of the same source is there."""
+        return sequence.needs_source and not (self._is_shared(sequence) and self._root(sequence) in self._sources)

@@ -21,7 +21,7 @@ from model.engine.block_manager import BlockManager
 from model.engine.faults import in_parts
 from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
 from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.sequence import AWAITED, Beams, Sequence
+from model.engine.sequence import AWAITED, Beams, Sequence, SequenceStatus
 from model.engine.stats import EngineStats, StepStats
 from model.grammar import GrammarError
 from model.request import FinishReason, Request, TokenOutput
@@ -203,10 +203,14 @@ class Engine:
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """A step from its beginning to its end."""
         parts = in_parts(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
+        unwritten: set[int] = set()
         for part, sampled in parts:
             steps = list(chain.from_iterable(part))
             if sampled is None:
+                unwritten.update(*(self.block_manager.unwritten(step.sequence) for step in steps))
                 self._end_all([step.sequence for step in steps], FinishReason.ERROR)
+            elif unwritten and any(_reads(step.sequence, unwritten) for step in steps):
+                self.scheduler.preempt(steps[0].sequence)  # it shared blocks that were never filled
             else:
                 for step in steps:
                     step.sequence.num_computed_tokens += step.num_tokens
@@ -288,6 +292,8 @@ class Engine:
             ahead = sequence.drop_awaited(step.start + step.num_tokens) if token is not None else 0
             self.block_manager.remember(sequence)
             if token is not None and beams is not None:
+                if sequence.status is not SequenceStatus.RUNNING:
+                    continue  # its search was preempted while the step was under way
                 beams.candidates[beams.members.index(sequence)] = token.candidates
                 beams.forced = token.forced
                 searches[id(beams)] = beams
@@ -413,6 +419,10 @@ def _part(whole: SchedulerOutput, steps: list[ScheduledSequence]) -> SchedulerOu
         tables = set(chain.from_iterable(step.sequence.block_table for step in steps))
         copies = {filled: source for filled, source in copies.items() if filled in tables}
     return SchedulerOutput(steps, copies)
+
+
+def _reads(sequence: Sequence, blocks: set[int]) -> bool:
+    return not blocks.isdisjoint(sequence.block_table) or not blocks.isdisjoint(sequence.cross_block_table)
 
 
 def _units(output: SchedulerOutput) -> list[Unit]:

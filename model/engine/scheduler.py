@@ -3,7 +3,8 @@
 No prefill phase and no decode phase: every sequence catches up with its own tokens within the step's budget, the oldest
 of the highest priority first. A running sequence that gets no block takes those of the youngest of the lowest priority,
 which is computed anew later (preemption by recompute). New sequences are admitted strictly in order, and only when
-their whole prompt fits, so what fits in an empty engine always finishes.
+their whole prompt fits, so what fits in an empty engine always finishes. What an older one is just computing, whose
+tokens are the same so far, a sequence lets it compute: it goes on behind it, or by itself once the older one is gone.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by Sequence.order
         self.running: list[Sequence] = []  # by Sequence.order
         self.num_preemptions = 0
+        self._frontiers: set[bytes] = set()  # blocks that running prompts will make known next
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -134,14 +136,16 @@ class Scheduler:
         A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
         """
         before = self.num_preemptions
-        uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        uncomputed = self._catch_up()
         if not limits.decodes:
             uncomputed = [left if left > 1 else 0 for left in uncomputed]
         decoding = uncomputed.count(1)  # one token kept for each of them
         budget = self.max_num_batched_tokens
         if limits.prompt_tokens is not None:
             budget = min(budget, decoding + limits.prompt_tokens)
-        contested = bool(self.waiting) or sum(left > 1 for left in uncomputed) > 1
+        prompts = sum(left > 1 for left in uncomputed)
+        contested = prompts > 1 or (prompts == 1 and not all(map(self._waits, self.waiting)))
+        self._frontiers.clear()
         for sequence, left in zip(list(self.running), uncomputed, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by an older one in this very loop
@@ -152,12 +156,12 @@ class Scheduler:
             num_tokens = min(left, available)
             if num_tokens <= 0:
                 continue
-            if self.block_manager.holds(sequence, num_tokens):  # nearly always: a block takes many tokens
-                output.scheduled.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, False))
-                budget -= num_tokens
-            elif self._make_room(sequence, num_tokens):
-                self._put(output, sequence, num_tokens)
-                budget -= num_tokens
+            if not self.block_manager.holds(sequence, num_tokens):  # it nearly always does: a block takes many tokens
+                if not self._make_room(sequence, num_tokens):
+                    continue
+                output.copies.update(self.block_manager.allocate(sequence, num_tokens))
+            self._put(output, sequence, num_tokens)
+            budget -= num_tokens
         # A search that was preempted because of its last beam takes the others with it.
         output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
         return budget, self.num_preemptions > before
@@ -165,16 +169,43 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Preempt the youngest until `sequence` fits; False if that was itself."""
         while not self.block_manager.can_allocate(sequence, num_tokens):
-            victims = self._together(self.running[-1])
-            for victim in victims:
-                self.running.remove(victim)
-                self.block_manager.free(victim)
-                victim.restart()
-                self.add(victim)
-            self.num_preemptions += 1
-            if sequence in victims:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if sequence.status is not SequenceStatus.RUNNING:
                 return False
         return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Let a running sequence, or all beams of its search, wait again, without blocks."""
+        for victim in self._together(sequence):
+            self.running.remove(victim)
+            self.block_manager.free(victim)
+            victim.restart()
+            self.add(victim)
+        self.num_preemptions += 1
+
+    def _catch_up(self) -> list[int]:
+        """Tokens that each running sequence could compute in this step, once it has taken what others computed of its
+        prompt; none for one that lets an older one compute the next of it.
+        """
+        uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        self._frontiers.clear()
+        for place, left in enumerate(uncomputed):
+            if left > 1:
+                sequence = self.running[place]
+                self.block_manager.reuse(sequence)
+                uncomputed[place] = 0 if self._follows(sequence) else sequence.num_uncomputed_tokens
+                self._lead(sequence)
+        return uncomputed
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether a running prompt that is served before this one computes the next of it."""
+        return self.block_manager.frontier(sequence) in self._frontiers
+
+    def _lead(self, sequence: Sequence) -> None:
+        frontier = self.block_manager.frontier(sequence)
+        if frontier is not None:
+            self._frontiers.add(frontier)
 
     def _admit(self, output: SchedulerOutput, budget: int, source_limit: int | None) -> None:
         """Start waiting sequences in order until one does not fit."""
@@ -182,38 +213,38 @@ class Scheduler:
         source_budget = most  # of its own: a long source must not wait for an idle decoder
         places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
         for sequence in list(self.waiting):
+            if budget < 1 or places < 1:
+                return
             if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
             places -= sum(one.width for one in together)
             begun = source_budget < most  # a source is never split: the first goes, however long
-            source_budget -= len(sequence.source_ids)
-            if sequence.source_ids and most <= 0:
+            encodes = self.block_manager.must_encode(sequence)
+            source_budget -= len(sequence.source_ids) * encodes
+            if encodes and most <= 0:
                 return
-            if places < 0 or budget < len(together) or not self._fit(together) or (begun and source_budget < 0):
+            if places < 0 or not self.block_manager.can_admit(together) or (begun and source_budget < 0):
                 return
-            for number, one in enumerate(together):
+            for one in together:
                 self.waiting.remove(one)
                 one.status = SequenceStatus.RUNNING
                 insort(self.running, one, key=lambda s: s.order)
-                self.block_manager.reuse(one)
-                if number:
-                    self.block_manager.share_source(together[0], one)
-                num_tokens = min(one.num_uncomputed_tokens, budget - (len(together) - 1 - number))
-                self._put(output, one, num_tokens)
-                budget -= num_tokens
+                budget -= self._begin(output, one, budget)
+
+    def _begin(self, output: SchedulerOutput, sequence: Sequence, budget: int) -> int:
+        """Give a sequence that was just admitted its first tokens; how many. A beam may get none in this step."""
+        self.block_manager.reuse(sequence)
+        num_tokens = 0 if self._follows(sequence) else min(sequence.num_uncomputed_tokens, budget)
+        if num_tokens:
+            encode_source = sequence.needs_source
+            output.copies.update(self.block_manager.allocate(sequence, num_tokens))
+            self._put(output, sequence, num_tokens, encode_source=encode_source)
+        return num_tokens
 
     def _together(self, sequence: Sequence) -> list[Sequence]:
         """The sequence, or all beams of its search: they go nowhere alone."""
         return list(sequence.beams.members) if sequence.beams is not None else [sequence]
-
-    def _fit(self, sequences: list[Sequence]) -> bool:
-        """Whether all can be admitted at once; beams that were preempted are counted as if they shared nothing."""
-        if len(sequences) == 1:
-            return self.block_manager.can_admit(sequences[0])
-        manager = self.block_manager
-        blocks = sum(manager.blocks_for(s.num_tokens) for s in sequences)
-        return blocks + manager.blocks_for(len(sequences[0].source_ids)) <= manager.num_free
 
     def replace_beams(self, beams: Beams, children: list[Sequence]) -> None:
         """Let the running members of a search be followed by their continuations."""
@@ -226,16 +257,18 @@ class Scheduler:
             insort(self.running, child, key=lambda s: s.order)
 
     def _waits(self, sequence: Sequence) -> bool:
-        """Whether its grammar is not compiled, or the first of a request's sequences still computes the prompt, whose
-        blocks the others then share."""
+        """Whether a waiting sequence's grammar is not compiled, or a running prompt computes the next of its tokens."""
         if not sequence.is_prepared:
             return True
-        if sequence.index == 0 or not self.block_manager.prefix_caching:
-            return False
-        first = (s for s in self.running if s.request is sequence.request and s.index == 0)
-        return any(s.num_computed_tokens < s.num_prompt_tokens for s in first)
+        return bool(self._frontiers) and self.block_manager.frontier_found(sequence) in self._frontiers
 
-    def _put(self, output: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
-        encode_source = sequence.needs_source
-        output.copies.update(self.block_manager.allocate(sequence, num_tokens))
-        output.scheduled.append(ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens, encode_source))
+    def _put(
+        self, output: SchedulerOutput, sequence: Sequence, num_tokens: int, *, encode_source: bool = False
+    ) -> None:
+        """Let a sequence that has the blocks compute so many tokens; those behind it may use what it fills."""
+        start = sequence.num_computed_tokens
+        output.scheduled.append(ScheduledSequence(sequence, start, num_tokens, encode_source))
+        if (start + num_tokens) // self.block_manager.block_size > sequence.num_remembered_blocks:
+            self.block_manager.remember(sequence, num_tokens)
+        if start + num_tokens < sequence.num_tokens:
+            self._lead(sequence)

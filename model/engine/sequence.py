@@ -50,6 +50,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of them, found in the cache
     num_remembered_blocks: int = 0  # of its full blocks, offered to the cache
+    root_hash: bytes | None = None  # of what its blocks depend on before its first token
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     block_table: list[int] = field(default_factory=list)
     cross_block_table: list[int] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     scheduled_time: float | None = None
+    restarted: bool = False  # it was preempted once
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     beams: Beams | None = None
     matcher: Matcher | None = None  # of an output that has a grammar
@@ -203,6 +205,7 @@ class Sequence:
 
     def restart(self) -> None:
         """Back to waiting after its blocks were taken; everything is computed anew."""
+        self.restarted = True
         self.num_computed_tokens = 0
         self.num_remembered_blocks = 0
         if self.beams is not None:

@@ -106,7 +106,7 @@ class Harness:
         self.limits = UNLIMITED  # of each step
 
     def add(self, request_id: str, prompt: int | Sequence[int] = 5, **settings: object) -> Request:
-        """A request of so many prompt tokens; `source` makes it one for an encoder-decoder."""
+        """A request of so many prompt tokens, all equal; `source`, of its own, makes it one for an encoder-decoder."""
         made = request(request_id, prompt, **settings)
         self.engine.add(made)
         return made
@@ -164,7 +164,7 @@ def request(
     request_id: str,
     prompt: int | Sequence[int] = 5,
     *,
-    source: int = 0,
+    source: int | Sequence[int] = 0,
     priority: int = 0,
     deadline: float | None = None,
     cache_salt: str = "",
@@ -173,7 +173,8 @@ def request(
     ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else tuple(prompt)
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     if source:
-        reads = tuple(range(500, 500 + source))
+        begin = crc32(request_id.encode())  # a source of so many tokens is nobody else's
+        reads = tuple(range(begin, begin + source)) if isinstance(source, int) else tuple(source)
         return Request(request_id, "scripted", reads, sampling, ids, priority, cache_salt, deadline=deadline)
     return Request(request_id, "scripted", ids, sampling, (), priority, cache_salt, deadline=deadline)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from model.engine.beam import BeamSearch
 from model.engine.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.request import FinishReason, Request, SamplingParams, TokenOutput
-from tests.engine.scripted import Harness, Late, ScriptedRunner, next_token
+from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved
 
@@ -168,6 +169,95 @@ def test_a_search_takes_its_places_before_it_needs_them() -> None:
     for number in range(4):
         harness.add(f"s{number}", 3, num_beams=4, max_tokens=5)
     harness.run()  # every step checks that no more than eight run
+
+
+def hypotheses(harness: Harness, name: str) -> list[list[int]]:
+    return [harness.tokens(name, index) for index in range(2)]
+
+
+def undisturbed(*arguments: Any, **settings: Any) -> list[list[int]]:
+    harness = beam_harness(num_blocks=400, budget=200, max_num_seqs=32)
+    harness.add("s", *arguments, **settings)
+    return hypotheses(harness.run(), "s")
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["", "uncached"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("steps", [5, 13])
+def test_a_preempted_search_asks_for_no_more_than_it_had(steps: int, overlap: bool, prefix_caching: bool) -> None:
+    asked = {"prompt": 60, "num_beams": 6, "n": 2, "max_tokens": 20}
+    harness = beam_harness(num_blocks=60, max_num_seqs=16, budget=64, overlap=overlap, prefix_caching=prefix_caching)
+    old = harness.add("old", [7] * 61, max_tokens=60)
+    harness.add("s", **asked)
+    scheduler, manager = harness.engine.scheduler, harness.engine.block_manager
+    for _ in range(steps):
+        harness.step()
+    held = {block for one in scheduler.running if one.beams is not None for block in one.block_table}
+    scheduler.preempt(scheduler.running[-1])
+    newcomer = harness.add("newcomer", 4, max_tokens=30)
+    before = manager.num_free
+    for _ in range(3):
+        harness.step()
+    assert {one.request.request_id for one in scheduler.running} == {"old", "s", "newcomer"}
+    assert before - manager.num_free <= len(held) + 6 + 2  # a block more for each beam at most, and the newcomer's
+    recomputed = sum(s.num_tokens for step in harness.runner.steps[-3:] for s in step.scheduled if s.sequence.beams)
+    assert recomputed <= 60 + 6 * (steps + 3)  # the prompt once
+    harness.run()
+    assert scheduler.num_preemptions == 1
+    assert hypotheses(harness, "s") == undisturbed(**asked)
+    assert harness.tokens("old") == expected_tokens(old)
+    assert harness.tokens("newcomer") == expected_tokens(newcomer)
+
+
+def test_a_preempted_search_of_many_beams_comes_back_beside_a_prompt() -> None:
+    asked = {"prompt": 9, "num_beams": 17, "n": 2, "max_tokens": 8}
+    harness = beam_harness(num_blocks=300, max_num_seqs=24, budget=24, max_model_len=300)
+    harness.add("s", **asked)
+    for _ in range(4):
+        harness.step()
+    scheduler = harness.engine.scheduler
+    scheduler.preempt(scheduler.running[-1])
+    long = harness.add("long", 250, priority=-1, max_tokens=1)  # takes half of what a step may compute
+    while not harness.tokens("s"):
+        harness.step()
+    assert not harness.tokens("long")
+    harness.run()
+    assert hypotheses(harness, "s") == undisturbed(**asked)
+    assert harness.tokens("long") == expected_tokens(long)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["", "uncached"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("seed", range(4))
+def test_searches_preempted_at_random_find_what_they_would_have_found(
+    seed: int, overlap: bool, prefix_caching: bool
+) -> None:
+    chance = random.Random(seed)
+    harness = beam_harness(
+        num_blocks=chance.choice([40, 60, 90]),
+        block_size=chance.choice([1, 3, 4]),
+        max_num_seqs=12,
+        budget=chance.choice([12, 30, 64]),
+        prefix_caching=prefix_caching,
+        overlap=overlap,
+    )
+    scheduler, size = harness.engine.scheduler, harness.engine.block_manager.block_size
+    made = {}
+    for number in range(12):
+        beams = chance.choice([2, 4, 6])
+        longest = harness.engine.block_manager.num_blocks * size // (beams + 1) - 10
+        asked = {"prompt": [chance.randrange(2)] * chance.randint(1, max(1, longest - 10)), "num_beams": beams, "n": 2}
+        made[f"s{number}"] = asked | {"max_tokens": chance.randint(2, 9), "source": chance.choice([(), (5,) * 7])}
+        harness.add(f"s{number}", **made[f"s{number}"])
+    for _ in range(5000):
+        if not harness.engine.has_work:
+            break
+        if scheduler.running and chance.random() < 0.2:
+            scheduler.preempt(chance.choice(scheduler.running))
+        harness.step()
+    assert scheduler.num_preemptions > 3
+    for name, asked in made.items():
+        assert hypotheses(harness, name) == undisturbed(**asked)
 
 
 class NarrowRunner(BeamRunner):

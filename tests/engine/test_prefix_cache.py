@@ -7,9 +7,10 @@ import random
 import pytest
 
 from model.engine.block_manager import BlockManager
+from model.engine.scheduler import SampledToken, SchedulerOutput
 from model.engine.sequence import Sequence
 from model.request import Request, SamplingParams
-from tests.engine.scripted import Harness, expected_tokens, request
+from tests.engine.scripted import Harness, Late, expected_tokens, request
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt
 
@@ -103,7 +104,7 @@ def test_who_waits_for_a_sibling_holds_up_nobody_else() -> None:
 
 def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     harness = Harness(num_blocks=10)
-    made = [harness.add(name, 9, max_tokens=20) for name in ("a", "b")]
+    made = [harness.add(name, [at] * 9, max_tokens=20) for at, name in enumerate("ab")]
     harness.run()
     assert harness.engine.scheduler.num_preemptions > 0
     starts = [step.start for steps in harness.runner.steps for step in steps.scheduled]
@@ -188,3 +189,135 @@ def test_hashes_cannot_be_made_to_meet_by_moving_a_border() -> None:
         one = Sequence.of(request("r", tokens, source=source, cache_salt=salt), 0, 0, ())
         digests.add(manager._extend_hashes(one, 0))
     assert len(digests) == 4
+
+
+def computed(harness: Harness) -> int:
+    """Decoder tokens over all steps."""
+    return sum(s.num_tokens for step in harness.runner.steps for s in step.scheduled)
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    harness = Harness(num_blocks=64, block_size=16, budget=2048, max_model_len=300)
+    made = [harness.add(f"r{i}", 200, max_tokens=3) for i in range(8)]
+    harness.step()
+    assert computed(harness) == 200 + 7 * 8  # each fills the last, begun block by itself
+    harness.run()
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+    assert [cached_tokens(harness, one.request_id) for one in made] == [0, *[192] * 7]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("gone", [None, "aborted", "preempted"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_equal_prompts_in_chunks_follow_the_first_and_go_on_without_it(
+    gone: str | None, at: int, overlap: bool
+) -> None:
+    harness = Harness(num_blocks=200, budget=32, max_model_len=300, overlap=overlap)
+    made = [harness.add(f"r{i}", 200, max_tokens=6) for i in range(6)]
+    for _ in range(at):
+        harness.step()
+    if gone == "aborted":
+        harness.abort("r0")
+    elif gone == "preempted":
+        harness.engine.scheduler.preempt(harness.engine.scheduler.running[0])
+    harness.run()
+    for one in made[gone == "aborted" :]:
+        assert harness.tokens(one.request_id) == expected_tokens(one)
+    assert computed(harness) <= 200 + 6 * (6 + 4) + 32
+
+
+def test_who_is_not_followed_gets_the_whole_budget_and_who_is_holds_up_nobody() -> None:
+    harness = Harness(budget=32, num_blocks=200, max_model_len=300)
+    for name in ("first", "second", "third"):
+        harness.add(name, 200, max_tokens=1)
+    harness.step()
+    harness.step()
+    assert [s.num_tokens for s in harness.runner.steps[1].scheduled] == [32]
+    harness.add("short", [1, 2], max_tokens=1)
+    harness.step()
+    assert [s.num_tokens for s in harness.runner.steps[2].scheduled] == [16, 2]
+    harness.run()
+
+
+def test_who_shares_what_failed_computes_it_anew() -> None:
+    harness = Harness()
+    harness.add("failing", PROMPT, max_tokens=4)
+    made = [harness.add(f"r{i}", PROMPT, max_tokens=4) for i in range(3)]
+    breaks_on(harness, "failing")
+    harness.run()
+    assert harness.ends()["failing", 0] == "error"
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+
+
+def breaks_on(harness: Harness, request_id: str) -> None:
+    """Let the model break on a request, and say anything of those that read what it should have written."""
+    real = harness.runner.launch
+
+    def launch(output: SchedulerOutput, before: Late | None = None) -> Late:
+        harness.runner.steps.append(output)
+        if any(step.sequence.request.request_id == request_id for step in output.scheduled):
+            raise RuntimeError("this request breaks the model")
+        first = output.scheduled[0]
+        if not harness.runner.written and not first.encode_source and (first.start or first.sequence.source_ids):
+            return Late([SampledToken(0) for _ in output.scheduled], {})
+        return real(output, before)
+
+    harness.runner.launch = launch  # type: ignore[method-assign]
+
+
+def test_switched_off_sequences_of_one_request_share_and_nothing_stays() -> None:
+    harness = Harness(prefix_caching=False, num_blocks=30)
+    made = [harness.add(name, PROMPT, n=3, max_tokens=4) for name in "ab"]
+    harness.step()
+    harness.run()
+    assert computed(harness) == 2 * (21 + 1 + 1 + 3 * 3)
+    assert all(harness.tokens(one.request_id, index) == expected_tokens(one) for one in made for index in range(3))
+    assert harness.engine.block_manager.num_cached == 0
+    assert all(output.cached_tokens == 0 for output in harness.outputs)
+    assert harness.engine.block_manager.num_queried_tokens == 0
+
+
+def encoded(harness: Harness) -> list[str]:
+    """Requests whose source was encoded, in order."""
+    steps = (s for step in harness.runner.steps for s in step.scheduled)
+    return [s.sequence.request.request_id for s in steps if s.encode_source]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_source_is_encoded_once_for_all_sequences_of_its_request(prefix_caching: bool) -> None:
+    harness = Harness(num_blocks=20, prefix_caching=prefix_caching)
+    made = harness.add("r", 1, source=24, n=8, max_tokens=4)  # alone each would need seven blocks
+    harness.step()
+    manager = harness.engine.block_manager
+    assert manager.num_blocks - manager.num_free == 6 + 8
+    harness.run()
+    assert encoded(harness) == ["r"]
+    assert all(harness.tokens("r", index) == expected_tokens(made) for index in range(8))
+
+
+def test_equal_sources_are_shared_while_one_of_them_is_there_and_within_a_salt() -> None:
+    harness = Harness()
+    source = list(range(500, 515))
+    made = [harness.add("a", 1, source=source, max_tokens=3), harness.add("b", [1], source=source, max_tokens=9)]
+    harness.step()
+    harness.step()
+    made.append(harness.add("c", [2], source=source, max_tokens=2))
+    made.append(harness.add("salted", [2], source=source, max_tokens=2, cache_salt="x"))
+    made.append(harness.add("other", [2], source=[1, *source[1:]], max_tokens=2))
+    harness.run()
+    assert encoded(harness) == ["a", "salted", "other"]
+    made.append(harness.add("later", [3], source=source, max_tokens=2))
+    harness.run()
+    assert encoded(harness) == ["a", "salted", "other", "later"]
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+
+
+def test_a_source_that_could_not_be_encoded_spoils_nobody_elses() -> None:
+    harness = Harness()
+    source = list(range(500, 515))
+    harness.add("failing", [9], source=source, max_tokens=3)
+    made = [harness.add(f"r{i}", [i], source=source, max_tokens=4) for i in range(3)]
+    breaks_on(harness, "failing")
+    harness.run()
+    assert harness.ends()["failing", 0] == "error"
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
