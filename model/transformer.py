@@ -248,13 +248,13 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab)) if config.head.bias else None
         self.packed: PackedLinear | None = None
 
-    def pack(self, library: Library, table: Tensor, kind: Kind | None, *, batch_invariant: bool) -> None:
+    def pack(self, library: Library, table: Tensor, kind: Kind | None) -> None:
         """Compute in C from now on; matrix and bias are given up, a tied table stays for the embeddings.
 
         On the meta device that is room, as in `PackedLinear`.
         """
         weight = table if self.weight is None else self.weight
-        self.packed = PackedLinear(library, weight, self.bias, kind, batch_invariant=batch_invariant)
+        self.packed = PackedLinear(library, weight, self.bias, kind)
         self.weight = self.bias = None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 /* Matrix products for few rows at the speed of memory and for many at that of the vector units.
  *
  * Each output is one chain of multiply-adds over k, ascending, whatever the number of rows: a row's result does not
- * depend on its neighbours. Threads share the outputs, never a sum. Where a matrix may use tiles, 16 rows and more go
- * there (tiles.c). */
+ * depend on its neighbours. Threads share the outputs, never a sum. A matrix that may use tiles is multiplied there
+ * (tiles.c). */
 #include "gemm.h"
 
 #include "tiles.h"
@@ -82,17 +82,14 @@ typedef struct {
 } Place;
 
 /* Asks memory for weights a little before they are wanted: the block's panels, and towards their end what follows the
- * last of them. One row is as fast as memory without. Fewer rows than a block are all there are: their weights need not
- * stay in caches. */
+ * last of them. One row is as fast as memory without. Weights are to stay in caches: the third may hold them all until the
+ * next step. */
 INLINE void fetch(int mr, int panels, const void *weights, Place place) {
     if (mr == 1) return;
     const char *line = (const char *)weights + AHEAD;
     if (line >= place.end) line += (panels - 1) * place.panel;
 #pragma GCC unroll 4
-    for (int j = 0; j < panels; j++, line += place.panel) {
-        if (mr < ROWS) __builtin_prefetch(line, 0, 0);
-        else __builtin_prefetch(line, 0, 3);
-    }
+    for (int j = 0; j < panels; j++, line += place.panel) __builtin_prefetch(line, 0, 3);
 }
 
 /* Sums over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
@@ -344,7 +341,7 @@ void product(const Linear *matrix, Operand from, int64_t rows, Target to, int pa
     int64_t count = up_to(matrix->n, PANEL) / PANEL;
     int64_t first = count * part / parts, last = count * (part + 1) / parts;
 #if HAS_TILES
-    if (matrix->tiles && matrix->dtype != F32 && rows >= TILE_ROWS) {
+    if (matrix->tiles && matrix->dtype != F32 && rows) {
         product_in_tiles(&job, rows, first, last);
         return;
     }

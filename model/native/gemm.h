@@ -15,7 +15,7 @@ typedef struct {
     const float *bias;  /* [n padded to 16], or null */
     const float *scale; /* INT8: [n padded to 16] */
     const int32_t *sums; /* INT8: [n padded to 16] */
-    int64_t tiles;      /* whether many rows may be multiplied in tiles, where there are (see start_tiles) */
+    int64_t tiles;      /* whether it is multiplied in tiles, where there are (see start_tiles) */
 } Linear;
 
 /* What a product reads: rows of floats, or of what the matrix units take (see operand_kind). */
@@ -58,7 +58,7 @@ void narrow_in_place(float *row, int64_t k);
 void product(const Linear *matrix, Operand from, int64_t rows, Target to, int part, int parts, float *scratch);
 /* Finished sums of `count` rows from `row`, so many registers of each: scale, bias, activation, addition. */
 void finish(const Job *job, int64_t row, int count, int64_t column, int registers, vec *sums, int64_t stride);
-/* At least 16 rows of BF16 or INT8 times the panels [first, last). */
+/* At least one row of BF16 or INT8 times the panels [first, last). */
 void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last);
 
 #endif

@@ -32,9 +32,8 @@ def _data_bytes(n: int, k: int, kind: Kind) -> int:
 class PackedLinear(nn.Module):
     """`x W^T + b` by the C product, which computes in float32 or, of bfloat16 matrices, as the CPU can.
 
-    AMX tiles multiply 16 rows and more, where there are any. They sum bfloat16 in another order than the vectors, which
-    multiply fewer rows: `batch_invariant` does without them, so that a row's bits never depend on how many there are.
-    Sums of integers are exact either way.
+    AMX tiles, where there are any, multiply every number of rows: they sum bfloat16 in another order than the vectors,
+    and a row's bits must not depend on how many there are. Sums of integers are exact either way.
     """
 
     def __init__(
@@ -43,8 +42,6 @@ class PackedLinear(nn.Module):
         weight: Tensor,
         bias: Tensor | None,
         kind: Kind | None = None,
-        *,
-        batch_invariant: bool = False,
     ) -> None:
         """Of a weight `[n, k]`; one on the meta device gives room that `pack_rows` and `set_bias` fill."""
         super().__init__()
@@ -53,7 +50,7 @@ class PackedLinear(nn.Module):
         n, k = weight.shape
         self.kind = KINDS[weight.dtype] if kind is None else kind
         self.matrix = Linear(int(self.kind), n, k)
-        self.matrix.tiles = library.tiles and (self.kind is Kind.INT8 or not batch_invariant)
+        self.matrix.tiles = library.tiles
         self._kept = {"data": room(_data_bytes(n, k, self.kind))}  # zero where no row and no column will be
         if bias is not None:
             self._kept["bias"] = torch.zeros(_padded(n))

@@ -36,8 +36,7 @@ _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: th
 class Packing:
     """How matrices are packed: `kind` INT8 quantises them, None keeps the network's dtype.
 
-    `batch_invariant`: never by products whose order of additions depends on the number of rows, which torch's and AMX's
-    in bfloat16 are.
+    `batch_invariant`: no product is left to torch, whose order of additions depends on the number of rows.
     """
 
     library: Library
@@ -56,7 +55,7 @@ def pack_model(
     pack_linears(model, packing)
     for stack in (model.encoder, model.decoder):
         if stack is not None and NativeStack.supports(stack.config):
-            stack.native = NativeStack(stack, library, kind, batch_invariant=batch_invariant)
+            stack.native = NativeStack(stack, library, kind)
     if batch_invariant:
         _pack_projections(model, library)
 
@@ -65,18 +64,17 @@ def pack_linears(model: Transformer, packing: Packing) -> None:
     """Replace the matrices that C multiplies with by packed ones; of a network on the meta device, by room for them."""
     for stack in (model.encoder, model.decoder):
         if stack is not None and NativeStack.supports(stack.config):
-            _pack_stack(stack, packing)
+            _pack_stack(stack, packing.library, packing.kind)
     head, table = model.head, model.tokens
     if head is not None and table is not None and head.packed is None:
-        head.pack(packing.library, table.weight, packing.kind, batch_invariant=packing.batch_invariant)
+        head.pack(packing.library, table.weight, packing.kind)
 
 
-def _pack_stack(stack: Stack, packing: Packing) -> None:
+def _pack_stack(stack: Stack, library: Library, kind: Kind | None) -> None:
     for owner, name in packable(stack):
         linear = getattr(owner, name)
         if isinstance(linear, nn.Linear):
-            options = {"batch_invariant": packing.batch_invariant}
-            setattr(owner, name, PackedLinear(packing.library, linear.weight, linear.bias, packing.kind, **options))
+            setattr(owner, name, PackedLinear(library, linear.weight, linear.bias, kind))
 
 
 def packable(stack: Stack) -> Iterator[tuple[nn.Module, str]]:
@@ -95,19 +93,16 @@ def _pack_projections(model: Transformer, library: Library) -> None:
     for module in list(model.modules()):
         project = getattr(module, "project", None)
         if isinstance(project, nn.Linear):
-            module.project = PackedLinear(library, project.weight, project.bias, batch_invariant=True)
+            module.project = PackedLinear(library, project.weight, project.bias)
 
 
 class NativeStack:
     """The layers of one stack and its final norm; packs the matrices that are not packed yet."""
 
-    def __init__(
-        self, stack: Stack, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
-    ) -> None:
-        _pack_stack(stack, Packing(library, kind, batch_invariant))
+    def __init__(self, stack: Stack, library: Library, kind: Kind | None = None) -> None:
+        _pack_stack(stack, library, kind)
         self.library = library
         self.stack = stack
-        self.batch_invariant = batch_invariant
         self._kept: list[Tensor] = []
         self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
@@ -123,7 +118,7 @@ class NativeStack:
             shape=shape_of(config.attention),
             rotary=rotary.dim if rotary is not None else 0,
             dtype=KINDS[_packed(stack.block(0).mlp, "up").dtype],
-            tiles=library.tiles and not batch_invariant,
+            tiles=library.tiles,
             final=self._norm(stack.final_norm, config),
         )
 

@@ -1,7 +1,7 @@
 /* Products in tiles, over the panels that the vectors read: what 64 bytes of k hold for 16 outputs is a tile as it lies.
  *
- * A tile has 16 rows. Fewer stay with the vectors, which then keep up with memory: 16 rows cost some 16 cycles for the 64
- * bytes of weights they read. Sums of bf16 have an order of their own (see TILE_DOT_BF16), those of int8 are exact. */
+ * Any number of rows goes this way. Sums of bf16 have an order of their own (see TILE_DOT_BF16), so a row has the same bits
+ * whatever is beside it only if none ever goes to the vectors; those of int8 are exact. */
 #define _GNU_SOURCE /* syscall */
 #include "tiles.h"
 
@@ -11,8 +11,9 @@ enum { NONE_COMPILED = 0, USABLE = 1, NOT_IN_CPU = 2, NOT_PERMITTED = 3, WRONG =
 
 #if HAS_TILES
 
-/* Of two tiles of rows by two panels; those of one are [0] and [2], or [0] and [1]. */
-typedef vec Sums[4][TILE_ROWS * PANEL / LANES];
+#define PAIR (2 * TILE_ROWS)
+#define WEIGHTS (TILE_ROWS * TILE_BYTES) /* of a panel, that a step in k takes */
+#define AHEAD (4 * WEIGHTS)              /* of weights that may be in no cache yet: they are asked for so much earlier */
 
 #define TILE_DOT(dtype, sums, a, b)     \
     do {                                \
@@ -22,76 +23,126 @@ typedef vec Sums[4][TILE_ROWS * PANEL / LANES];
             TILE_DOT_INT8(sums, a, b);  \
     } while (0)
 
-/* Sums over `depth` times 64 bytes of k for one or two tiles of rows (`high`) and one or two panels (`wide`). */
-INLINE void accumulate(int dtype, int high, int wide, const char *const a[2], int64_t stride, const char *const b[2],
-                       int64_t depth, Sums sums) {
+/* Up to PAIR rows from `row`, of which `done` are another's to finish, by one or (`wide`) two panels from `panel`. */
+typedef struct {
+    int64_t row, panel;
+    int rows, done, wide;
+} Tiles;
+
+/* Sums that wait for their scales, biases, activations and places: the vector units have time for them while the tiles of the
+ * next are multiplied. Those of rows before of.done are. */
+typedef struct {
+    Tiles of;
+    vec sums[PAIR][2 * PANEL / LANES];
+} Waiting;
+
+INLINE void finish_some(const Job *job, Waiting *w, int rows) {
+    int count = (int)smaller(rows, w->of.rows - w->of.done), registers = PANEL / LANES;
+    if (count <= 0) return;
+    finish(job, w->of.row + w->of.done, count, w->of.panel * PANEL, w->of.wide ? 2 * registers : registers,
+           w->sums[w->of.done], 2 * registers);
+    w->of.done += count;
+}
+
+/* Asks for where `count` rows of sums from `first` will go. */
+INLINE void expect(const Target *to, const Tiles *t, int first, int count) {
+    int64_t size = to->bf16_rows ? 2 : 4;
+    for (int row = first; row < first + count && row < t->rows; row++) {
+        const char *at = (const char *)to->rows + ((t->row + row) * to->stride + t->panel * PANEL) * size;
+        __builtin_prefetch(at, 1, 3);
+        if (t->wide && size == 4) __builtin_prefetch(at + PANEL * size, 1, 3);
+    }
+}
+
+/* Asks for the weights of a later step in k: behind a panel come those of the pair after this one. */
+INLINE void fetch(const char *const b[2], int wide, int64_t at, int64_t bytes) {
+    int64_t ahead = at + AHEAD < bytes || !wide ? at + AHEAD : at + AHEAD + bytes;
+    for (int line = 0; line < TILE_ROWS; line++) {
+        __builtin_prefetch(b[0] + ahead + line * TILE_BYTES, 0, 3);
+        if (wide) __builtin_prefetch(b[1] + ahead + line * TILE_BYTES, 0, 3);
+    }
+}
+
+/* Sums over `steps` times 64 bytes of k for one or (`high`) two tiles of rows; finishes those `before` meanwhile. */
+INLINE void accumulate(int dtype, int high, int wide, int cold, const Job *job, const Tiles *now, const char *a,
+                       int64_t stride, const char *const b[2], int64_t steps, vec (*sums)[2 * PANEL / LANES],
+                       Waiting *before) {
+    int each = (int)((PAIR + steps - 1) / steps);
     TILE_ZERO(0);
     if (wide) TILE_ZERO(1);
     if (high) TILE_ZERO(2);
     if (high && wide) TILE_ZERO(3);
-    for (int64_t at = 0; at < depth; at++) {
-        TILE_LOAD(4, a[0] + at * TILE_BYTES, stride);
-        TILE_LOAD(6, b[0] + at * TILE_ROWS * TILE_BYTES, TILE_BYTES);
+    for (int64_t at = 0; at < steps; at++) {
+        TILE_LOAD(6, b[0] + at * WEIGHTS, TILE_BYTES);
+        TILE_LOAD(4, a + at * TILE_BYTES, stride);
         TILE_DOT(dtype, 0, 4, 6);
         if (wide) {
-            TILE_LOAD(7, b[1] + at * TILE_ROWS * TILE_BYTES, TILE_BYTES);
+            TILE_LOAD(7, b[1] + at * WEIGHTS, TILE_BYTES);
             TILE_DOT(dtype, 1, 4, 7);
         }
         if (high) {
-            TILE_LOAD(5, a[1] + at * TILE_BYTES, stride);
+            TILE_LOAD(5, a + TILE_ROWS * stride + at * TILE_BYTES, stride);
             TILE_DOT(dtype, 2, 5, 6);
         }
         if (high && wide) TILE_DOT(dtype, 3, 5, 7);
+        if (cold) fetch(b, wide, at * WEIGHTS, steps * WEIGHTS);
+        expect(&job->to, now, (int)at * each, each);
+        finish_some(job, before, each);
     }
-    TILE_STORE(0, sums[0], TILE_BYTES);
-    if (wide) TILE_STORE(1, sums[1], TILE_BYTES);
-    if (high) TILE_STORE(2, sums[2], TILE_BYTES);
-    if (high && wide) TILE_STORE(3, sums[3], TILE_BYTES);
+    finish_some(job, before, PAIR);
+    const int64_t row = sizeof *sums;
+    TILE_STORE(0, sums[0], row);
+    if (wide) TILE_STORE(1, (float *)sums[0] + PANEL, row);
+    if (high) TILE_STORE(2, sums[TILE_ROWS], row);
+    if (high && wide) TILE_STORE(3, (float *)sums[TILE_ROWS] + PANEL, row);
 }
 
-/* Up to 32 rows from `row` by one or two panels from `panel`. The last tile of a product starts early enough to be whole;
- * which rows of it another has done is left as it is. */
-INLINE void four_tiles(int dtype, const Job *job, int64_t rows, int64_t row, int64_t panel, int wide) {
-    const Linear *m = job->matrix;
-    int64_t bytes = padded_k(dtype, m->k) * element_bytes(dtype), stride = job->from.stride * element_bytes(dtype);
-    int high = rows - row > TILE_ROWS;
-    int64_t starts[2];
-    const char *a[2], *b[2];
-    Sums sums;
-    for (int i = 0; i < 2; i++) {
-        int64_t start = row + i * TILE_ROWS;
-        starts[i] = start + TILE_ROWS <= rows ? start : rows - TILE_ROWS;
-        a[i] = (const char *)job->from.rows + starts[i] * stride;
-        b[i] = (const char *)m->data + (panel + i) * bytes * PANEL;
-    }
-    if (high && wide)
-        accumulate(dtype, 1, 1, a, stride, b, bytes / TILE_BYTES, sums);
-    else if (high)
-        accumulate(dtype, 1, 0, a, stride, b, bytes / TILE_BYTES, sums);
-    else if (wide)
-        accumulate(dtype, 0, 1, a, stride, b, bytes / TILE_BYTES, sums);
+INLINE void multiply_tiles(int dtype, int cold, const Job *job, const Tiles *t, vec (*sums)[2 * PANEL / LANES],
+                           Waiting *before) {
+    int64_t bytes = padded_k(dtype, job->matrix->k) * element_bytes(dtype), steps = bytes / TILE_BYTES;
+    int64_t stride = job->from.stride * element_bytes(dtype);
+    const char *a = (const char *)job->from.rows + t->row * stride;
+    const char *panel = (const char *)job->matrix->data + t->panel * bytes * PANEL, *b[2] = {panel, panel + bytes * PANEL};
+    if (t->rows > TILE_ROWS && t->wide)
+        accumulate(dtype, 1, 1, cold, job, t, a, stride, b, steps, sums, before);
+    else if (t->rows > TILE_ROWS)
+        accumulate(dtype, 1, 0, cold, job, t, a, stride, b, steps, sums, before);
+    else if (t->wide)
+        accumulate(dtype, 0, 1, cold, job, t, a, stride, b, steps, sums, before);
     else
-        accumulate(dtype, 0, 0, a, stride, b, bytes / TILE_BYTES, sums);
-    for (int i = 0; i <= high; i++)
-        for (int j = 0; j <= wide; j++) {
-            int64_t done = row + i * TILE_ROWS - starts[i], registers = PANEL / LANES;
-            finish(job, starts[i] + done, (int)(TILE_ROWS - done), (panel + j) * PANEL, (int)registers,
-                   sums[2 * i + j] + done * registers, registers);
-        }
+        accumulate(dtype, 0, 0, cold, job, t, a, stride, b, steps, sums, before);
+}
+
+/* The next rows of a product, `rows` in all: the last begin early enough for their tiles to be whole, which is what tiles are
+ * configured as unless these rows are all there are. */
+INLINE Tiles tiles_at(int64_t rows, int64_t row, int64_t panel, int wide) {
+    int64_t left = rows - row, height = left > TILE_ROWS ? PAIR : TILE_ROWS;
+    if (rows <= height) return (Tiles){0, panel, (int)rows, 0, wide};
+    int64_t start = smaller(row, rows - height);
+    return (Tiles){start, panel, (int)height, (int)(row - start), wide};
 }
 
 /* Rows are taken as many at a time as stay in the second cache while all panels pass. */
 INLINE void pairs(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
     int64_t bytes = rows * padded_k(dtype, job->matrix->k) * element_bytes(dtype);
-    int64_t times = bytes / CACHED_ROW_BYTES + 1, pair = 2 * TILE_ROWS, chunk = up_to((rows + times - 1) / times, pair);
+    int64_t times = bytes / CACHED_ROW_BYTES + 1, chunk = up_to((rows + times - 1) / times, PAIR);
+    Waiting waiting[2], *now = waiting, *before = waiting + 1;
+    before->of = (Tiles){0};
     for (int64_t from = 0; from < rows; from += chunk)
         for (int64_t panel = first; panel < last; panel += 2)
-            for (int64_t row = from; row < rows && row < from + chunk; row += pair)
-                four_tiles(dtype, job, rows, row, panel, last - panel > 1);
+            for (int64_t row = from; row < rows && row < from + chunk; row += PAIR) {
+                now->of = tiles_at(rows, row, panel, last - panel > 1);
+                if (row == from) multiply_tiles(dtype, 1, job, &now->of, now->sums, before);
+                else multiply_tiles(dtype, 0, job, &now->of, now->sums, before);
+                Waiting *finished = before;
+                before = now, now = finished;
+            }
+    finish_some(job, before, PAIR);
 }
 
 void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last) {
-    tiles_begin();
+    int low = (int)smaller(rows, TILE_ROWS), high = rows > TILE_ROWS && rows < PAIR ? (int)rows - TILE_ROWS : TILE_ROWS;
+    tiles_begin(low, high);
     if (job->matrix->dtype == BF16)
         pairs(BF16, job, rows, first, last);
     else
@@ -99,7 +150,7 @@ void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last)
     tiles_end();
 }
 
-enum { CHECK_ROWS = 2 * TILE_ROWS + 7, CHECK_N = 2 * PANEL + 8, CHECK_K = 128 }; /* two tiles and one, of each */
+enum { CHECK_ROWS = PAIR + 7, CHECK_N = 2 * PANEL + 8, CHECK_K = 128 }; /* two tiles and one, of each */
 
 /* Whether a product in tiles is the vectors': of small whole numbers, whose sums are exact in any order. */
 static int as_by_vectors(int dtype) {
@@ -119,12 +170,16 @@ static int as_by_vectors(int dtype) {
     for (int i = 0; i < 3 * PANEL; i++) ones[i] = 1.0f;
     Linear matrix = {.dtype = dtype, .n = CHECK_N, .k = CHECK_K, .data = &weights, .scale = ones, .sums = zeros};
     Operand from = {&rows, CHECK_K, ones};
-    for (int tiles = 0; tiles < 2; tiles++) {
-        Target to = {results[tiles], CHECK_N, 0, NO_ACTIVATION, 0};
-        matrix.tiles = tiles;
-        product(&matrix, from, CHECK_ROWS, to, 0, 1, scratch);
+    const int counts[] = {CHECK_ROWS, PAIR - 5, TILE_ROWS, 1};
+    for (int i = 0; i < 4; i++) {
+        for (int tiles = 0; tiles < 2; tiles++) {
+            Target to = {results[tiles], CHECK_N, 0, NO_ACTIVATION, 0};
+            matrix.tiles = tiles;
+            product(&matrix, from, counts[i], to, 0, 1, scratch);
+        }
+        if (memcmp(results[0], results[1], counts[i] * CHECK_N * sizeof **results)) return 0;
     }
-    return memcmp(results[0], results[1], sizeof results[0]) == 0;
+    return 1;
 }
 
 #endif

@@ -1,7 +1,7 @@
-/* Eight tile registers of 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES is defined.
+/* Eight tile registers of up to 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES is defined.
  *
  * Tile numbers must be literal: they are part of the instructions. Between `tiles_begin` and `tiles_end` the calling
- * thread's tiles are whole; outside of it they hold nothing, so that the system has nothing to save for it. */
+ * thread's tiles have the rows it asked for; outside of it they hold nothing, so that the system has nothing to save for it. */
 #ifndef TRIPTYCH_TILES_H
 #define TRIPTYCH_TILES_H
 
@@ -27,11 +27,13 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
-static const TileShapes WHOLE __attribute__((aligned(64))) = {
-    .palette = 1,
-    .row_bytes = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES},
-    .rows = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS},
-};
+/* Sums 0 and 1 and operand 4 have `first` rows, sums 2 and 3 and operand 5 `second`; 6 and 7 are weights, and whole. */
+INLINE TileShapes shapes_of(int first, int second) {
+    TileShapes s = {.palette = 1};
+    const int rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
+    for (int tile = 0; tile < 8; tile++) s.row_bytes[tile] = TILE_BYTES, s.rows[tile] = (uint8_t)rows[tile];
+    return s;
+}
 
 #ifndef EMULATED_TILES
 
@@ -50,9 +52,10 @@ INLINE int cpu_has_tiles(void) { /* and the system keeps their state: XCR0 is lo
 /* For the whole process and its threads, those to come included. */
 INLINE int tiles_permitted(void) { return syscall(SYS_arch_prctl, REQUEST_FEATURE, TILE_DATA) == 0; }
 
-INLINE void tiles_begin(void) {
+INLINE void tiles_begin(int first, int second) {
+    TileShapes shapes __attribute__((aligned(64))) = shapes_of(first, second);
     __asm__ volatile("" ::: "memory"); /* GCC's loads do not say that they read memory */
-    _tile_loadconfig(&WHOLE);
+    _tile_loadconfig(&shapes);
 }
 INLINE void tiles_end(void) { _tile_release(); }
 
@@ -74,9 +77,9 @@ static _Thread_local struct {
     uint8_t data[8][TILE_ROWS][TILE_BYTES];
 } emulated;
 
-static void tiles_begin(void) {
+static void tiles_begin(int first, int second) {
     memset(&emulated, 0, sizeof emulated);
-    emulated.shapes = WHOLE;
+    emulated.shapes = shapes_of(first, second);
 }
 static void tiles_end(void) { memset(&emulated, 0, sizeof emulated); }
 

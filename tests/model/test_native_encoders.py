@@ -27,7 +27,7 @@ from model.native.library import Kind, Library
 from model.native.stack import NativeStack
 from model.transformer import Stack
 from tests.model.checkpoints import CPU, native_backends
-from tests.model.tiled import emulated, needs_vectors
+from tests.model.tiled import REFUSED, emulated, needs_vectors
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 HIDDEN = 48
@@ -69,12 +69,10 @@ def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none"
     return stack
 
 
-def native_of(
-    stack: Stack, kind: Kind | None = None, library: Library | None = None, *, batch_invariant: bool = True
-) -> Stack:
+def native_of(stack: Stack, kind: Kind | None = None, library: Library | None = None) -> Stack:
     packed = deepcopy(stack)
     library = library or native_backends()[0].library
-    packed.native = NativeStack(packed, library, kind, batch_invariant=batch_invariant)
+    packed.native = NativeStack(packed, library, kind)
     return packed
 
 
@@ -128,8 +126,8 @@ def test_narrow_rows_are_rounded_in_place_without_touching_the_next(dim: int) ->
 def test_whole_segments_in_tiles(dim: int, lengths: tuple[int, ...]) -> None:
     stack, rows = stack_of(dim), rows_of(lengths)
     exact, narrow = run(deepcopy(stack).double(), rows.double(), lengths), stack.bfloat16()
-    tiles = run(native_of(narrow, library=emulated(), batch_invariant=False), rows.bfloat16(), lengths)
-    vectors = run(native_of(narrow, library=emulated()), rows.bfloat16(), lengths)
+    tiles = run(native_of(narrow, library=emulated()), rows.bfloat16(), lengths)
+    vectors = run(native_of(narrow, library=emulated(*REFUSED)), rows.bfloat16(), lengths)
     assert not torch.equal(tiles, vectors)
     assert (tiles - exact).std() < 1.1 * (vectors - exact).std()
 

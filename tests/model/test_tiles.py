@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,11 @@ from model.native.stack import pack_model
 from model.transformer import Transformer
 from tests.model.checkpoints import CPU, native_backends, saved
 from tests.model.parity import ours_and_theirs
-from tests.model.tiled import AMX, emulated, needs_vectors, real
+from tests.model.tiled import AMX, REFUSED, emulated, needs_vectors, real
 
 SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
-ROWS = [1, 15, 16, 17, 31, 32, 33, 47, 64, 90]
+ROWS = [1, 5, 15, 16, 17, 31, 32, 33, 47, 50, 64, 90]
 SMALLEST = 2.0**-126  # that is normal
-REFUSED = ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }")
 
 pytestmark = needs_vectors
 
@@ -37,6 +36,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+def with_real_tiles() -> Library:
+    library = Library(Built(real(), "real"))
+    if not library.tiles:
+        pytest.skip("this CPU has no tiles")
+    return library
 
 
 def both(n: int, k: int, kind: Kind, library: Library | None = None) -> tuple[PackedLinear, PackedLinear]:
@@ -78,14 +84,18 @@ def test_more_rows_than_stay_in_the_second_cache(kind: Kind) -> None:
     torch.testing.assert_close(together, vectors(x), rtol=0, atol=2e-6 * float(together.abs().max()))
 
 
-def test_tiles_begin_at_sixteen_rows_and_stay_out_of_what_is_batch_invariant() -> None:
+@pytest.mark.parametrize("make", [emulated, with_real_tiles])
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_row_in_tiles_does_not_depend_on_its_neighbours(
+    n: int, k: int, kind: Kind, make: Callable[[], Library], threads: None
+) -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(40, 100), torch.randn(40, 100)
-    tiles, vectors = (PackedLinear(emulated(), weight, None, Kind.BF16, batch_invariant=one) for one in (False, True))
-    assert torch.equal(tiles(x[:15]), vectors(x[:15]))
-    assert not torch.equal(tiles(x[:16]), vectors(x[:16]))
-    assert torch.equal(vectors(x)[:7], vectors(x[:7]))
-    assert PackedLinear(emulated(), weight, None, Kind.INT8, batch_invariant=True).matrix.tiles
+    packed, x = PackedLinear(make(), torch.randn(n, k), torch.randn(n), kind), torch.randn(90, k)
+    together = packed(x)
+    for rows in ROWS:
+        assert torch.equal(packed(x[:rows]), together[:rows])
+        assert torch.equal(packed(x[-rows:]), together[-rows:])
 
 
 def flushed(x: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from tests.model.checkpoints import native_backends
 
 AMX, VECTORS = LEVELS[:2]
 _EMULATED = (*VECTORS.flags, "-DEMULATED_TILES")
+# What `emulated` replaces for a system that does not let a process use tiles.
+REFUSED = ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }")
 
 needs_vectors = pytest.mark.skipif(
     not native_backends() or VECTORS not in fitting(build._cpuinfo(), platform.machine()),
