@@ -161,9 +161,12 @@ class Metrics:
 
     def engines(self, client: EngineClient) -> None:
         """The state of all engines."""
+        health = client.health()
         for name, demand in client.demand().items():
             self._saturation.labels(name).set(demand.saturation)
             self._waiting_tokens.labels(name).set(demand.waiting_tokens)
+            self._ready.labels(name).set(health.ready)
+            self._live.labels(name).set(health.live)
             self._add(self._restarts, name, "restarts", client.restarts)
         for stats in client.stats().values():
             self._engine(stats)
@@ -232,6 +235,8 @@ class Metrics:
             "saturation_ratio", "What runs and waits over what can run at once.", over_replicas="max"
         )
         self._replicas = self._gauge("replicas", "Replicas that serve the model.")
+        self._ready = self._gauge("engine_ready", "Engines that take work.")
+        self._live = self._gauge("engine_live", "Engines that run or are started again; not those hung or given up.")
         self._load_seconds = self._gauge("model_load_seconds", "How long loading took.", over_replicas="max")
         labels = ("version", "form", "dtype", "attention")
         self._build_info = self._gauge("build_info", "What runs; always 1.", *labels, over_replicas="max")

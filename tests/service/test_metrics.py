@@ -15,7 +15,7 @@ from service.metrics import MULTIPROCESS_FOLDER, Metrics
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
 import sys
-from model.engine.stats import Demand, EngineStats, StepStats
+from model.engine.stats import Demand, EngineStats, Health, StepStats
 from model.request import FinishReason, Timings
 from service.context import RequestContext
 from service.metrics import Metrics
@@ -33,6 +33,9 @@ used = int(sys.argv[1])
 
 class Client:
     restarts = used
+
+    def health(self):
+        return Health(live=True, ready=used == 2, reason="")
 
     def stats(self):
         return {"gen": EngineStats("gen", running=used, total_blocks=10, free_blocks=10 - used, preemptions=used)}
@@ -84,6 +87,7 @@ def test_each_figure_is_there_once_for_all_replicas(tmp_path: Path, asked: int) 
     assert shown["triptych_engine_restarts_total", "gen"] == 5
     assert shown["triptych_preemptions_total", "gen"] == 5
     assert shown["triptych_replicas", "gen"] == 2
+    assert (shown["triptych_engine_live", "gen"], shown["triptych_engine_ready", "gen"]) == (2, 1)
     replicas[1 - asked].shown()
 
 

@@ -70,6 +70,10 @@ def test_health(app: App) -> None:
     for path, code in (("/livez", "not_live"), ("/readyz", "not_ready")):
         error = check_error(ask(app, "GET", path), 503, None, code)
         assert "engine died" in error["message"] and "secret" not in error["message"]
+    for shown, number in ((make_app(), 1), (app, 0)):  # (A12)
+        text = ask(shown, "GET", "/metrics").text
+        for name in ("engine_live", "engine_ready"):
+            assert f'triptych_{name}{{model="gen"}} {number}.0' in text
     check_error(ask(app, "POST", "/generate", json=GOOD), 503, None, "not_ready")
     check_accounts(app)
 
