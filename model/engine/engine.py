@@ -1,7 +1,8 @@
 """Generation for one model: requests in, tokens out, one step at a time. Speaks token ids; text is not its business.
 
 A step is three verbs: schedule, execute, update. Where the model runs on a device of its own, they overlap: a step is
-launched before the tokens of the one before are known here, for sequences that turn out to have ended in vain. Every
+launched before the tokens of the one before are known here, for sequences that turn out to have ended in vain; one that
+needs its token first (for a penalty, a grammar, log-probabilities, its search) takes part in every other step. Every
 sequence that was added ends with exactly one output that has a `finish_reason`; whatever way it ends, its blocks are
 free in the same step.
 """
@@ -64,8 +65,14 @@ class Flight:
 
     @property
     def may_be_followed(self) -> bool:
-        """Whether all that it samples can be built upon unseen."""
-        return all(step.sequence.samples_blindly for step in self.scheduled.scheduled)
+        """Whether the next step is launched before this one's tokens are known here.
+
+        Sequences that must see their token first sit the next step out. Where they are not the fewer, the wait costs
+        less than a step without them.
+        """
+        steps = self.scheduled.scheduled
+        seeing = sum(step.samples and not step.sequence.samples_blindly for step in steps)
+        return not seeing or 2 * seeing < len(steps)
 
 
 class Engine:

@@ -25,6 +25,7 @@ from model.kv_cache import KVCache
 from model.request import FinishReason, Request, TokenOutput
 from tests.engine.scripted import Harness, Late, expected_tokens
 from tests.engine.support import request
+from tests.engine.test_beam_search import BeamRunner
 from tests.model.checkpoints import CPU, loaded
 
 KINDS = ["gpt2", "llama-gqa", "t5-relu", "bart"]
@@ -154,6 +155,68 @@ def test_preempted_under_way(kind: str) -> None:
     found, runner = outputs_of(kind, requests, overlap=True, graphs=True, num_blocks=34 if kind == "gpt2" else 44)
     assert tokens_of(found) == tokens_of(plain)
     assert runner.followed > 5
+
+
+SEEING: list[dict[str, Any]] = [
+    {"logprobs": 1},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 3},
+    {"presence_penalty": 0.5},
+    {"prompt_logprobs": 0},
+]
+
+
+def launches(harness: Harness) -> list[bool]:
+    """Whether each launch to come goes before the tokens of the one before are known."""
+    followed: list[bool] = []
+    real = harness.runner.launch
+
+    def launch(output: SchedulerOutput, before: Late | None = None) -> Late:
+        followed.append(before is not None)
+        return real(output, before)
+
+    harness.runner.launch = launch  # type: ignore[method-assign]
+    return followed
+
+
+@pytest.mark.parametrize("settings", SEEING, ids=lambda s: next(iter(s)))
+def test_who_must_see_its_token_sits_out_and_the_others_go_on(settings: dict[str, Any]) -> None:
+    harness = Harness(overlap=True)
+    made = [harness.add(f"blind{i}", 5, max_tokens=30) for i in range(5)]
+    made.append(harness.add("seeing", 5, max_tokens=14, **settings))
+    followed = launches(harness)
+    harness.run()
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+    assert followed == [False] + [True] * (len(followed) - 1)
+    assert len(followed) <= 31
+    took_part = [any(s.sequence.request is made[-1] for s in step.scheduled) for step in harness.runner.steps]
+    assert took_part[:27] == [True, False] * 13 + [True]
+
+
+def test_where_most_must_see_their_token_nobody_sits_out() -> None:
+    harness = Harness(overlap=True)
+    made = [harness.add(f"seeing{i}", 5, max_tokens=10, repetition_penalty=1.3) for i in range(3)]
+    made += [harness.add(f"blind{i}", 5, max_tokens=10) for i in range(3)]
+    followed = launches(harness)
+    harness.run()
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+    assert followed == [False] * 10
+
+
+def test_a_search_that_is_preempted_under_way_loses_nothing() -> None:
+    """Its candidates arrive when its beams wait again."""
+    harness = Harness(num_blocks=26, block_size=2, overlap=True, max_num_seqs=12)
+    harness.engine.runner = harness.runner = BeamRunner(harness.engine.block_manager)
+    made = [harness.add(f"blind{i}", [i] * 2, max_tokens=8) for i in range(7)]
+    harness.add("search", 2, num_beams=2, n=2, max_tokens=8)
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+    alone = Harness(num_blocks=100, block_size=2)
+    alone.engine.runner = alone.runner = BeamRunner(alone.engine.block_manager)
+    alone.add("search", 2, num_beams=2, n=2, max_tokens=8)
+    alone.run()
+    assert [harness.tokens("search", i) for i in range(2)] == [alone.tokens("search", i) for i in range(2)]
 
 
 def test_recorded_sizes_hold_every_batch() -> None:
