@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +139,34 @@ def test_a_wrong_kernel_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(triton.TritonBackend, "forward", lambda self, query, *rest: torch.zeros_like(query))
     problem = next(iter(check._TINY.values()))
     assert not check._kernel(bench, problem=problem, dtype=torch.float32)["ok"]
+
+
+@pytest.mark.parametrize("name", ["decode, keys in parts", "mixed", "int8 pages, decode"])
+def test_a_replayed_launch_is_compared_over_other_lengths(
+    name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where what was captured runs again; one that kept its first lengths would be seen."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    case = {"problem": check._TINY[name], "dtype": torch.float32}
+    monkeypatch.setattr(Bench, "cuda", True)
+    monkeypatch.setattr(Bench, "device_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(Bench, "captured", lambda _, work: work)
+    found = check._kernel(bench, **case)
+    assert found["ok"] and 0 < found["captured_error"] < 1e-5
+    assert found["tb_per_s"] == pytest.approx(case["problem"].kv_bytes / 1e-3 / 1e12)
+    monkeypatch.setattr(Bench, "captured", lambda _, work: Once(work))
+    assert check._kernel(bench, **case)["ok"] == (name == "mixed")  # whose lengths no replay changes
+
+
+class Once:
+    """A recording that computed once what it replays."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self.out = work()
+        self.first = self.out.clone()
+
+    def __call__(self) -> None:
+        self.out.copy_(self.first)
 
 
 def test_steps_that_are_not_recorded_stop_it(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -137,7 +138,7 @@ def _machine(bench: Bench) -> Found:
     """Versions, the card, what Triton needs to compile, and the ceilings."""
     found: Found = {"device": platform.processor() or "cpu", "python": platform.python_version()}
     found |= {name: version for name in _PACKAGES if (version := _version(name))}
-    found["commit"] = _output("git", "rev-parse", "--short", "HEAD")
+    found |= {"commit": _output("git", "rev-parse", "--short", "HEAD"), "source": _source()}
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     found["compiler"] = (_output(compiler, "--version").splitlines() or [""])[0] if compiler else "none"
     found["python_h"] = (Path(sysconfig.get_path("include")) / "Python.h").exists()
@@ -155,6 +156,15 @@ def _machine(bench: Bench) -> Found:
     ceilings = bench.ceilings
     found |= {"copy_tb_per_s": ceilings.bytes_per_second / 1e12, "tflops": ceilings.flops_per_second / 1e12}
     return found
+
+
+def _source() -> str:
+    """What says which code ran where there is no repository: a hash of all of it."""
+    root, digest = Path(__file__).parents[3], hashlib.sha256()
+    for part in ("model", "loadtest"):
+        for file in sorted((root / part).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str | None:

@@ -88,12 +88,16 @@ def _targets(found: dict[str, Found], machine: Found) -> Section:
             verdict = "reached" if target.reached(value) else f"{value / target.bound:.2f} of it"
             share = _of_stated(target, value, machine)
             rows.append((target.case, target.wanted, number(value), verdict, share, target.anchor))
-    ceilings = (
-        f"measured: a copy of {machine.get('copy_tb_per_s', 0):.2f} TB/s, a product of {machine.get('tflops', 0):.0f}"
+    copied, multiplied = machine.get("copy_tb_per_s", 0.0), machine.get("tflops", 0.0)
+    note = (
+        f"{machine.get('device', 'a device')}, torch {machine.get('torch', '?')}, Triton {machine.get('triton', '?')}. "
     )
-    note = f"{machine.get('device', 'a device')}, torch {machine.get('torch', '?')}; {ceilings} TFLOP/s."
+    note += f"Measured: a copy of {copied:.2f} TB/s, a product of {multiplied:.0f} TFLOP/s"
+    if known := stated(str(machine.get("device", ""))):
+        data, flops = known
+        note += f"; stated: {data / 1e12:.2f} TB/s and {flops / 1e12:.0f} TFLOP/s"
     header = ("workload", "wanted", "found", "", "of the stated ceiling", "others")
-    return Section("Against the targets", note, header, rows)
+    return Section("Against the targets", f"{note}.", header, rows)
 
 
 def _of_stated(target: Target, value: float, machine: Found) -> str:
