@@ -46,8 +46,9 @@ install: .venv/.service
 serve: .venv/.service
 	$(BIN)/triptych serve $(ARGS)
 
+# In two processes (tests/workers.py); a few files are quicker with pytest alone.
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import pytest
+
 from loadtest import run, slo
 from loadtest.progress import Progress
 from loadtest.run import Measured
@@ -33,8 +35,11 @@ def measured(url: str, limits: str = "", **changes: Any) -> Measured:
 
 
 def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
-    """For figures of two processes that are compared: where one of them got no CPU for a while, they do differ."""
+    """For figures of two processes that are compared, with no other test beside them: where one of the processes got no
+    CPU for a while, they do differ.
+    """
 
+    @pytest.mark.alone
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
         for _ in range(9):

@@ -59,10 +59,10 @@ def test_tokens_without_text_are_counted() -> None:
 @in_several_tries
 def test_throughput_is_that_of_the_server() -> None:
     with serving(Script(first_s=0.3, gap_s=0.04)) as server:
-        run = measured(server.url, requests=40, arrivals=CLOSED)
+        run = measured(server.url, requests=20, arrivals=CLOSED)
     spent = max(one.sends[-1] for one in server.load) - min(one.received for one in server.load)
-    assert close(run.document["throughput"]["output_throughput"]["value"], 400 / spent)
-    assert close(run.document["throughput"]["request_throughput"]["value"], 40 / spent)
+    assert close(run.document["throughput"]["output_throughput"]["value"], 200 / spent)
+    assert close(run.document["throughput"]["request_throughput"]["value"], 20 / spent)
 
 
 @pytest.mark.parametrize("clients", [Clients(), Clients(max_concurrency=1)], ids=["sent in time", "could not be sent"])

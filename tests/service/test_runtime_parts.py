@@ -312,10 +312,9 @@ def test_a_variable_that_the_user_has_set_stays(clean: pytest.MonkeyPatch) -> No
 
 
 def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
-    clean: pytest.MonkeyPatch, tmp_path: Path
+    clean: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    sessions, file = tmp_path / "sessions", tmp_path / "file"
-    sessions.mkdir()
+    sessions, file = tmp_path_factory.mktemp("s"), tmp_path / "file"  # a short name: sockets are below it
     file.touch()
     clean.setattr(ray_environment, "_temp_dir", lambda: str(sessions))
     clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(file / "below"))

@@ -58,6 +58,7 @@ def test_a_stream_says_the_same_in_fewer_events(url: str, n: int) -> None:
     assert all(choice["token_ids"] for event in found for choice in event["choices"])
 
 
+@pytest.mark.alone
 def test_the_first_token_and_the_end_are_not_held_back(url: str) -> None:
     # More than one where the machine is so busy that the front is late.
     firsts = (streamed(url, return_token_ids=True)[0]["choices"][0]["token_ids"] for _ in range(20))

@@ -101,6 +101,7 @@ def served() -> App:
     return make_app(settings=ServiceSettings(limits=Limits(grammar_s=1.0)))
 
 
+@pytest.mark.alone
 def test_hostile_grammars_are_answered_in_bounded_time_and_stall_nobody(served: App) -> None:
     """All after one another, with a good request beside each that must not wait for it."""
 

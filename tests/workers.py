@@ -1,0 +1,100 @@
+"""How the suite is shared out among processes, by pytest-xdist and file: a file's fixtures are made once.
+
+A test marked `alone` measures time, or wants the machine's cores for itself: it runs while no other worker runs a test.
+Files that have such tests come last, when the others have little left to do, and those of nothing else at the very end.
+Files that start Ray are one worker's, one after the other, and come first: they take longest. Without xdist nothing
+here does anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RAY = frozenset(
+    {"tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployments.py"}
+)
+_LONG = frozenset({"tests/test_bench.py", "tests/engine/test_process.py"})
+_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
+
+
+class Turns:
+    """Readers and writers over all workers, by locks on two files that are there anyway.
+
+    Who waits for the room holds the gate, so that those who come later cannot keep one who wants to be alone waiting.
+    """
+
+    def __init__(self) -> None:
+        here = Path(__file__)
+        self._gate, self._room = (path.open("rb") for path in (here, here.with_name("conftest.py")))
+        self._alone = False  # the room is held by this worker alone
+
+    def begin(self, *, alone: bool) -> None:
+        if self._alone and alone:
+            return
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
+        fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+        self._alone = alone
+
+    def end(self, *, next_alone: bool) -> None:
+        """Tests of one file that measure follow each other without others in between."""
+        if not (self._alone and next_alone):
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+            self._alone = False
+
+
+_turns = Turns()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    if not _PARALLEL:
+        return (yield)
+    _turns.begin(alone=_is_alone(item))
+    try:
+        return (yield)
+    finally:
+        _turns.end(next_alone=nextitem is not None and _is_alone(nextitem))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _PARALLEL:
+        alone, beside = ({_file(item.nodeid) for item in items if _is_alone(item) is is_} for is_ in (True, False))
+        items.sort(key=lambda item: _rank(_file(item.nodeid), alone, beside))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        """By file, in the order of collection; those that start Ray together."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return "Ray" if _file(nodeid) in RAY else _file(nodeid)
+
+    return Files(config, log)
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _rank(file: str, alone: set[str], beside: set[str]) -> int:
+    """When a file's turn is; `alone`, `beside`: files that have a test of which this holds."""
+    if file in alone:
+        return 3 if file in beside else 4
+    return 0 if file in RAY else 1 if file in _LONG else 2
