@@ -12,14 +12,12 @@ import logging
 import math
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -37,6 +35,7 @@ from model.engine.errors import EngineDeadError
 from model.engine.stats import ModelInfo
 from service import log_pipe, logs
 from service.descendants import adopt_orphans, end_descendants
+from service.main_signals import MainSignals, within
 from service.placement import check_gpus, gpus_of_replica
 from service.prefix import unprefixed
 from service.ray_environment import request_timeout_s
@@ -48,7 +47,6 @@ from service.runtime import (
     base_url,
     build_app,
     build_registry,
-    exit_code,
     listening,
     settle,
 )
@@ -62,19 +60,11 @@ _STOP_MARGIN = 15.0
 _LOOK_SECONDS = 1.0  # between two looks at Ray's processes
 _END_SECONDS = 2.0  # for processes that Ray has told to end
 _CONTROL_SECONDS = 30.0  # for a question to the replicas
+_FIND_SECONDS = 5.0  # for finding them
 _CANCEL_SECONDS = 5.0  # a replica that hangs must not hold the answer to who cancels
 _STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 logger = logging.getLogger("triptych.ray")
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-
-os.register_at_fork(after_in_child=_unblock_signals)  # what Ray starts must not inherit `_Signals.held`
 
 
 @serve.ingress()
@@ -156,42 +146,6 @@ class _Mounted:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-class _Signals:
-    """SIGTERM and SIGINT: the first ends whatever the main thread does by `SystemExit`, even in the middle of Ray."""
-
-    def __init__(self) -> None:
-        self._received: int | None = None
-        self.drained = False
-
-    def take(self) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, self._stop)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Signals wait for the end of the block: inside `ray.init` the handlers of Ray's C++ part would abort us."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            yield
-        finally:
-            self.take()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    def ignore(self) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
-    def exit_code(self, stopped: SystemExit) -> int:
-        """As `service.runtime.exit_code`; raises `stopped` again if there was no signal."""
-        if self._received is None:
-            raise stopped
-        return exit_code(self._received, drained=self.drained)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        raise SystemExit(128 + number)
-
-
 def application(arguments: dict[str, Any]) -> serve.Application:
     """What `serve run`, `serve deploy` and KubeRay's RayService make of the import path of this function.
 
@@ -207,7 +161,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     for one in (config, *config.groups):
         build_registry(one)  # what is wrong with a folder is said before Ray starts
     config = _resolved(config)
-    signals = _Signals()
+    signals = MainSignals()
     signals.take()
     handles: list[DeploymentHandle[Any]] = []
     try:
@@ -253,7 +207,10 @@ def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> boo
     settings = config.settings
     timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
     try:
-        for drained in [replicas.broadcast("drain") for replicas in handles or _handles(config)]:
+        if not handles:
+            with within(_FIND_SECONDS):  # Serve waits for ever for a Ray that has ended meanwhile
+                handles = _handles(config)
+        for drained in [replicas.broadcast("drain") for replicas in handles]:
             drained.results(timeout_s=timeout)
     except (RayError, RayServeException, TimeoutError) as error:
         logger.warning("a replica did not drain: %s", type(error).__name__)
@@ -330,7 +287,7 @@ def _scaling(scaling: Scaling) -> dict[str, Any]:
 
 
 @contextmanager
-def _session(folder: Path, signals: _Signals) -> Iterator[None]:
+def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
     """A Ray of our own on this machine; other sessions are neither joined nor touched."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from model.config import ConfigError
 from model.engine.protocol import ModelSpec
 from service import ray_environment
 from service.config import Limits, ServiceSettings
+from service.main_signals import within
 from service.metrics import MULTIPROCESS_FOLDER
 from service.runtime import ServeConfig, base_url, listening, settle
 from service.scaling import Scaling
@@ -444,3 +446,13 @@ def test_orphans_are_found_and_ended() -> None:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", _ORPHANS], check=True, timeout=60, cwd=ROOT)
     assert time.monotonic() - began < 30
+
+
+def test_work_of_the_main_thread_is_bounded() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeoutError), within(0.05):
+        time.sleep(60)
+    with within(0.05):
+        pass
+    time.sleep(0.1)  # nothing is left of it
+    assert signal.getsignal(signal.SIGALRM) is before
