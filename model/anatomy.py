@@ -88,12 +88,12 @@ def dissect(config: ModelConfig) -> Anatomy:
     """Count the parameters of every part."""
     parameters: Counter[str] = Counter()
     for name, parameter in build_model(config, ReferenceBackend()).named_parameters():
-        parameters[_part(name)] += parameter.numel()
+        parameters[part_of(name)] += parameter.numel()
     return Anatomy(config, dict(parameters))
 
 
-def _part(name: str) -> str:
-    """Where a parameter belongs, in words."""
+def part_of(name: str) -> str:
+    """The part that a parameter belongs to, in words."""
     path = name.split(".")
     if path[0] not in ("encoder", "decoder"):
         return {"tokens": "token table", "patches": "patch embedding"}.get(path[0], path[0])

@@ -23,7 +23,7 @@ from model.families import FAMILIES
 from model.native.linear import PackedLinear
 from model.native.stack import Packing, pack_linears
 from model.parallel.sharding import WHOLE, Index, Piece, Shard, cuts, local_shape
-from model.tensor_files import StoredTensor, TensorReader, read_headers
+from model.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, read_headers
 from model.transformer import TokenTable, Transformer
 from model.weights import CheckpointError, Shape, WeightRule, plan_load
 
@@ -92,6 +92,11 @@ def plan_tensors(
     if strange:
         raise CheckpointError(f"expected floating point, found {', '.join(strange)}")
     return plan
+
+
+def largest_in_flight(stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, WeightRule]]) -> int:
+    """Bytes that are read before they are put where they are kept: the buffer, or a tensor that is transposed."""
+    return max([BUFFER_BYTES, *(stored[name].nbytes for name, rule in plan if rule.transpose)])
 
 
 def kept_table_dtype(

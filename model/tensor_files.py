@@ -7,6 +7,7 @@ what it keeps and a few megabytes. The `safetensors` package checks the headers;
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         return _DTYPES[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:

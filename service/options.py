@@ -54,6 +54,16 @@ def _replicas(text: str) -> dict[str, int]:
     return {"least": int(match[1]), "most": int(match[2] or match[1])}
 
 
+def _context(text: str) -> int | None:
+    """A number, or `auto`, which the engine decides."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number, or auto") from None
+
+
 def _route(text: str) -> str:
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", text):
         raise ValueError("a path such as /chat")
@@ -170,7 +180,15 @@ OPTIONS: tuple[Option, ...] = (
         "off",
         per_model=True,
     ),
-    Option("max_model_len", int, None, "tokens of prompt and output", shown="the checkpoint's", per_model=True),
+    Option(
+        "max_model_len",
+        _context,
+        None,
+        "tokens of prompt and output; auto: all that the model takes, or what of it the KV pool holds",
+        "N|auto",
+        "auto",
+        per_model=True,
+    ),
     Option(
         "max_num_seqs",
         int,

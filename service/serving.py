@@ -154,7 +154,7 @@ def _model_lines(info: ModelInfo) -> list[str]:
         f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
         *(f"  {'':<10} SLOWER THAN IT COULD BE: {way}" for way in info.fallbacks),
     ]
-    limits = f"context {info.max_model_len}, {info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
+    limits = f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
     if info.num_blocks:
         tokens = info.num_blocks * info.block_size
         per_request = info.max_model_len * (2 if info.form == "encoder-decoder" else 1)
@@ -165,7 +165,8 @@ def _model_lines(info: ModelInfo) -> list[str]:
     if info.recorded_sizes:
         lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes")
     queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
-    return [*lines, f"  {'':<10} {limits}, {queue}"]
+    context = f"context {info.max_model_len} ({info.max_model_len_reason})"
+    return [*lines, f"  {'':<10} {context}, {limits}, {queue}"]
 
 
 def _where(info: ModelInfo) -> str:

@@ -43,7 +43,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
     tensor_parallel_size: int = 1  # processes, on a GPU each with its own, that share the model's matrices
     batch_invariant: bool = False  # refuse what could make an answer's bits depend on its neighbours
-    max_model_len: int | None = None  # tokens of prompt and output together; None: what the positions allow
+    max_model_len: int | None = None  # tokens of prompt and output together; None: what positions and memory allow
     max_num_seqs: int | None = None  # None: by the device, see `limits`
     max_num_batched_tokens: int | None = None  # per step: so many of decoders, and as many of new sources
     block_size: int = 16  # tokens of one KV block

@@ -25,6 +25,17 @@ from model.engine.engine import Engine
 from model.engine.gpu_memory import Card, CudaMemory, pool_memory
 from model.engine.matching import Grammars
 from model.engine.memory import available_memory
+from model.engine.memory_plan import (
+    Context,
+    KVLayout,
+    NumberFormat,
+    fit_context,
+    kv_bytes_per_token,
+    kv_dtype,
+    most_context,
+    plan_memory,
+    plan_pool,
+)
 from model.engine.model_runner import ModelRunner
 from model.engine.protocol import ModelSpec
 from model.engine.scheduler import Scheduler
@@ -46,8 +57,6 @@ if TYPE_CHECKING:
     from model.parallel.followers import Followers
 
 logger = logging.getLogger(__name__)
-
-_DEFAULT_CPU_POOL = 1 << 30  # bytes, where memory allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +89,30 @@ def load(spec: ModelSpec) -> LoadedModel:
     selection = _select(spec.engine, device, dtype)
     _check_native(spec.engine, selection)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
-    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config, batch_limits(spec.engine, device))
-    checkpoint = replace(checkpoint, config=checkpoint.config.stretched(max_model_len))
+    limits = batch_limits(spec.engine, device)
+    most = most_context(spec.engine, checkpoint.config, limits).tokens
+    checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
     if checkpoint.not_served:
         logger.warning(
             "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
-    model = _load_model(spec, checkpoint, selection, dtype, device, max_model_len)
-    loaded = assemble(spec, checkpoint, model, selection)
+    pool = None
+    if device.type == "cpu":
+        kept = NumberFormat(dtype, selection.library is not None, spec.engine.quantization == "int8")
+        pool = plan_memory(spec.name, spec.engine, checkpoint, kept, limits, available_memory())
+    model = _load_model(spec, checkpoint, selection, dtype, device, most)
+    loaded = assemble(spec, checkpoint, model, selection, pool)
     loaded.info.load_seconds = time.monotonic() - began
     return loaded
 
 
-def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection) -> LoadedModel:
-    """The engines of a network that has its weights."""
+def assemble(
+    spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection, pool: int | None = None
+) -> LoadedModel:
+    """The engines of a network that has its weights; `pool` bytes of each rank are KV, None: by what is free."""
     dtype, device = model.dtype, next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
-    max_model_len = resolve_max_model_len(spec.engine, checkpoint.config, limits)
+    context = most_context(spec.engine, checkpoint.config, limits)
     packing = packing_of(spec.engine, selection)
     if packing is not None:
         pack_model(model, packing.library, packing.kind, batch_invariant=packing.batch_invariant)
@@ -112,9 +128,12 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
     )
     generate = None
     if checkpoint.config.can_generate:
-        generate = _generate_engine(spec, checkpoint, model, limits, max_model_len, dtype, device)
+        if pool is None:
+            pool = _pool_memory(spec.engine, model, context.tokens, device)
+        context = fit_context(spec.engine, context, KVLayout.of(spec.engine, checkpoint.config, dtype), pool)
+        generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pool, dtype, device)
     if device.type == "cuda":
-        warm_up(encode, generate, max_model_len)
+        warm_up(encode, generate, context.tokens)
     slow = slow_ways(spec.engine, selection, generate, device)
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
@@ -124,7 +143,7 @@ def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, select
         if (followers := _followers(model)) is not None:
             followers.close()
         raise
-    info = _info(spec, checkpoint, model, selection, limits, max_model_len, generate)
+    info = _info(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks = slow
     return LoadedModel(info, encode, generate, _followers(model))
 
@@ -172,29 +191,6 @@ def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
     """Of an engine on this device: what is not set follows from a GPU's memory."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return engine.limits(memory)
-
-
-def resolve_max_model_len(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> int:
-    """The context in tokens: what is asked for, within what the positions allow."""
-    if engine.max_model_len is None:
-        return config.max_positions or limits.max_num_batched_tokens
-    limit = config.longest_context
-    if limit is not None and engine.max_model_len > limit:
-        raise ConfigError(f"max_model_len {engine.max_model_len} is beyond the model's {limit} positions")
-    return engine.max_model_len
-
-
-def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
-    return torch.int8 if engine.kv_cache_dtype == "int8" else weights
-
-
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the decoder's self attention; int8 has a float for each head's scale."""
-    elements = config.kv_elements_per_token
-    scales = 0
-    if dtype is torch.int8 and config.decoder is not None:
-        scales = 4 * elements // config.decoder.attention.head_dim
-    return elements * dtype.itemsize + scales
 
 
 def weight_bytes(model: Transformer) -> int:
@@ -257,13 +253,15 @@ def _generate_engine(
     model: Transformer,
     limits: BatchLimits,
     max_model_len: int,
+    pool: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Engine:
     config = checkpoint.config
     assert config.decoder is not None
+    kv = KVLayout.of(spec.engine, config, dtype)
+    num_blocks = min(kv.blocks_in(pool), kv.blocks_for(max_model_len) * limits.max_num_seqs)  # no more could be used
     dtype = kv_dtype(spec.engine, dtype)
-    num_blocks = _num_blocks(spec.engine, model, limits.max_num_seqs, max_model_len, dtype, device)
     block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
     cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -334,31 +332,10 @@ def _grammars(checkpoint: Checkpoint) -> Grammars | None:
     return Grammars(tokens)
 
 
-def _num_blocks(
-    engine: EngineConfig,
-    model: Transformer,
-    max_num_seqs: int,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    """Blocks of the pool: what the memory holds, and no more than `max_num_seqs` full sequences could use."""
-    config = Shard(0, engine.tensor_parallel_size).config(model.config)
-    block_bytes = kv_bytes_per_token(config, dtype) * engine.block_size
-    tables = 2 if config.encoder is not None else 1
-    full = tables * -(-max_model_len // engine.block_size)  # blocks of one full-length request
-    memory = engine.kv_cache_memory or _pool_memory(engine, model, max_model_len, device)
-    num_blocks = min(memory // block_bytes, full * max_num_seqs)
-    if num_blocks < full:
-        raise ConfigError(
-            f"the KV pool has room for {num_blocks} blocks, but one request of max_model_len {max_model_len} "
-            f"needs {full} ({full * block_bytes / 2**20:.0f} MiB): raise kv_cache_memory or lower max_model_len"
-        )
-    return num_blocks
-
-
 def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, device: torch.device) -> int:
-    """Of each rank: what the fullest GPU has left, or its part of the memory that all ranks share."""
+    """Of each rank: what was asked for, what the fullest GPU has left, or its part of what all ranks share."""
+    if engine.kv_cache_memory is not None:
+        return engine.kv_cache_memory
     if device.type == "cuda":
         limits = batch_limits(engine, device)
         return pool_memory(
@@ -370,7 +347,7 @@ def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, d
             [Card(*one) for one in model.memory] if isinstance(model, LeadingTransformer) else (),
             recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
         )
-    return min(_DEFAULT_CPU_POOL, available_memory() // 4) // engine.tensor_parallel_size
+    return plan_pool(engine, available_memory())
 
 
 def _info(
@@ -379,7 +356,7 @@ def _info(
     model: Transformer,
     selection: Selection,
     limits: BatchLimits,
-    max_model_len: int,
+    context: Context,
     generate: Engine | None,
 ) -> ModelInfo:
     config = checkpoint.config
@@ -396,7 +373,8 @@ def _info(
         device=str(device),
         attention_backend=selection.backend.name,
         attention_reason=selection.reason,
-        max_model_len=max_model_len,
+        max_model_len=context.tokens,
+        max_model_len_reason=context.reason,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_queued_requests=limits.max_queued_requests,

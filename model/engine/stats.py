@@ -62,6 +62,7 @@ class ModelInfo:
     attention_backend: str
     attention_reason: str
     max_model_len: int
+    max_model_len_reason: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int

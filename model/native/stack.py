@@ -85,6 +85,13 @@ def packable(stack: Stack) -> Iterator[tuple[nn.Module, str]]:
             yield from ((block.cross, "q"), (block.cross, "kv"), (block.cross, "out"))
 
 
+def packable_names(model: Transformer) -> set[str]:
+    """What `pack_linears` would replace in a network that is not packed, by the names of the modules."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    found = {getattr(*place) for stack in stacks if NativeStack.supports(stack.config) for place in packable(stack)}
+    return {name for name, module in model.named_modules() if module in found or module is model.head}
+
+
 def _pack_projections(model: Transformer, library: Library) -> None:
     """Those of embeddings or patches, which meet the rows of all segments at once."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]

@@ -14,7 +14,8 @@ from model.config import ConfigError
 from model.engine.config import EngineConfig
 from model.engine.errors import EngineDeadError
 from model.engine.llm import LLM
-from model.engine.loading import load, resolve_max_model_len
+from model.engine.loading import load
+from model.engine.memory_plan import most_context
 from model.engine.protocol import ModelSpec
 from model.request import SamplingParams
 from tests.engine.support import request, running
@@ -180,7 +181,7 @@ def test_the_pool_holds_at_least_one_full_request_and_at_most_what_can_run() -> 
 
 def test_positions_without_a_limit_take_the_batch_as_context() -> None:
     config, engine = loaded("t5-relu").config, EngineConfig(max_num_batched_tokens=77, max_num_seqs=4)
-    assert resolve_max_model_len(engine, config, engine.limits()) == 77
+    assert most_context(engine, config, engine.limits()).tokens == 77
 
 
 def test_greedy_tokens_are_the_reference_librarys_argmax() -> None:

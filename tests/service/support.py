@@ -132,6 +132,7 @@ def info(name: str, form: str, **changes: Any) -> ModelInfo:
         attention_backend="reference",
         attention_reason="scripted",
         max_model_len=64,
+        max_model_len_reason="scripted",
         max_num_seqs=8,
         max_num_batched_tokens=48,
         max_queued_requests=32,

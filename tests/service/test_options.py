@@ -9,6 +9,7 @@ import pytest
 
 from model.config import ConfigError
 from service import options, serving
+from tests.service.support import info
 
 
 def parse(*arguments: str) -> dict[str, object]:
@@ -37,6 +38,28 @@ def test_only_what_is_given_is_set() -> None:
     assert parse("--port", "9", "--max-num-seqs", "4") == {"port": 9, "max_num_seqs": 4}
 
 
+@pytest.mark.parametrize(("text", "expected"), [("auto", None), ("512", 512)])
+def test_a_context_is_a_number_or_auto_wherever_it_is_set(text: str, expected: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(f"max_model_len: 64\nmodels:\n  a: {{path: /a, max_model_len: {text}}}\n  b: /b\n")
+    found = options.from_file(file)
+    config = serving.configuration(found.models, found.settings, found.groups)
+    assert {model.name: model.engine.max_model_len for model in config.models} == {"a": expected, "b": 64}
+    assert parse("--max-model-len", text) == {"max_model_len": expected}
+    assert options.from_environment({"TRIPTYCH_MAX_MODEL_LEN": text}) == {"max_model_len": expected}
+    for given in ({"max_model_len": 64}, {}):
+        engine = (
+            serving.configuration({"a": {"path": "/a"}}, given | parse("--max-model-len", text), {}).models[0].engine
+        )
+        assert engine.max_model_len == expected
+
+
+def test_the_banner_says_which_context_is_served_and_why() -> None:
+    reason = "what the KV pool holds; the model takes 40960"
+    lines = serving._model_lines(info("m", "decoder-only", max_model_len=7280, max_model_len_reason=reason))
+    assert any(f"context 7280 ({reason}), 8 sequences" in line for line in lines)
+
+
 def test_keys_may_be_repeated_or_listed() -> None:
     assert parse("--api-key", "a", "--api-key", "b") == {"api_keys": ("a", "b")}
     assert options.from_environment({"TRIPTYCH_API_KEYS": "a, b,"}) == {"api_keys": ("a", "b")}
@@ -55,6 +78,7 @@ def test_an_unknown_variable_names_the_nearest() -> None:
     ("arguments", "message"),
     [
         (("--port", "x"), "--port: found 'x', expected a whole number"),
+        (("--max-model-len", "all"), "--max-model-len: found 'all', expected a whole number, or auto"),
         (("--dtype", "int4"), "--dtype: found 'int4', expected one of auto, float32"),
         (("--runtime", "docker"), "--runtime: found 'docker', expected one of ray, local"),
         (("--kv-cache-memory", "lots"), "--kv-cache-memory: found 'lots', expected a size such as"),

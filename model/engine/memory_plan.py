@@ -1,0 +1,220 @@
+"""What a model will take of a CPU's memory, from config.json and the headers of its files: before a weight is read.
+
+    while it is loaded:  weights in their final form + one buffer          (`WeightPlan`)
+    while it serves:     weights + KV pool                                 (`plan_memory`)
+
+The pool of KV is what `kv_cache_memory` says, else a quarter of what the weights will leave, 1 GiB at most. The context
+is what was asked for, or the longest that the pool holds. What does not fit is a `ConfigError` that names what would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from model.anatomy import part_of
+from model.attention.reference import ReferenceBackend
+from model.checkpoint import Checkpoint
+from model.config import ConfigError, ModelConfig
+from model.engine.config import BatchLimits, EngineConfig
+from model.engine.dtypes import has_fast_bf16
+from model.loader import build_model, kept_table_dtype, largest_in_flight, parameter_shapes, plan_tensors
+from model.native.library import KINDS, Kind
+from model.native.linear import packed_bytes
+from model.native.stack import packable_names
+from model.parallel.sharding import Shard
+from model.tensor_files import read_headers
+
+DEFAULT_POOL = 1 << 30  # bytes, where memory allows
+LEAST_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """How weights are kept: in a dtype, packed for C or not, its matrices quantised or not."""
+
+    dtype: torch.dtype
+    packed: bool
+    int8: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """Of packed matrices."""
+        return Kind.INT8 if self.int8 else KINDS[self.dtype]
+
+    def __str__(self) -> str:
+        return "quantization int8" if self.int8 else f"dtype {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Bytes of one rank."""
+
+    parts: dict[str, int]  # in their final form
+    buffer: int  # what is read before it is converted
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def plan_weights(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard | None = None) -> WeightPlan:
+    """What weights will take; raises `CheckpointError` where the files' tensors are not the network's."""
+    whole = build_model(checkpoint.config, ReferenceBackend())
+    stored = read_headers(checkpoint.weight_files)
+    plan = plan_tensors(checkpoint.config, stored, parameter_shapes(whole))
+    model = whole if shard is None else build_model(shard.config(checkpoint.config), ReferenceBackend())
+    matrices = packable_names(model) if kept.packed else set()
+    table = kept_table_dtype(stored, plan, kept.dtype) if kept.packed else kept.dtype
+    shapes = parameter_shapes(model)
+    parts: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        owner, _, role = name.rpartition(".")
+        if owner in matrices and role == "weight":
+            parts[part_of(name)] += packed_bytes(shape[0], shape[1], kept.kind, bias=f"{owner}.bias" in shapes)
+        elif owner not in matrices:
+            dtype = table if name == "tokens.weight" else kept.dtype
+            parts[part_of(name)] += torch.Size(shape).numel() * dtype.itemsize
+    head = model.config.head
+    if kept.packed and head is not None and head.tied:  # the table is kept for the embeddings, and packed for the head
+        rows, width = shapes["tokens.weight"]
+        parts["head"] += packed_bytes(rows, width, kept.kind, bias=head.bias)
+    return WeightPlan(dict(parts), largest_in_flight(stored, plan))
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What requests take of a KV pool."""
+
+    block_size: int  # tokens
+    block_bytes: int
+    tables: int  # of each request: one, two with a source
+
+    @classmethod
+    def of(cls, engine: EngineConfig, config: ModelConfig, dtype: torch.dtype) -> KVLayout:
+        """Of each rank; `dtype` is the network's."""
+        own = Shard(0, engine.tensor_parallel_size).config(config)
+        block_bytes = kv_bytes_per_token(own, kv_dtype(engine, dtype)) * engine.block_size
+        return cls(engine.block_size, block_bytes, 2 if config.encoder is not None else 1)
+
+    def blocks_for(self, context: int) -> int:
+        """Of one request of `context` tokens, and as many of a source."""
+        return self.tables * -(-context // self.block_size)
+
+    def bytes_for(self, context: int) -> int:
+        return self.blocks_for(context) * self.block_bytes
+
+    def blocks_in(self, memory: int) -> int:
+        return memory // self.block_bytes
+
+    def context_in(self, memory: int) -> int:
+        """The longest that one request may have."""
+        return self.blocks_in(memory) // self.tables * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Tokens of prompt and output together."""
+
+    tokens: int
+    reason: str  # for people
+
+
+def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
+    return torch.int8 if engine.kv_cache_dtype == "int8" else weights
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the decoder's self attention; int8 has a float for each head's scale."""
+    elements = config.kv_elements_per_token
+    scales = 0
+    if dtype is torch.int8 and config.decoder is not None:
+        scales = 4 * elements // config.decoder.attention.head_dim
+    return elements * dtype.itemsize + scales
+
+
+def most_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
+    """What is asked for, within what the positions allow; or, where memory is to decide, what they allow."""
+    if engine.max_model_len is None:
+        if config.max_positions is None:
+            return Context(limits.max_num_batched_tokens, "the tokens of a step; the model has no limit")
+        return Context(config.max_positions, "all that the model takes")
+    limit = config.longest_context
+    if limit is not None and engine.max_model_len > limit:
+        raise ConfigError(f"max_model_len {engine.max_model_len} is beyond the model's {limit} positions")
+    return Context(engine.max_model_len, "asked for")
+
+
+def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) -> Context:
+    """The context that a pool of `memory` bytes serves: `most`, or less where it is not said how much.
+
+    Raises `ConfigError` where a request of the context that was asked for, or of `LEAST_CONTEXT`, has no room.
+    """
+    fits = kv.context_in(memory)
+    if fits >= most.tokens:
+        return most
+    if engine.max_model_len is None and fits >= min(LEAST_CONTEXT, most.tokens):
+        return Context(fits, f"what the KV pool holds; the model takes {most.tokens}")
+    least = most.tokens if engine.max_model_len is not None else min(LEAST_CONTEXT, most.tokens)
+    raise ConfigError(
+        f"the KV pool has room for {kv.blocks_in(memory)} blocks, but one request of max_model_len {least} needs "
+        f"{kv.blocks_for(least)} ({kv.bytes_for(least) / 2**20:.0f} MiB): raise kv_cache_memory or lower max_model_len"
+        + (f", {fits} fits" if fits else "")
+    )
+
+
+def plan_pool(engine: EngineConfig, left: int) -> int:
+    """Bytes of each rank's KV pool where the weights of all of them leave `left` of a CPU's memory."""
+    if engine.kv_cache_memory is not None:
+        return engine.kv_cache_memory
+    return max(0, min(DEFAULT_POOL, left // 4)) // engine.tensor_parallel_size
+
+
+def plan_memory(
+    name: str, engine: EngineConfig, checkpoint: Checkpoint, kept: NumberFormat, limits: BatchLimits, available: int
+) -> int:
+    """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits."""
+    config, ranks = checkpoint.config, engine.tensor_parallel_size
+    shard = Shard(0, ranks) if ranks > 1 else None
+    weights = plan_weights(checkpoint, kept, shard)
+    if ranks * (weights.total + weights.buffer) > available:
+        raise ConfigError(
+            f"{name}: its weights take {gib(ranks * weights.total)} as {kept}, of {gib(available)} that are available; "
+            + _formats_that_fit(checkpoint, kept, shard, available // ranks)
+        )
+    left = available - ranks * weights.total
+    pool = plan_pool(engine, left)
+    if not config.can_generate:
+        return 0
+    kv = KVLayout.of(engine, config, kept.dtype)
+    try:
+        context = fit_context(engine, most_context(engine, config, limits), kv, pool)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    used = ranks * min(pool, limits.max_num_seqs * kv.bytes_for(context.tokens))
+    if used > left:
+        raise ConfigError(
+            f"{name}: a KV pool of {gib(used)} does not fit beside weights of {gib(ranks * weights.total)}: "
+            f"{gib(left)} are left, for a context of {kv.context_in(left // ranks)} at most; lower kv_cache_memory"
+        )
+    return pool
+
+
+def _formats_that_fit(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard | None, available: int) -> str:
+    """Other ways to keep the weights, for the end of an error; what this machine cannot do is not among them."""
+    others = [NumberFormat(torch.bfloat16, kept.packed)]
+    if kept.packed:
+        others.append(NumberFormat(torch.bfloat16 if has_fast_bf16() else torch.float32, packed=True, int8=True))
+    sizes = {str(other): plan_weights(checkpoint, other, shard).total for other in others if other != kept}
+    fitting = [f"{other} ({gib(size)})" for other, size in sizes.items() if size < available]
+    if fitting:
+        return f"what would fit: {', '.join(fitting)}"
+    least = min(sizes, key=lambda other: sizes[other], default=None)
+    return "no number format fits" + (f", {least} takes {gib(sizes[least])}" if least is not None else "")
+
+
+def gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"

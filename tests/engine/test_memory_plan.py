@@ -1,0 +1,182 @@
+"""Sizes from headers alone: what they say is what is there in the end, and what does not fit is refused at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import Checkpoint, read_checkpoint
+from model.config import ConfigError
+from model.engine import loading
+from model.engine.config import EngineConfig
+from model.engine.llm import LLM
+from model.engine.loading import load, weight_bytes
+from model.engine.memory_plan import (
+    Context,
+    KVLayout,
+    NumberFormat,
+    fit_context,
+    most_context,
+    plan_memory,
+    plan_weights,
+)
+from model.engine.protocol import ModelSpec
+from model.loader import load_model, load_weights
+from model.native.library import Kind
+from model.native.stack import Packing, pack_model
+from model.parallel.group import Group
+from model.parallel.network import build_shard
+from model.parallel.sharding import Shard
+from model.request import SamplingParams
+from model.tensor_files import TensorReader
+from model.weights import CheckpointError
+from tests.model.checkpoints import CPU, KINDS, copied, native_backends, prompt, saved
+from tests.model.sparse import QWEN3_4B, QWEN3_8B, sparse_checkpoint
+
+GIB = 1 << 30
+Large = dict[str, Checkpoint]
+FORMATS = [
+    NumberFormat(torch.float32, packed=False),
+    NumberFormat(torch.bfloat16, packed=False),
+    *(
+        NumberFormat(dtype, packed=True, int8=int8)
+        for dtype in (torch.float32, torch.bfloat16)
+        for int8 in (False, True)
+    ),
+]
+WIDE = NumberFormat(torch.float32, packed=True)
+PACKED_INT8 = NumberFormat(torch.bfloat16, packed=True, int8=True)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
+    """Of 4 and 8 billion numbers, none of which takes space."""
+    folder = tmp_path_factory.mktemp("large")
+    shapes = {"4B": QWEN3_4B, "8B": QWEN3_8B}
+    return {name: read_checkpoint(sparse_checkpoint(folder / name, raw)) for name, raw in shapes.items()}
+
+
+@pytest.mark.parametrize("kept", FORMATS, ids=lambda kept: f"{kept}{' packed' * kept.packed}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_take_what_was_planned_to_the_byte(kind: str, kept: NumberFormat) -> None:
+    if kept.packed and not native_backends():
+        pytest.skip("there is no GCC here")
+    checkpoint = read_checkpoint(saved(kind).path)
+    packing = None
+    if kept.packed:
+        packing = Packing(native_backends()[0].library, Kind.INT8 if kept.int8 else None)
+    model = load_model(checkpoint, SdpaBackend(), kept.dtype, CPU, packing)
+    if packing is not None:
+        pack_model(model, packing.library, packing.kind)
+    assert plan_weights(checkpoint, kept).total == weight_bytes(model)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "t5-gated-untied", "gpt2"])
+def test_a_rank_takes_what_was_planned_for_it(kind: str) -> None:
+    checkpoint, shard = read_checkpoint(saved(kind).path), Shard(0, 2)
+    model = build_shard(checkpoint.config, SdpaBackend(), Group(shard, CPU))
+    load_weights(model, checkpoint, torch.float32, CPU, shard)
+    assert plan_weights(checkpoint, NumberFormat(torch.float32, packed=False), shard).total == weight_bytes(model)
+
+
+def test_missing_tensors_show_in_the_plan(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(CheckpointError, match=r"missing: .*layers\.2\."):
+        plan_weights(read_checkpoint(folder), FORMATS[0])
+
+
+def planned(checkpoint: Checkpoint, kept: NumberFormat, available: float, **settings: Any) -> int:
+    engine = EngineConfig(device="cpu", **settings)
+    return plan_memory("m", engine, checkpoint, kept, engine.limits(), int(available))
+
+
+def test_a_pool_is_made_of_what_the_weights_will_leave(large: Large) -> None:
+    weights = plan_weights(large["4B"], PACKED_INT8).total
+    assert 4.7e9 < weights < 4.9e9
+    assert planned(large["4B"], PACKED_INT8, 24e9) == GIB
+    assert planned(large["4B"], PACKED_INT8, weights + 2 * GIB) == GIB // 2
+    assert planned(large["4B"], PACKED_INT8, weights + 2 * GIB, kv_cache_memory=GIB) == GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "gigabytes", "settings", "message"),
+    [
+        ("8B", WIDE, 24, {}, r"m: its weights take 29\.\d+ GiB as dtype float32, of 22\.35 GiB that are available; "
+         r"what would fit: dtype bfloat16 \(15\.\d+ GiB\), quantization int8 \(\d\.\d+ GiB\)"),
+        ("8B", NumberFormat(torch.bfloat16, packed=True), 12, {}, r"what would fit: quantization int8 \("),
+        ("8B", NumberFormat(torch.float32, packed=False), 12, {}, r"no number format fits, dtype bfloat16 takes 15\."),
+        ("8B", PACKED_INT8, 6, {}, "as quantization int8, .* no number format fits"),
+        ("4B", PACKED_INT8, 24, {"max_model_len": 40_960}, r"m: the KV pool has room for 455 blocks, but one request "
+         r"of max_model_len 40960 needs 2560 \(5760 MiB\): raise kv_cache_memory or lower max_model_len, 7280 fits"),
+        ("4B", PACKED_INT8, 6, {"kv_cache_memory": 2 * GIB}, r"m: a KV pool of 2\.00 GiB does not fit beside weights "
+         r"of 4\.48 GiB: 1\.\d+ GiB are left, for a context of \d{4} at most; lower kv_cache_memory"),
+        ("4B", PACKED_INT8, 4.85, {}, r"one request of max_model_len 256 needs 16 .* lower max_model_len, 64 fits"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_what_would_is_named(
+    name: str, kept: NumberFormat, gigabytes: float, settings: dict[str, Any], message: str, large: Large
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(large[name], kept, gigabytes * 1e9, **settings)
+
+
+def test_the_longest_context_that_fits_is_served_and_said() -> None:
+    kv, auto = KVLayout(block_size=16, block_bytes=1000, tables=1), EngineConfig()
+    own = most_context(auto, read_checkpoint(saved("llama").path).config, auto.limits())
+    assert own == Context(128, "all that the model takes")
+    assert fit_context(auto, own, kv, 8000) == own
+    fitted = fit_context(auto, Context(5000, "positions"), kv, 30_999)
+    assert fitted == Context(480, "what the KV pool holds; the model takes 5000")
+    with_source = KVLayout(block_size=16, block_bytes=1000, tables=2)
+    assert fit_context(auto, Context(5000, ""), with_source, 41_000).tokens == 320
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "memory", "message"),
+    [
+        (None, 5000, 15_000, r"has room for 15 blocks, .* max_model_len 256 needs 16 .* max_model_len, 240 fits"),
+        (None, 128, 7_999, r"has room for 7 blocks, .* max_model_len 128 needs 8 .* max_model_len, 112 fits"),
+        (300, 300, 18_999, r"has room for 18 blocks, .* max_model_len 300 needs 19 .* max_model_len, 288 fits"),
+        (300, 300, 999, r"has room for 0 blocks, .* lower max_model_len$"),
+    ],
+)
+def test_a_context_that_was_asked_for_is_never_cut_and_others_not_without_end(
+    asked: int | None, tokens: int, memory: int, message: str
+) -> None:
+    kv = KVLayout(block_size=16, block_bytes=1000, tables=1)
+    with pytest.raises(ConfigError, match=message):
+        fit_context(EngineConfig(max_model_len=asked), Context(tokens, ""), kv, memory)
+
+
+def test_an_engine_serves_what_its_pool_holds(tmp_path: Path) -> None:
+    """To the last token, and no request longer than that."""
+    folder = copied("llama", tmp_path)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
+    one = 2 * 2 * 32 * 4 * 16  # bytes of a block: K and V, layers, width, float32, tokens
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 512}
+    llm = LLM(folder, EngineConfig(kv_cache_memory=20 * one, **settings))
+    assert (llm.info.max_model_len, llm.info.num_blocks) == (320, 20)
+    assert llm.info.max_model_len_reason == "what the KV pool holds; the model takes 4096"
+    assert len(list(llm.stream([prompt(300)], SamplingParams(max_tokens=100, ignore_eos=True)))) == 20
+    with pytest.raises(ConfigError, match="takes 1 to 319 tokens"):
+        list(llm.stream([prompt(320)], SamplingParams()))
+
+
+def test_what_does_not_fit_is_said_within_a_second_and_nothing_is_read(
+    large: Large, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorReader, "__enter__", lambda reader: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "available_memory", lambda: 12 * 10**9)
+    engine = EngineConfig(device="cpu", dtype="float32")
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="m: its weights take"):
+        load(ModelSpec("m", str(large["8B"].path), engine))
+    assert time.process_time() - began < 1.5  # another's work is not counted
