@@ -3,7 +3,8 @@
 Each row falls on one uniform number, by inversion of its cumulative distribution in the vocabulary's order (Devroye
 1986, section II.2), so a row depends on nothing but itself. The first three cuts leave what is at least as likely as
 some token; tokens as likely as that one stay too. Which one it is, a short head of the likeliest nearly always tells;
-where it does not, a longer one is taken, at last all values in order.
+where it does not, a longer one is taken, at last all values in order. On a GPU one kernel does all of it for all rows
+(`model.drawing_kernel`); what is here is its oracle, and what rows with typical-p go through everywhere.
 
 Shapes: B rows, V tokens, H of the head.
 """
@@ -11,19 +12,66 @@ Shapes: B rows, V tokens, H of the head.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model import fallbacks
 from model.request import SamplingParams
 from model.transfer import on_device
 
 HEADS = (64, 1024)  # tokens looked at before the whole vocabulary is put in order
 _BLOCK = 256  # weights added up together
 _LEAF = 32  # tokens of which only the likeliest is compared at first
+_MANY_KERNELS = "tokens are drawn in many kernels"
 _CHUNK = 1 << 20  # scores worked on at a time, so that they stay in the CPU's cache
+
+
+def draw_into(
+    tokens: Tensor, logits: Tensor, rows: Rows[int], params: Rows[SamplingParams], points: Rows[float]
+) -> None:
+    """Draw for `rows` of logits `[B, V]`, of any float type, into those places of tokens `[B]`."""
+    left: Rows[int] = range(len(rows))
+    kernel = _kernel(logits.device)
+    if kernel is not None:
+        taken = [i for i in left if kernel.covers(params[i])]
+        if taken and _launched(kernel, logits, tokens, *([of[i] for i in taken] for of in (rows, params, points))):
+            left = [i for i in left if not kernel.covers(params[i])]
+    if left:
+        at = on_device([rows[i] for i in left], logits.device, torch.int64)
+        scores = logits if len(left) == len(logits) else logits[at]
+        tokens[at] = draw(scores.float(), [params[i] for i in left], [points[i] for i in left])
+
+
+def _kernel(device: torch.device) -> ModuleType | None:
+    """What draws in one launch; None where that does not work."""
+    if device.type != "cuda" or fallbacks.noted(_MANY_KERNELS) or not _has_triton(device):
+        return None
+    from model import drawing_kernel
+
+    return drawing_kernel
+
+
+@cache
+def _has_triton(device: torch.device) -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _launched(kernel: ModuleType, *arguments: object) -> bool:
+    """Whether that worked; if not, it is not tried again."""
+    try:
+        kernel.draw_rows(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        fallbacks.note(_MANY_KERNELS, error)
+        return False
+    return True
 
 
 def draw(logits: Tensor, params: Rows[SamplingParams], points: Rows[float]) -> Tensor:

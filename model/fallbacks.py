@@ -21,6 +21,10 @@ def found() -> tuple[str, ...]:
     return tuple(f"{what}: {why}" for what, why in _found.items())
 
 
+def noted(what: str) -> bool:
+    return what in _found
+
+
 def forget() -> None:
     _found.clear()
 

@@ -22,6 +22,7 @@ from model.engine.model_runner import ModelRunner
 from model.fused import release_compilers
 from model.kv_cache import KVCache
 from model.request import EncodeRequest, EncodeTask, Request, SamplingParams
+from model.sampling import SamplingRow, sample
 from model.transformer import CrossInput, Stack, StackInput, Transformer
 
 LENGTHS = (3, 40, 200)  # tokens of the requests
@@ -34,6 +35,8 @@ def warm_up(encode: EncodeEngine, generate: Engine | None, max_model_len: int) -
     began = time.monotonic()
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
     launched = compile_attention(encode.model, cache, min(max_model_len, encode.max_num_batched_tokens), max_model_len)
+    if generate is not None:
+        compile_drawing(encode.model)
     if encode.model.config.image is None:
         for length in LENGTHS:
             tokens = (0,) * min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
@@ -81,6 +84,15 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
             _decode_tokens(model, cache, bounds)
             launches += 1
     return launches
+
+
+@torch.inference_mode()
+def compile_drawing(model: Transformer) -> None:
+    """Draw from logits as the network gives them, and as penalties and grammars leave them."""
+    device, vocabulary = next(model.parameters()).device, model.config.embedding.vocab_size
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (0,), 1)] * 2
+    for dtype in dict.fromkeys((model.dtype, torch.float32)):
+        sample(torch.zeros(2, vocabulary, dtype=dtype, device=device), rows)
 
 
 def _bounds(

@@ -23,10 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import model.attention.triton as backend
+from model import drawing_kernel
+from model.request import SamplingParams
 from tests.model.attention_cases import Case, problem
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
-TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CPU = torch.device("cpu")
 
@@ -87,13 +89,13 @@ def taken(made: Any) -> dict[str, Any]:
 @contextmanager
 def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
-    names = ("attend", "combine", "write_pages")
-    kernels = {name: getattr(backend, name) for name in names}
-    for name, kernel in kernels.items():
-        setattr(backend, name, Compiler(kernel, capability, found))
+    kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [(drawing_kernel, "draw_row")]
+    before = [getattr(module, name) for module, name in kernels]
+    for (module, name), kernel in zip(kernels, before, strict=True):
+        setattr(module, name, Compiler(kernel, capability, found))
     yield found
-    for name, kernel in kernels.items():
-        setattr(backend, name, kernel)
+    for (module, name), kernel in zip(kernels, before, strict=True):
+        setattr(module, name, kernel)
 
 
 def cases() -> Iterator[Case]:
@@ -120,6 +122,12 @@ def main(capability: int) -> None:
             )
         for kernel in found:
             print(json.dumps({"case": str(case), **kernel}), flush=True)
+    for dtype, vocabulary in product((torch.bfloat16, torch.float32), (32_000, 50_257)):
+        with compiling(capability) as found:
+            logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+            drawing_kernel.draw_rows(logits, tokens, [1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
+        for kernel in found:
+            print(json.dumps({"case": f"draw {vocabulary} {dtype}", **kernel}), flush=True)
 
 
 if __name__ == "__main__":

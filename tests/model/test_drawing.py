@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.util import find_spec
+from itertools import product
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from model import drawing, fallbacks
 from model.drawing import draw, highest
 from model.request import SamplingParams
+from model.sampling import SamplingRow, sample
 
 SIZES = [1, 7, 300, 5_000, 50_257]  # below a block, below and above the short heads, a real one
 
@@ -106,3 +112,135 @@ def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     draw(logits, [*params, SamplingParams(temperature=0.7, min_p=0.1)], [0.1, 0.5, 0.9, 0.3])
     with pytest.raises(AssertionError, match="waits"):
         draw(logits[:1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
+
+
+class TestKernel:
+    """The one launch of a GPU, in Triton's interpreter, against what is drawn everywhere else."""
+
+    pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+    @staticmethod
+    def drawn(rows: Tensor, params: list[SamplingParams], points: list[float]) -> list[int]:
+        from model.drawing_kernel import draw_rows
+
+        tokens = torch.full((len(rows),), -1)
+        draw_rows(rows, tokens, range(len(rows)), params, points)
+        return tokens.tolist()
+
+    @pytest.mark.parametrize("vocabulary", [7, 300, 5000])
+    @pytest.mark.parametrize("spread", [0.3, 8.0])
+    def test_it_draws_the_same_tokens(self, vocabulary: int, spread: float) -> None:
+        cuts = list(product((0, 1, 40, 60_000), (1.0, 0.9), (0.0, 0.1)))
+        chance = Random(vocabulary)
+        params = [
+            SamplingParams(temperature=chance.choice([0.5, 1.0, 1.7]), top_k=k, top_p=p, min_p=m) for k, p, m in cuts
+        ]
+        points = [chance.random() for _ in cuts]
+        rows = scores(vocabulary, spread, len(cuts))
+        if spread > 1:
+            rows = rows.bfloat16()  # with equals among them
+        assert self.drawn(rows, params, points) == draw(rows.float(), params, points).tolist()
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            [0.0] * 9,
+            [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, -2.0, 1.0],
+            [float("-inf")] * 3 + [0.25, float("-inf"), 0.25, 3.0],
+            [float("-inf")] * 2 + [5.0],
+            [-1e4, 0.0, -1e4, -90.0, -1e-30, -104.0],
+            [1e-3 * i for i in range(50)],
+            [1e38, -1e38, 0.0],
+        ],
+        ids=["equal", "ties", "banned", "one left", "far apart", "close", "extreme"],
+    )
+    @pytest.mark.parametrize(
+        "cut",
+        [{}, {"top_k": 1}, {"top_k": 2}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 1e-6}, {"min_p": 0.7}],
+        ids=str,
+    )
+    def test_it_keeps_what_is_as_likely(self, row: list[float], cut: dict[str, Any]) -> None:
+        points = [0.0, 0.55, 1 - 2**-53]
+        params = [SamplingParams(temperature=1.0, **cut)] * len(points)
+        rows = torch.tensor([row] * len(points))
+        assert self.drawn(rows, params, points) == draw(rows, params, points).tolist()
+
+    def test_rows_among_others_are_filled_in_and_the_others_left_alone(self) -> None:
+        from model.drawing_kernel import draw_rows
+
+        rows = scores(300, 3.0, 9)
+        tokens = torch.full((9,), -1)
+        params = [SamplingParams(temperature=1.0, top_p=0.8), SamplingParams(temperature=0.7, top_k=5)]
+        draw_rows(rows, tokens, [7, 2], params, [0.4, 0.9])
+        expected = draw(rows[[7, 2]], params, [0.4, 0.9])
+        assert tokens.tolist() == [-1, -1, int(expected[1]), -1, -1, -1, -1, int(expected[0]), -1]
+
+
+class Kernel:
+    """Stands where `model.drawing_kernel` stands on a GPU."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.rows: list[list[int]] = []
+
+    def covers(self, params: SamplingParams) -> bool:
+        return params.typical_p >= 1.0
+
+    def draw_rows(self, logits: Tensor, tokens: Tensor, rows: list[int], *_: object) -> None:
+        self.rows.append(rows)
+        if self.error is not None:
+            raise self.error
+        tokens[torch.tensor(rows)] = 77
+
+
+MIXED = [
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, typical_p=0.5),
+    SamplingParams(temperature=1.0, top_k=3),
+]
+
+
+def test_a_gpu_draws_what_it_can_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    rows = [SamplingRow(params, 0, (1,), 1) for params in MIXED]
+    logits = scores(100, 3.0, 4)
+    alone = sample(logits, rows).tolist()
+    monkeypatch.setattr(drawing, "_kernel", lambda device: kernel)
+    assert sample(logits, rows).tolist() == [77, alone[1], alone[2], 77]
+    assert kernel.rows == [[0, 3]]
+
+
+def test_a_cut_by_mass_alone_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (1,), 1)] * 4
+    logits = scores(5000, 3.0, 4)
+
+    def waits(tensor: Tensor) -> None:
+        raise AssertionError("the host waited")
+
+    for name in ("tolist", "item", "cpu"):
+        monkeypatch.setattr(Tensor, name, waits)
+    with pytest.raises(AssertionError, match="the host waited"):
+        sample(logits, rows)
+    monkeypatch.setattr(drawing, "_kernel", lambda device: Kernel())
+    sample(logits, rows)
+
+
+def test_where_the_kernel_fails_tokens_are_drawn_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [SamplingRow(params, 0, (1,), 1) for params in MIXED]
+    logits = scores(100, 3.0, 4)
+    expected = sample(logits, rows)
+    fallbacks.forget()
+    kernel = Kernel(ValueError("ptxas is missing"))
+    monkeypatch.setattr(drawing, "_kernel", lambda device: kernel)
+    assert torch.equal(sample(logits, rows), expected)
+    assert fallbacks.found() == ("tokens are drawn in many kernels: ptxas is missing",)
+    monkeypatch.undo()
+    monkeypatch.setattr(drawing, "_has_triton", lambda device: True)
+    assert drawing._kernel(torch.device("cuda")) is None  # and not tried again
+    fallbacks.forget()
+    kernel.error = torch.OutOfMemoryError("for now")
+    monkeypatch.setattr(drawing, "_kernel", lambda device: kernel)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(logits, rows)
+    assert fallbacks.found() == ()
