@@ -254,6 +254,7 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
         health_check_period_s=5,
         health_check_timeout_s=10,
         max_constructor_retry_count=1,
+        max_surge_percent=100 if config.scaling.surge else 0,
     )
     return decorate(Replica)
 

@@ -128,6 +128,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("scale_target", float, _SCALING.target, "how full replicas should be, queue included", "SHARE"),
     Option("scale_up_delay", float, _SCALING.up_delay_s, "before there are more of them", "SECONDS"),
     Option("scale_down_delay", float, _SCALING.down_delay_s, "before there are fewer", "SECONDS"),
+    Option(
+        "surge",
+        truth,
+        _SCALING.surge,
+        "a redeploy starts a replica's successor before it ends: needs the memory, and GPUs, of both",
+        "BOOL",
+        "off",
+    ),
     Option("api_keys", _keys, (), "keys that clients must send as a bearer token", "KEY[,KEY]", "none: open"),
     Option("api_key_file", str, "", "more keys, one a line; read again when it changes", "FILE", "none"),
     Option("device", str, _ENGINE.device, "where the models run", "auto|cpu|cuda[:N]", per_model=True),
@@ -284,7 +292,7 @@ def _limit_options() -> Iterable[Option]:
 
 LIMIT_OPTIONS = tuple(_limit_options())
 OPTIONS += LIMIT_OPTIONS
-_SCALES = ("replicas", "scale_target", "scale_up_delay", "scale_down_delay")
+_SCALES = ("replicas", "scale_target", "scale_up_delay", "scale_down_delay", "surge")
 GROUP_OPTIONS = (  # what a group of models may set for itself
     Option("route", _route, None, "the path below which it answers", "PATH", "/NAME"),
     *(option for option in OPTIONS if option.per_model or option.name in _SCALES),

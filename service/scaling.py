@@ -25,6 +25,7 @@ class Scaling:
     target: float = 0.7
     up_delay_s: float = 5.0  # the work has to ask for more for so long
     down_delay_s: float = 120.0  # and for less
+    surge: bool = False  # a redeploy starts a replica's successor before it ends, and not after
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

@@ -33,7 +33,12 @@ _SERVICE_SETTINGS = {  # by option name
     "stall_timeout": "stall_timeout_s",
     "stream_interval": "stream_interval_s",
 }
-_SCALING_SETTINGS = {"scale_target": "target", "scale_up_delay": "up_delay_s", "scale_down_delay": "down_delay_s"}
+_SCALING_SETTINGS = {
+    "scale_target": "target",
+    "scale_up_delay": "up_delay_s",
+    "scale_down_delay": "down_delay_s",
+    "surge": "surge",
+}
 _EXAMPLES = {  # by form: what the curl line at the end asks
     "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
     "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),

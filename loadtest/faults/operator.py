@@ -1,7 +1,7 @@
 """An operator's program: deploys the service on a Ray of its own, and again with a changed setting on each SIGHUP.
 
-`python -m loadtest.faults.operator MODEL --replicas N --port PORT`; SIGTERM ends it. It deploys what `serve run` would:
-the `application` at its import path, with arguments.
+`python -m loadtest.faults.operator MODEL --replicas N --port PORT [--surge]`; SIGTERM ends it. It deploys what
+`serve run` would: the `application` at its import path, with arguments.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--surge", action="store_true")
     asked = parser.parse_args()
     name, _, path = asked.model.partition("=")
-    arguments = {"models": {name: path or str(embedded_models()[name])}, "replicas": asked.replicas}
+    arguments = {
+        "models": {name: path or str(embedded_models()[name])},
+        "replicas": asked.replicas,
+        "surge": asked.surge,
+    }
     signals = {signal.SIGHUP, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for `sigwait`
     with ray_environment.prepared(ServeConfig((ModelSpec(name, path),))) as folder:

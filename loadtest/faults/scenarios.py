@@ -104,6 +104,7 @@ def _of_ray() -> list[Scenario]:
         Scenario("replica hangs, of 2", _hang_replica, "ray", two, allowed=_CUTS, stages=((0.7, _HANGING_S),)),
         Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),
         Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY, allowed=_CROWD),
+        Scenario("redeployed, 1 replica, surge", _redeploy, "ray", ("--replicas", "1", "--surge"), program=REDEPLOY),
         Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=_UP_AND_DOWN, after_s=_UP_AND_DOWN[0][1]),
     ]
 

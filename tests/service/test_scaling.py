@@ -75,6 +75,7 @@ def test_settings() -> None:
     assert parse("--replicas", "3") == Scaling(3, 3)
     chosen = parse("--replicas", "1-4", "--scale-target", "0.5", "--scale-up-delay", "1", "--scale-down-delay", "2")
     assert chosen == Scaling(1, 4, 0.5, 1.0, 2.0)
+    assert parse("--surge") == Scaling(surge=True)
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1-", "1-2-3", ""])
