@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from model.checkpoint import read_checkpoint
 from model.config import ConfigError, ModelConfig, RopeScaling, RotaryConfig
 from model.families import FAMILIES, config_from_raw
 from model.settings import Settings
+from tests.model.checkpoints import KINDS, saved
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -76,6 +78,52 @@ def test_an_unknown_setting_is_named_in_every_family(name: str) -> None:
     raw = defaults(name)
     with pytest.raises(ConfigError, match=rf"{raw['model_type']} has unknown settings: attention_sinks, logit_softcap"):
         config_from_raw({**raw, "logit_softcap": 30.0, "attention_sinks": 4})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("attention_sink_tokens", "output_multiplier", "cache_window", "router_logit_softcap", "init_values"),
+        *("dropout_free_scale", "pooler_output_size", "summary_width", "attn_implementation_scale", "use_mems_scale"),
+        *(
+            "classif_scale",
+            "initializer_scale",
+            "chunk_size_attention",
+            "gen_scale",
+            "layerdrop_scale",
+            "router_jitter",
+        ),
+    ],
+)
+def test_what_only_begins_like_something_known_is_not_known(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"of a llama has unknown settings: {key}$"):
+        config_from_raw({**LLAMA, key: 4})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_that_the_reference_library_wrote_are_understood(kind: str) -> None:
+    read_checkpoint(saved(kind).path)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Bart", {"classif_dropout": 0.1, "output_past": True, "prefix": " ", "save_step": 58, "_num_labels": 3}),
+        ("Bert", {"directionality": "bidi", "pooler_fc_size": 768, "pooler_type": "first_token_transform"}),
+        ("Albert", {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0, "down_scale_factor": 1}),
+        ("GPT2", {"n_ctx": 1024, "summary_type": "cls_index", "summary_first_dropout": 0.1, "resid_pdrop": 0.1}),
+        ("XLNet", {"mem_len": 512, "reuse_len": 64, "use_mems_eval": True, "dropatt": 0.1, "init_std": 0.02}),
+        ("Electra", {"generator_size": "0.25", "summary_last_dropout": 0.1, "summary_activation": "gelu"}),
+        ("DistilBert", {"tie_weights_": True, "qa_dropout": 0.1, "seq_classif_dropout": 0.2}),
+        ("T5", {"task_specific_params": {"summarization": {"num_beams": 4}}, "output_past": True}),
+        ("Llama", {"_attn_implementation_autoset": True, "return_dict_in_generate": True, "cache_implementation": "x"}),
+    ],
+)
+def test_what_published_folders_hold_beside_their_mathematics_is_passed_over(
+    name: str, published: dict[str, Any]
+) -> None:
+    raw = defaults(name)
+    assert config_from_raw({**raw, **published}) == config_from_raw(raw)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", None, 7])
