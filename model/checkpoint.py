@@ -69,8 +69,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder")
     raw = read_json(path / "config.json", required=True)
-    # Older folders keep generation settings in config.json.
-    generation = {key: raw[key] for key in _GENERATION if key in raw} | read_json(path / "generation_config.json")
+    # Older folders keep generation settings in config.json, and the oldest call one of them by another name.
+    newer = read_json(path / "generation_config.json")
+    if raw.get("force_bos_token_to_be_generated") and not newer:
+        raw["forced_bos_token_id"] = raw.get("bos_token_id")
+    generation = {key: raw[key] for key in _GENERATION if key in raw} | newer
     files = _weight_files(path)
     config = config_from_raw({**raw, **_token_ids(generation)}, tensor_names(files))
     try:
