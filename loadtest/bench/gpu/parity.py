@@ -71,8 +71,8 @@ SCENARIOS = {
     "encoder-decoder, BART": Scenario("bart-large"),
     "encoder-decoder, T5": Scenario("t5-xl"),
     "beams": Scenario("bart-large", params=[replace(GREEDY, num_beams=4)]),
-    # Near-equal scores change places; what they are is compared where the tokens before them are the same.
-    "bfloat16": Scenario(dtype=torch.bfloat16, tokens_equal=0.0, logprobs_within=0.15),
+    # Near-equal scores change places, on a CPU too: there 79 % of the tokens, and log-probabilities within 0.03.
+    "bfloat16": Scenario(dtype=torch.bfloat16, tokens_equal=0.3, logprobs_within=0.1),
 }
 
 

@@ -34,7 +34,7 @@ class Task:
     """What is asked of the bench."""
 
     commands: list[str]
-    folder: Path  # results.jsonl, profiles.txt, caches-*.tar.gz
+    folder: Path  # results.jsonl, profiles.txt, caches-*.tar.*
     minutes: float
     tiny: bool = False
     only: str = ""  # cases whose name has this in it
