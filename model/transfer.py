@@ -20,6 +20,15 @@ def sent(host: Tensor, device: torch.device) -> Tensor:
     return (host if host.is_pinned() else host.pin_memory()).to(device, non_blocking=True)
 
 
+def brought(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, of one dtype, dense on the host: from a device all in one copy, which waits once."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [tensor.contiguous() for tensor in tensors]
+    flat = Fetched(torch.cat([tensor.reshape(-1) for tensor in tensors])).get()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 class Fetched:
     """A tensor on its way to the host."""
 

@@ -23,6 +23,7 @@ from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
 from model.engine.stats import StepStats
 from model.images import ImageProcessing
 from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
+from model.transfer import brought, on_device, sent
 from model.transformer import StackInput, StackPass, Transformer
 
 
@@ -135,7 +136,7 @@ class EncodeEngine:
             if found is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
                 continue
-            outputs += [_output(request, vectors, began) for request, vectors in zip(part, found, strict=True)]
+            outputs += _outputs(part, found, began)
         self._batch = []
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
         return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch), num_whole_tokens=tokens)
@@ -152,7 +153,8 @@ class EncodeEngine:
         ((_, found),) = in_parts([paused.request], lambda _: self._advance(paused, layers), self._probe)
         if found is None:
             outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
-        outputs += [_output(paused.request, vectors, paused.began) for vectors in found or ()]
+        if found:
+            outputs += _outputs([paused.request], found, paused.began)
         if found is None or not rows.layers_left:
             self._paused = None
         tokens = self._share(length, layers)
@@ -236,8 +238,10 @@ class EncodeEngine:
         """Normalised images `[B, C, S, S]`."""
         assert self._images is not None
         raw = torch.frombuffer(bytearray(b"".join(request.pixels for request in batch)), dtype=torch.uint8)
-        pixels = raw.to(self.device).view(len(batch), image.channels, image.size, image.size)
-        scale, shift = (torch.tensor(values, device=self.device) for values in (self._images.scale, self._images.shift))
+        pixels = sent(raw, self.device).view(len(batch), image.channels, image.size, image.size)
+        scale, shift = (
+            on_device(values, self.device, torch.float32) for values in (self._images.scale, self._images.shift)
+        )
         return pixels * scale[:, None, None] + shift[:, None, None]
 
     def _finish(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
@@ -264,6 +268,9 @@ class EncodeEngine:
         return self.model.pool(hidden[:1].to(self.model.dtype))[0].float()
 
 
-def _output(request: EncodeRequest, vectors: Tensor, began: float) -> EncodeOutput:
-    data = vectors.float().cpu().contiguous()
-    return EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
+def _outputs(batch: Rows[EncodeRequest], vectors: Rows[Tensor], began: float) -> list[EncodeOutput]:
+    """The answers as bytes, brought to the host together."""
+    return [
+        EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
+        for request, data in zip(batch, brought([one.float() for one in vectors]), strict=True)
+    ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from model import transfer
+from model.engine import encode_engine
 from model.engine.config import EngineConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.loading import load
@@ -215,3 +218,40 @@ def test_an_input_that_breaks_while_paused_fails_alone(monkeypatch: pytest.Monke
     monkeypatch.undo()
     outputs, _ = made.step()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", FinishReason.STOP)]
+
+
+class Elsewhere(torch.Tensor):
+    """On a device that is not here."""
+
+    device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+
+
+def test_a_batch_comes_from_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text's own would be waited for, one after the other."""
+    copies: list[int] = []
+
+    class Fetched:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            copies.append(tensor.numel())
+            self.tensor = tensor.as_subclass(torch.Tensor)
+
+        def get(self) -> torch.Tensor:
+            return self.tensor
+
+    monkeypatch.setattr(transfer, "Fetched", Fetched)
+    vectors = [torch.randn(4), torch.randn(3, 2).t(), torch.randn(1)]
+    found = transfer.brought([one.as_subclass(Elsewhere) for one in vectors])
+    assert copies == [11]
+    assert all(torch.equal(one, expected) and one.is_contiguous() for one, expected in zip(found, vectors, strict=True))
+    assert transfer.brought([]) == []
+
+
+def test_a_step_brings_all_its_vectors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = transfer.brought
+    monkeypatch.setattr(encode_engine, "brought", lambda tensors: sizes.append(len(tensors)) or real(tensors))
+    one = engine("bert")
+    for number in range(5):
+        one.add(EncodeRequest(str(number), "bert", prompt(3 + number), EncodeTask.EMBEDDING))
+    outputs, _ = one.step()
+    assert (sizes, len(outputs)) == ([5], 5)
