@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.drawing import draw_into
+from model.history import History
 from model.ranking import rank
 from model.request import SamplingParams, TokenLogprob
 from model.transfer import on_device, sent
@@ -37,10 +38,15 @@ class SamplingRow:
     banned_token_ids: Rows[int] = ()
     forced_token_id: int | None = None  # the only one allowed
     allowed: NDArray[np.bool_] | None = None  # those that a grammar leaves, [V]; bans are counted in
+    history: History | None = None  # of `token_ids`, where it is kept from step to step
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def past(self) -> History:
+        return self.history if self.history is not None else History(self.num_prompt_tokens)
 
 
 def uniform(seed: int, index: int, counter: int) -> float:
@@ -111,26 +117,35 @@ def _flat(
 
 
 def _repetition(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
-    """What was seen becomes less likely by a factor (Keskar et al. 2019); what came twice is written twice."""
-    seen: list[Rows[int]] = [row.token_ids if row.params.repetition_penalty != 1.0 else () for row in rows]
-    of, where = _flat(seen, at, logits.device)
-    factors = np.array([row.params.repetition_penalty for row in rows], dtype=np.float32)
-    factor, scores = sent(torch.from_numpy(factors[of]), logits.device), logits[where]
-    logits[where] = torch.where(scores > 0, scores / factor, scores * factor)
+    """What was seen becomes less likely by a factor (Keskar et al. 2019); what comes twice is written twice."""
+    penal = [i for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0]
+    seen = [rows[i].past.seen(rows[i].token_ids) for i in penal]
+    factors = np.array([rows[i].params.repetition_penalty for i in penal], dtype=np.float32)
+    factor = sent(torch.from_numpy(np.repeat(factors, [len(tokens) for tokens in seen])), logits.device)
+    where = _places(logits, at[penal], seen)
+    scores = logits.view(-1).index_select(0, where)
+    logits.view(-1).scatter_(0, where, torch.where(scores > 0, scores / factor, scores * factor))
 
 
 def _presence_and_frequency(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
     """What the output has already costs a constant and a price for each time."""
-    presence = np.array([row.params.presence_penalty for row in rows], dtype=np.float32)
-    frequency = np.array([row.params.frequency_penalty for row in rows], dtype=np.float32)
-    costs = (presence != 0) | (frequency != 0)
-    outputs = [row.token_ids[row.num_prompt_tokens :] if cost else () for row, cost in zip(rows, costs, strict=True)]
-    tokens = [np.unique(np.array(output, dtype=np.int64), return_counts=True) for output in outputs]
-    of = np.repeat(np.arange(len(rows)), [len(used) for used, _ in tokens])
-    counts = np.concatenate([count for _, count in tokens]).astype(np.float32)
-    used = sent(torch.from_numpy(np.concatenate([used for used, _ in tokens])), logits.device)
-    price = sent(torch.from_numpy(presence[of] + frequency[of] * counts), logits.device)
-    logits[sent(torch.from_numpy(at[of]), logits.device), used] -= price
+    costly = [i for i, row in enumerate(rows) if row.params.presence_penalty or row.params.frequency_penalty]
+    outputs = [rows[i].past.output(rows[i].token_ids) for i in costly]
+    prices = [
+        np.float32(rows[i].params.presence_penalty)
+        + np.float32(rows[i].params.frequency_penalty) * output.counts.astype(np.float32)
+        for i, output in zip(costly, outputs, strict=True)
+    ]
+    where = _places(logits, at[costly], [output.tokens for output in outputs])
+    price = sent(torch.from_numpy(np.concatenate(prices)), logits.device)
+    logits.view(-1).scatter_(0, where, logits.view(-1).index_select(0, where) - price)
+
+
+def _places(logits: Tensor, at: NDArray[np.int64], tokens: Rows[NDArray[np.int64]]) -> Tensor:
+    """Where tokens stand in flat logits, list `i` being of row `at[i]`: half the time of two indices."""
+    width = logits.shape[1]
+    flat = np.concatenate([row * width + found for row, found in zip(at, tokens, strict=True)])
+    return sent(torch.from_numpy(flat), logits.device)
 
 
 def _impose(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:

@@ -28,7 +28,8 @@ def banned_tokens(sequence: Sequence, rules: GenerationRules) -> list[int]:
     if sequence.num_output_tokens < sequence.params.min_tokens:
         banned += sequence.stop_token_ids
     banned += _completing(sequence.token_ids, rules.banned_sequences)
-    banned += _repeating(sequence.token_ids, sequence.params.no_repeat_ngram_size)
+    if sequence.history is not None:
+        banned += sequence.history.repeating(sequence.token_ids)
     return banned
 
 
@@ -55,27 +56,3 @@ def _begin(sequence: Sequence, rules: GenerationRules) -> int:
 def _completing(token_ids: list[int], sequences: Iterable[Rows[int]]) -> list[int]:
     """Last tokens of the sequences whose beginning the tokens end with."""
     return [words[-1] for words in sequences if token_ids[len(token_ids) - len(words) + 1 :] == list(words[:-1])]
-
-
-def _repeating(token_ids: list[int], size: int) -> list[int]:
-    """Tokens that followed the last `size - 1` tokens before (Paulus et al. 2017), in time linear in the text.
-
-    Backwards, the text begins with those tokens; the Z-algorithm tells how much of that beginning stands where
-    (Gusfield 1997, section 1.4).
-    """
-    if size <= 1:
-        return token_ids if size == 1 else []
-    back = token_ids[::-1]
-    common = [0] * len(back)  # at each place, how many tokens equal those from the start
-    found = []
-    left = right = 0  # the match that reaches farthest
-    for at in range(1, len(back)):
-        length = min(right - at, common[at - left]) if at < right else 0
-        while at + length < len(back) and back[length] == back[at + length]:
-            length += 1
-        if at + length > right:
-            left, right = at, at + length
-        common[at] = length
-        if length >= size - 1:
-            found.append(back[at - 1])
-    return found

@@ -91,6 +91,9 @@ class ModelRunner:
         hidden = self._decode(steps, before)  # [T, d]
         self._prompt_logprobs(steps, hidden)
         sampling = [step for step in steps if step.samples]
+        for step in steps:
+            if step.sequence.history is not None and not step.samples:
+                step.sequence.history.read(step.sequence.token_ids[: step.start + step.num_tokens])
         return self._sample(steps, sampling, self._last_rows(steps, hidden))
 
     @torch.inference_mode()
@@ -206,6 +209,7 @@ class ModelRunner:
             banned_token_ids=banned if allowed is None else (),
             forced_token_id=forced_token(sequence, rules),
             allowed=allowed,
+            history=sequence.history,
         )
 
     def _prompt_logprobs(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> None:

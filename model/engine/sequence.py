@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from model.engine.beam import BeamSearch, Candidates
+from model.history import History
 from model.request import FinishReason, Request, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Sequence:
     beams: Beams | None = None
     matcher: Matcher | None = None  # of an output that has a grammar
     is_prepared: bool = True  # False while that is compiled
+    history: History | None = None  # of one that is penalised or banned by what it said
     error: str | None = None  # why it could not go on
     samples_blindly: bool = False  # the token after the next can be sampled before the next one is known here
 
@@ -72,6 +74,7 @@ class Sequence:
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         looked_at = p.logprobs is not None or p.prompt_logprobs is not None
         self.samples_blindly = not (history or looked_at or p.num_beams > 1 or p.grammar)
+        self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
 
     @classmethod
     def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> Sequence:
@@ -104,6 +107,7 @@ class Sequence:
         """The same with one token more, without blocks: a beam's continuation."""
         child = replace(self, token_ids=[*self.token_ids, token_id], block_table=[], cross_block_table=[])
         child.num_prompt_tokens = self.num_prompt_tokens
+        child.history = self.history.fork() if self.history is not None else None
         child.block_hashes = list(self.block_hashes)
         if self.matcher is not None:
             child.matcher = self.matcher.fork()

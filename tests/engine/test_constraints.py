@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import strategies as st
 
 from model.config import GenerationRules
 from model.engine.constraints import banned_tokens, forced_token
+from model.engine.scheduler import SampledToken, ScheduledSequence
 from model.engine.sequence import Sequence
+from model.history import History
 from model.request import FinishReason, Request, SamplingParams
+from tests.engine.scripted import Harness
+from tests.engine.test_beam_search import BeamRunner
 
 
 def sequence(
@@ -120,3 +125,40 @@ def test_a_forced_end_counts_before_min_tokens_too() -> None:
     made = sequence((0,), (5, 5), eos=(2,), max_tokens=3, min_tokens=3)
     made.append(2, forced=True)
     assert (made.finish_reason, made.stop_token_id) == (FinishReason.LENGTH, 2)
+
+
+class HistoryRunner(BeamRunner):
+    """Holds the history that every sequence keeps against one made anew."""
+
+    def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
+        sequence = step.sequence
+        if step.samples:
+            assert sequence.history is not None
+            fresh = History(sequence.num_prompt_tokens, sequence.params.no_repeat_ngram_size)
+            kept, anew = (one.output(tokens) for one in (sequence.history, fresh))
+            assert kept.tokens.tolist() == anew.tokens.tolist() and kept.counts.tolist() == anew.counts.tolist()
+            assert set(sequence.history.repeating(tokens)) == set(fresh.repeating(tokens))
+            assert set(sequence.history.seen(tokens).tolist()) == set(tokens)
+        return super()._compute(step, tokens)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("seed", range(3))
+def test_histories_hold_through_searches_preemption_and_prefix_hits(seed: int, overlap: bool) -> None:
+    chance = random.Random(seed)
+    harness = Harness(num_blocks=40, max_num_seqs=12, overlap=overlap, script=lambda _, tokens: len(tokens) * 7 % 5)
+    harness.engine.runner = harness.runner = HistoryRunner(harness.engine.block_manager, harness.runner.script)
+    kinds: list[dict[str, object]] = [
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2},
+        {"frequency_penalty": 0.3, "n": 3},
+        {"no_repeat_ngram_size": 3, "num_beams": 3},
+    ]
+    for number in range(14):
+        prompt = [chance.randrange(2) for _ in range(chance.choice([3, 9, 14]))]
+        harness.add(f"r{number}", prompt, max_tokens=chance.randint(3, 12), **chance.choice(kinds))
+    while harness.engine.has_work:
+        if harness.engine.scheduler.running and chance.random() < 0.15:
+            harness.engine.scheduler.preempt(chance.choice(harness.engine.scheduler.running))
+        harness.step()
+    assert harness.engine.scheduler.num_preemptions > 3
+    assert harness.engine.block_manager.num_hit_tokens > 0
