@@ -24,7 +24,7 @@
 #else
 #define HAS_BF16_DOT 0
 #endif
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
 #define HAS_INT8_DOT 1
 #else
 #define HAS_INT8_DOT 0
@@ -136,7 +136,16 @@ INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int6
     }
 }
 
-#if !HAS_INT8_DOT
+#if HAS_INT8_DOT
+/* sums + the dot product of each four of w's bytes, which have a sign, with those of x, which have none. */
+INLINE ivec dot_fours(ivec sums, ivec w, uint32_t x) {
+#if LANES == 16
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32((int)x), (__m512i)w);
+#else
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sums, _mm256_set1_epi32((int)x), (__m256i)w);
+#endif
+}
+#else
 /* The dot product of each pair of 16-bit numbers with the pair in x. */
 INLINE ivec dot_pairs(ivec w, int32_t x) {
 #if defined(__AVX512BW__)
@@ -172,7 +181,7 @@ INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, in
 #pragma GCC unroll 4
             for (int j = 0; j < nv; j++) {
 #if HAS_INT8_DOT
-                acc[i][j] = (vec)_mm512_dpbusd_epi32((__m512i)acc[i][j], _mm512_set1_epi32((int)four), (__m512i)w[j]);
+                acc[i][j] = (vec)dot_fours((ivec)acc[i][j], w[j], four);
 #else
                 acc[i][j] = (vec)((ivec)acc[i][j] + dot_pairs(w[j], (int32_t)(four & 0x00ff00ff)) +
                                   dot_pairs(odd[j], (int32_t)(four >> 8 & 0x00ff00ff)));

@@ -34,7 +34,19 @@ LEVELS = (  # best first
         frozenset((*_V4, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")),
     ),
     Level("x86-64-v4-bf16-vnni", "x86_64", _BF16_VNNI, frozenset((*_V4, "avx512_bf16", "avx512_vnni"))),
+    Level(  # Cascade Lake and Ice Lake
+        "x86-64-v4-vnni",
+        "x86_64",
+        ("-march=x86-64-v4", "-mavx512vnni"),
+        frozenset((*_V4, "avx512_vnni")),
+    ),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), frozenset(_V4)),
+    Level(  # Alder Lake and later
+        "x86-64-v3-vnni",
+        "x86_64",
+        ("-march=x86-64-v3", "-mavxvnni"),
+        frozenset((*_V3, "avx_vnni")),
+    ),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), frozenset(_V3)),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset(("fp", "asimd"))),
 )

@@ -391,7 +391,7 @@ EXPORTED int64_t features(void) {
 #ifdef __AVX512BF16__
     found |= 2;
 #endif
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     found |= 4;
 #endif
     return found;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
 V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 NARROW = "avx512_vnni avx512_bf16"
+PLAIN = ("x86-64-v4", "x86-64-v3")
 HERE = fitting(build._cpuinfo(), platform.machine())
 THOROUGH = [pytest.param(level, marks=pytest.mark.slow, id=level.name) for level in HERE[:-1]]
 
@@ -42,13 +44,19 @@ def x86(*flags: str) -> str:
         ("x86_64", x86(V3.replace(" fma", " fma4")), []),
         ("x86_64", x86(V3), ["x86-64-v3"]),
         ("x86_64", x86(V4.replace(" avx512dq", "")), ["x86-64-v3"]),
-        ("x86_64", x86(f"{V4} avx512_vnni"), ["x86-64-v4", "x86-64-v3"]),
-        ("x86_64", x86(f"{V4} {NARROW}"), ["x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"]),
-        ("x86_64", x86(f"{V4} {NARROW} amx_bf16 amx_tile"), ["x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"]),
+        ("x86_64", x86(f"{V3} avx_vnni"), ["x86-64-v3-vnni", "x86-64-v3"]),
+        ("x86_64", x86(V4), ["x86-64-v4", "x86-64-v3"]),
+        ("x86_64", x86(f"{V4} avx512_vnni"), ["x86-64-v4-vnni", *PLAIN]),
+        ("x86_64", x86(f"{V4} {NARROW}"), ["x86-64-v4-bf16-vnni", "x86-64-v4-vnni", *PLAIN]),
         (
             "x86_64",
-            x86(f"{V4} {NARROW} amx_bf16 amx_tile amx_int8"),
-            ["x86-64-v4-bf16-vnni-amx", "x86-64-v4-bf16-vnni", "x86-64-v4", "x86-64-v3"],
+            x86(f"{V4} {NARROW} amx_bf16 amx_tile"),
+            ["x86-64-v4-bf16-vnni", "x86-64-v4-vnni", *PLAIN],
+        ),
+        (
+            "x86_64",
+            x86(f"{V4} {NARROW} avx_vnni amx_bf16 amx_tile amx_int8"),
+            [level.name for level in LEVELS if level.machine == "x86_64"],
         ),
         ("x86_64", x86(V4, V3), ["x86-64-v3"]),
         ("aarch64", "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU part\t: 0xd0c", ["armv8-a"]),
@@ -138,9 +146,25 @@ def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_a_level_has_the_instructions_of_its_name(portable: Library) -> None:
     level, _, found = portable.description.removeprefix("prebuilt for ").partition(": ")
-    names = {"x86-64-v4-bf16-vnni": "AVX-512 bf16 VNNI", "x86-64-v4": "AVX-512"}
+    names = {"x86-64-v4-bf16-vnni": "AVX-512 bf16 VNNI", "x86-64-v4-vnni": "AVX-512 VNNI", "x86-64-v4": "AVX-512"}
+    names["x86-64-v3-vnni"] = "VNNI"
     names["x86-64-v4-bf16-vnni-amx"] = f"{names['x86-64-v4-bf16-vnni']} AMX"
     assert found == names.get(level, "")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are of x86-64")
+@pytest.mark.skipif(not native_backends(), reason="nothing can be compiled here")
+def test_levels_with_vnni_multiply_by_it_and_others_do_not(tmp_path: Path) -> None:
+    """Compiled, not run: CPUs of every level are not at hand."""
+    having = set()
+    for level in LEVELS:
+        if level.machine == "x86_64":
+            listing = tmp_path / f"{level.name}.s"
+            flags = (*build._FLAGS, *level.flags, "-O0", "-S", "-o", str(listing))
+            subprocess.run([build._compiler()[0], *flags, str(build._SOURCES / "gemm.c")], check=True)
+            if "vpdpbusd" in listing.read_text():
+                having.add(level.name)
+    assert having == {level.name for level in LEVELS if "vnni" in level.name}
 
 
 @pytest.mark.parametrize(("kind", "of_largest"), [(Kind.F32, 3e-6), (Kind.BF16, 2e-2), (Kind.INT8, 3e-2)])
