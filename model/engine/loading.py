@@ -46,6 +46,7 @@ from model.kv_cache import KVCache
 from model.loader import load_model
 from model.native.library import Kind
 from model.native.linear import PackedLinear
+from model.native.scratch import planned_scratch
 from model.native.stack import Packing, pack_model
 from model.parallel.leader import LeadingCache, LeadingTransformer, load_leader
 from model.parallel.sharding import Shard
@@ -96,10 +97,7 @@ def load(spec: ModelSpec) -> LoadedModel:
         logger.warning(
             "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
-    pool = None
-    if device.type == "cpu":
-        kept = NumberFormat(dtype, selection.library is not None, spec.engine.quantization == "int8")
-        pool = plan_memory(spec.name, spec.engine, checkpoint, kept, limits, available_memory())
+    pool = _plan_for_cpu(spec, checkpoint, selection, dtype, limits, most) if device.type == "cpu" else None
     model = _load_model(spec, checkpoint, selection, dtype, device, most)
     loaded = assemble(spec, checkpoint, model, selection, pool)
     loaded.info.load_seconds = time.monotonic() - began
@@ -216,6 +214,23 @@ def _select(engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> S
     if engine.attention_backend == "native":
         raise ConfigError(f"attention_backend native cannot be had: {reason}")
     return replace(select_backend(device, dtype, "sdpa"), reason=f"torch scaled_dot_product_attention: {reason}")
+
+
+def _plan_for_cpu(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    selection: Selection,
+    dtype: torch.dtype,
+    limits: BatchLimits,
+    context: int,
+) -> int:
+    """Bytes of each rank's KV pool; raises `ConfigError` where the model does not fit, before a weight is read."""
+    kept = NumberFormat(dtype, selection.library is not None, spec.engine.quantization == "int8")
+    scratch = 0
+    if selection.library is not None:
+        kind, rows = Kind.INT8 if kept.int8 else None, limits.max_num_batched_tokens
+        scratch = planned_scratch(selection.library, checkpoint.config, dtype, kind, rows=rows, context=context)
+    return plan_memory(spec.name, spec.engine, checkpoint, kept, limits, available_memory(), scratch)
 
 
 def _load_model(

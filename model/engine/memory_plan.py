@@ -1,7 +1,7 @@
 """What a model will take of a CPU's memory, from config.json and the headers of its files: before a weight is read.
 
     while it is loaded:  weights in their final form + one buffer          (`WeightPlan`)
-    while it serves:     weights + KV pool                                 (`plan_memory`)
+    while it serves:     weights + scratch of the C stacks + KV pool       (`plan_memory`)
 
 The pool of KV is what `kv_cache_memory` says, else a quarter of what the weights will leave, 1 GiB at most. The context
 is what was asked for, or the longest that the pool holds. What does not fit is a `ConfigError` that names what would.
@@ -174,9 +174,18 @@ def plan_pool(engine: EngineConfig, left: int) -> int:
 
 
 def plan_memory(
-    name: str, engine: EngineConfig, checkpoint: Checkpoint, kept: NumberFormat, limits: BatchLimits, available: int
+    name: str,
+    engine: EngineConfig,
+    checkpoint: Checkpoint,
+    kept: NumberFormat,
+    limits: BatchLimits,
+    available: int,
+    scratch: int = 0,
 ) -> int:
-    """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits."""
+    """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits.
+
+    `scratch` bytes are what the largest step takes beside weights and KV (`model.native.scratch`).
+    """
     config, ranks = checkpoint.config, engine.tensor_parallel_size
     shard = Shard(0, ranks) if ranks > 1 else None
     weights = plan_weights(checkpoint, kept, shard)
@@ -185,7 +194,7 @@ def plan_memory(
             f"{name}: its weights take {gib(ranks * weights.total)} as {kept}, of {gib(available)} that are available; "
             + _formats_that_fit(checkpoint, kept, shard, available // ranks)
         )
-    left = available - ranks * weights.total
+    left = max(0, available - ranks * weights.total - scratch)
     pool = plan_pool(engine, left)
     if not config.can_generate:
         return 0

@@ -193,6 +193,11 @@ class Library:
         scratch = self._scratch_of(self._functions.scratch_bytes(*given, threads))
         self._functions.run_stack(*given, _at(x), scratch, threads)
 
+    def scratch_bytes(self, stack: Stack, step: Step) -> int:
+        """What `run_stack` will keep for such a step: matrices need only their sizes, the step its rows and lengths."""
+        given, threads = (ctypes.byref(stack), ctypes.byref(step)), c_int64(torch.get_num_threads())
+        return _room(self._functions.scratch_bytes(*given, threads))
+
     def run_linear(self, matrix: Linear, x: Tensor, out: Tensor) -> None:
         """`out = x matrix^T + bias` of float32 rows."""
         threads, rows = c_int64(torch.get_num_threads()), c_int64(x.shape[0])
@@ -250,8 +255,13 @@ class Library:
     def _scratch_of(self, needed: int) -> c_void_p:
         found: Tensor | None = getattr(self._scratch, "tensor", None)
         if found is None or found.numel() < needed:
-            found = self._scratch.tensor = torch.empty(needed + needed // 4, dtype=torch.uint8)
+            found = self._scratch.tensor = torch.empty(_room(needed), dtype=torch.uint8)
         return _at(found)
+
+
+def _room(needed: int) -> int:
+    """A little more, so that slowly growing steps do not need a new buffer each."""
+    return needed + needed // 4
 
 
 def _check_structures(functions: ctypes.CDLL) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +21,16 @@ from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import read_checkpoint
 from model.config import Activation, AttentionConfig
+from model.engine.model_runner import packed_input
 from model.kv_cache import KVCache, LayerCache
 from model.loader import load_model
 from model.native import build
 from model.native import library as native_library
 from model.native.library import Kind, Library, Norm
 from model.native.linear import PackedLinear, packed_bytes
+from model.native.scratch import planned_scratch
 from model.native.stack import pack_model
-from tests.model.checkpoints import CPU, native_backends, saved
+from tests.model.checkpoints import CPU, native_backends, prompt, saved
 from tests.model.parity import hidden_states
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
 
@@ -382,3 +385,32 @@ def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.BuildError, match="no GCC"):
         build.build()
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "how"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, Kind.INT8)])
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "bert", "bart"])
+def test_scratch_is_what_was_planned_from_the_configuration(
+    kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(read_checkpoint(saved(kind).path), native_backends()[0], dtype, CPU)
+    pack_model(model, library(), how)
+    monkeypatch.setattr(library(), "_scratch", threading.local())
+    rows = 48
+    inputs = packed_input([prompt(rows)], CPU, causal=model.encoder is None)
+    config = model.config if model.encoder is None else replace(model.config, decoder=None, head=None)
+    planned = planned_scratch(library(), config, dtype, how, rows=rows, context=rows)
+    with torch.inference_mode():
+        if model.encoder is None:
+            assert model.decoder is not None
+            cache = KVCache(model.decoder.config, 4, 16, dtype, CPU)
+            metadata = replace(
+                inputs.metadata, block_tables=torch.arange(3)[None], slot_mapping=torch.arange(rows), causal=True
+            )
+            model.decode(replace(inputs, metadata=metadata), cache)
+        else:
+            model.encode(inputs)
+    assert library()._scratch.tensor.numel() == planned
+    assert planned < planned_scratch(library(), config, dtype, how, rows=64, context=rows)
+    if model.encoder is None:
+        assert planned < planned_scratch(library(), config, dtype, how, rows=rows, context=2048)
