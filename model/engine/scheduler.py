@@ -98,14 +98,10 @@ class Scheduler:
 
     def demand(self) -> StepDemand:
         """What the next step could compute; of the waiting sequences only those that may begin."""
-        decodes, streams, prompt_tokens = 0, False, 0
-        for sequence in self.running:
-            left = sequence.num_uncomputed_tokens
-            if left == 1:
-                decodes += 1
-                streams = streams or (sequence.request.streams and sequence.beams is None)
-            else:
-                prompt_tokens += left
+        lefts = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running]
+        decodes = lefts.count(1)
+        prompt_tokens = sum(lefts) - decodes
+        streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, self.running, strict=True))
         sources: list[int] = []
         places = self.max_num_seqs - len(self.running)
         for sequence in self.waiting:

@@ -127,6 +127,11 @@ class Sequence:
         return self.request.params
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether somebody reads its tokens as they come; a search has none before its end."""
+        return self.request.streams and self.beams is None
+
+    @property
     def order(self) -> tuple[int, int]:
         """Who is served first: priority, then arrival."""
         return self.request.priority, self.arrival
