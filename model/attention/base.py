@@ -33,6 +33,16 @@ class DeviceLengths:
     max_q_len: int  # 1: every segment has one query
     max_kv_len: int
     cu_seqlens_k: Tensor | None = None  # [B + 1], of keys that are packed rows
+    singles: int = 0  # so many segments in front have one query, the others more: what decodes, beside prompts
+    max_single_kv_len: int = 0  # of those
+
+    def apart(self) -> tuple[DeviceLengths, DeviceLengths]:
+        """Of the segments in front and of the others; starts of queries stay those among all."""
+        count = self.singles
+        return (
+            DeviceLengths(self.cu_seqlens_q[: count + 1], self.kv_lens[:count], 1, self.max_single_kv_len),
+            DeviceLengths(self.cu_seqlens_q[count:], self.kv_lens[count:], self.max_q_len, self.max_kv_len),
+        )
 
 
 @dataclass

@@ -116,7 +116,33 @@ class TritonBackend(SdpaBackend):
         config: AttentionConfig,
         bias: Tensor | None,
     ) -> Tensor:
+        """In one launch, or in one for what decodes and one for prompts: tiles of prompts are mostly empty of the
+        single queries that decode, and split no keys."""
         lengths, query = metadata.on_device(), _rows(query)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        count = lengths.singles if tables is not None else 0
+        if not count:
+            self._launch(query, memory, tables, lengths, metadata.causal, config, bias, out, 0)
+            return out
+        decodes, prompts = lengths.apart()
+        assert tables is not None
+        self._launch(query, memory, tables[:count], decodes, metadata.causal, config, bias, out[:count], 0)
+        self._launch(query, memory, tables[count:], prompts, metadata.causal, config, bias, out, count)
+        return out
+
+    def _launch(
+        self,
+        query: Tensor,
+        memory: LayerCache,
+        tables: Tensor | None,
+        lengths: DeviceLengths,
+        causal: bool,
+        config: AttentionConfig,
+        bias: Tensor | None,
+        out: Tensor,
+        begin: int,
+    ) -> None:
+        """The segments of `lengths`, whose queries are the rows of `out` from `begin` on."""
         group, num_segments = config.num_heads // config.num_kv_heads, len(lengths.kv_lens)
         single = lengths.max_q_len == 1
         tiles = self.tiles(
@@ -126,12 +152,11 @@ class TritonBackend(SdpaBackend):
             biased=bias is not None,
             paged=tables is not None,
         )
-        num_tiles = num_segments if single else len(query) // (tiles.rows // group) + num_segments
+        num_tiles = num_segments if single else (len(out) - begin) // (tiles.rows // group) + num_segments
         parts = self.parts(num_tiles * config.num_kv_heads, lengths.max_kv_len, query.device)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         mixed, weight = out, None
         if parts > 1:
-            mixed = torch.empty((*query.shape[:2], parts, query.shape[2]), dtype=torch.float32, device=query.device)
+            mixed = torch.empty((*out.shape[:2], parts, out.shape[2]), dtype=torch.float32, device=query.device)
             weight = torch.empty(mixed.shape[:3], dtype=torch.float32, device=query.device)
         scales = memory.scales or (None, None)
         attend[(num_tiles, config.num_kv_heads, parts)](
@@ -161,7 +186,7 @@ class TritonBackend(SdpaBackend):
             BLOCK_N=tiles.keys,
             BLOCK_D=_block_dim(config),
             WINDOW=config.window or 0,
-            CAUSAL=metadata.causal,
+            CAUSAL=causal,
             PAGED=tables is not None,
             QUANTIZED=memory.scales is not None,
             BIASED=bias is not None,
@@ -172,16 +197,15 @@ class TritonBackend(SdpaBackend):
             num_stages=tiles.stages,
         )
         if weight is not None:
-            combine[(weight.shape[0] * weight.shape[1],)](
-                mixed,
-                weight,
-                out,
+            combine[((len(weight) - begin) * weight.shape[1],)](
+                mixed[begin:],
+                weight[begin:],
+                out[begin:],
                 DIM=config.head_dim,
                 BLOCK_D=_block_dim(config),
                 SPLITS=parts,
                 num_warps=8 if parts * config.head_dim > 4096 else 4,
             )
-        return out
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:

@@ -67,12 +67,14 @@ def _quantized(x):
 
 @triton.jit
 def _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q: tl.constexpr):
-    """The segment of a tile: those of segment b are numbered from `cu_seqlens_q[b] // TILE_Q + b`."""
+    """The segment of a tile: those of segment b are numbered from `cu_seqlens_q[b] // TILE_Q + b`, starts counted from
+    the first."""
     low = 0
     high = num_segments
+    origin = tl.load(cu_seqlens_q).to(tl.int32)
     while low + 1 < high:
         middle = (low + high) // 2
-        begun = tl.load(cu_seqlens_q + middle).to(tl.int32) // TILE_Q + middle <= tile
+        begun = (tl.load(cu_seqlens_q + middle).to(tl.int32) - origin) // TILE_Q + middle <= tile
         low = tl.where(begun, middle, low)
         high = tl.where(begun, high, middle)
     return low
@@ -134,7 +136,8 @@ def attend(
         segment = _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q)
         start = tl.load(cu_seqlens_q + segment).to(tl.int32)
         q_len = tl.load(cu_seqlens_q + segment + 1).to(tl.int32) - start
-        first = (tile - (start // TILE_Q + segment)) * TILE_Q
+        begin_tile = (start - tl.load(cu_seqlens_q).to(tl.int32)) // TILE_Q + segment
+        first = (tile - begin_tile) * TILE_Q
         if first >= q_len:
             return
     kv_len = tl.load(kv_lens + segment).to(tl.int32)  # wide ones would take twice the registers, [M, N] of them

@@ -82,7 +82,7 @@ class ModelRunner:
 
         Appends prompt log-probabilities to the sequences that ask for them.
         """
-        steps = output.scheduled
+        steps = decodes_first(output.scheduled)
         if output.copies:
             self.cache.copy_blocks(output.copies)
         new_sources = [step for step in steps if step.encode_source]
@@ -94,7 +94,7 @@ class ModelRunner:
         for step in steps:
             if step.sequence.history is not None and not step.samples:
                 step.sequence.history.read(step.sequence.token_ids[: step.start + step.num_tokens])
-        return self._sample(steps, sampling, self._last_rows(steps, hidden))
+        return self._sample(output.scheduled, sampling, self._last_rows(steps, hidden))
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -144,6 +144,7 @@ class ModelRunner:
         """Of self attention, or of cross attention (not causal), over the pool."""
         q_lens = tuple(step.num_tokens for step in steps)
         lens = packed.kv_lens if causal else packed.cross_lens
+        singles = q_lens.count(1) if max(q_lens) > 1 else 0
         return AttentionMetadata(
             q_lens=q_lens,
             kv_lens=kv_lens,
@@ -151,7 +152,14 @@ class ModelRunner:
             device=self.device,
             block_tables=packed.tables if causal else packed.cross_tables,
             slot_mapping=packed.slots if causal else None,
-            device_lengths=DeviceLengths(packed.cu_seqlens, lens, max(q_lens), max(kv_lens)),
+            device_lengths=DeviceLengths(
+                packed.cu_seqlens,
+                lens,
+                max(q_lens),
+                max(kv_lens),
+                singles=singles,
+                max_single_kv_len=max(kv_lens[:singles], default=0),
+            ),
         )
 
     def _last_rows(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> Tensor:
@@ -229,6 +237,11 @@ class ModelRunner:
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return on_device(list(values), self.device, torch.int64)
+
+
+def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:
+    """The order in which they are packed: attention may launch what decodes apart from prompts."""
+    return sorted(steps, key=lambda step: step.num_tokens > 1)
 
 
 def packed_input(

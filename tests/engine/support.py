@@ -12,7 +12,7 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.engine.block_manager import BlockManager
 from model.engine.engine import Engine
-from model.engine.model_runner import ModelRunner, SampledToken
+from model.engine.model_runner import ModelRunner, SampledToken, decodes_first
 from model.engine.scheduler import Scheduler, SchedulerOutput
 from model.kv_cache import KVCache
 from model.request import Request, SamplingParams, TokenOutput
@@ -47,7 +47,7 @@ class RecordingRunner(ModelRunner):
         sampled = super().execute(output)
         with torch.inference_mode():
             logits = iter(self.recording.logits(self.recording.hidden))
-        for step in output.scheduled:
+        for step in decodes_first(output.scheduled):
             rows = self.rows.setdefault(step.sequence.request.request_id, [])
             rows += [(position, next(logits)) for position in range(step.start, step.start + step.num_tokens)]
         return sampled

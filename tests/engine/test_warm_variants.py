@@ -126,3 +126,24 @@ def test_encoders_too(kind: str) -> None:
             while encode.has_work:
                 encode.step()
     assert variants(seen) == variants(warmed)
+
+
+def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
+    """In tiles of one query, and after it the prompt in large ones: not all in the prompt's."""
+    model = loaded("llama-gqa", TritonBackend())
+    assert model.config.decoder is not None
+    blocks = BlockManager(200, BLOCK)
+    runner = ModelRunner(model, KVCache(model.config.decoder, 200, BLOCK, torch.float32, CPU), blocks)
+    engine = Engine("llama-gqa", runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
+    with noted():
+        engine.add(request("llama-gqa", "long", 150, 0, max_tokens=3))
+        for number in range(3):
+            engine.add(request("llama-gqa", f"r{number}", 5, number, max_tokens=9))
+        engine.step()
+    engine.add(request("llama-gqa", "prompt", 100, 5, max_tokens=3))
+    with noted() as seen:
+        engine.step()
+    launches = [arguments for key, arguments in seen.items() if key.startswith("attend")]
+    assert [arguments["SINGLE"] for arguments in launches] == [True, False]
+    assert [len(arguments["kv_lens"]) for arguments in launches] == [4, 1]
+    assert [arguments["BLOCK_M"] for arguments in launches] == [16, 32]

@@ -92,6 +92,19 @@ def test_keys_in_parts_are_the_same_keys(case: Case, parts: int, device: torch.d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts", [None, 2])
+@pytest.mark.parametrize(("causal", "buckets"), [(True, False), (False, False), (True, True)])
+def test_decoding_apart_from_prompts(causal: bool, buckets: bool, parts: int | None, device: torch.device) -> None:
+    """Two launches of one step, each with its own tiles and parts, fill one output."""
+    segments = ((1, 33), (1, 1), (1, 16), (21, 21), (5, 40), (2, 2))
+    given = problem(Case(segments, causal=causal, writes=causal, buckets=buckets), device)
+    lengths = given.metadata.on_device()
+    given.metadata.device_lengths = replace(lengths, singles=3, max_single_kv_len=33)
+    out = run(Cut(SMALL, parts), given)
+    assert_finite_and_close(out, given.expected, tolerance(given.case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_tiles_as_they_are_chosen(dim: int, dtype: torch.dtype, device: torch.device) -> None:
