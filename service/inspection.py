@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from model.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 from model.checkpoint import Checkpoint, read_checkpoint
 from model.config import ConfigError
+from model.engine.config import EngineConfig
+from model.engine.dtypes import choose_dtype
+from model.engine.memory_plan import KVLayout, NumberFormat, plan_weights
 
 _DTYPE = "float32"
 _PROMPT = 128  # tokens of the prompt whose cost is shown
@@ -27,6 +31,7 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
     console.print(_stacks(checkpoint))
     console.print(_parameters(anatomy))
     console.print(_costs(anatomy, context, memory))
+    console.print(_memory(checkpoint, memory))
 
 
 def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
@@ -56,6 +61,7 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
                     }
                     for stack in config.stacks
                 },
+                "cpu_memory": {kept: asdict(plan) for kept, plan in _plans(checkpoint, memory).items()},
                 "sequences_that_fit": {
                     "memory": memory,
                     "length": context,
@@ -119,6 +125,63 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
         table.add_row(f"KV bytes a token ({_DTYPE})", f"{anatomy.kv_bytes_per_token(_DTYPE):,}")
         fitting = anatomy.sequences_that_fit(memory, context, _DTYPE)
         table.add_row(f"sequences of {context} tokens in {_size(memory)} of KV", f"{fitting:,}")
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a model takes on a CPU in one number format, in bytes, and the context that it can serve."""
+
+    weights: dict[str, int]  # by part; a tied head is packed beside the table
+    buffer: int  # beside them while they are loaded
+    kv_per_token: int
+    context: int | None  # in the KV memory that was asked about; None: keeps no KV
+    whole_context: int | None  # bytes of KV for all that the model takes; None: that has no end
+
+
+def _plans(checkpoint: Checkpoint, memory: int) -> dict[str, _Plan]:
+    """By the headers of the files, for the native stacks, as an engine plans it before it reads a weight."""
+    own = choose_dtype("auto", checkpoint.config, torch.device("cpu")).dtype
+    formats = {
+        "float32": NumberFormat(torch.float32, packed=True),
+        "bfloat16": NumberFormat(torch.bfloat16, packed=True),
+        "int8": NumberFormat(own, packed=True, int8=True),  # matrices alone
+    }
+    return {name: _plan(checkpoint, kept, memory) for name, kept in formats.items()}
+
+
+def _plan(checkpoint: Checkpoint, kept: NumberFormat, memory: int) -> _Plan:
+    config, engine = checkpoint.config, EngineConfig()
+    weights = plan_weights(checkpoint, kept)
+    if not config.can_generate:
+        return _Plan(weights.parts, weights.buffer, 0, None, None)
+    kv, most = KVLayout.of(engine, config, kept.dtype), config.max_positions
+    fits = kv.context_in(memory)
+    return _Plan(
+        weights.parts,
+        weights.buffer,
+        kv.block_bytes // kv.block_size,
+        context=fits if most is None else min(fits, most),
+        whole_context=None if most is None else kv.bytes_for(most),
+    )
+
+
+def _memory(checkpoint: Checkpoint, memory: int) -> Table:
+    plans = _plans(checkpoint, memory)
+    table = Table("on a CPU", *plans, title="memory, by the headers of the files", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    first = next(iter(plans.values()))
+    for part in sorted(first.weights, key=lambda part: -first.weights[part]):
+        table.add_row(part, *(_size(plan.weights[part]) for plan in plans.values()))
+    table.add_section()
+    table.add_row("all weights", *(_size(sum(plan.weights.values())) for plan in plans.values()))
+    table.add_row("beside them while they are loaded", *(_size(plan.buffer) for plan in plans.values()))
+    if first.context is not None:
+        table.add_row(f"longest context in {_size(memory)} of KV", *(f"{plan.context:,}" for plan in plans.values()))
+    if first.whole_context is not None:
+        most = f"KV of one request of {checkpoint.config.max_positions:,} tokens"
+        table.add_row(most, *(_size(plan.whole_context or 0) for plan in plans.values()))
     return table
 
 

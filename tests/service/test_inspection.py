@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from model.engine.config import EngineConfig
+from model.engine.loading import load
+from model.engine.protocol import ModelSpec
 from model.pretrained import embedded_models
 from service import inspection
 
@@ -27,6 +30,30 @@ def test_json_has_the_figures_of_the_tables(capsys: pytest.CaptureFixture[str]) 
     assert report["kv_bytes_per_token"]["float16"] == 2 * 3 * 192 * 2
     assert report["flops_per_token"]["decoder"]["step"]["attention"] == 4 * 100 * 192 * 3
     assert report["sequences_that_fit"]["float32"] == (1 << 30) // (2 * 3 * 192 * 4 * 100)
+
+
+def test_it_says_what_a_model_takes_before_it_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"device": "cpu", "kv_cache_memory": 3 << 20}
+    for name in ("code", "embed"):
+        inspection.print_json(name, MODELS[name], context=100, memory=3 << 20)
+        found = json.loads(capsys.readouterr().out)["cpu_memory"]
+        for kept, asked in (("float32", {"dtype": "float32"}), ("int8", {"quantization": "int8"})):
+            info = load(ModelSpec(name, str(MODELS[name]), EngineConfig(**settings, **asked))).info
+            if info.attention_backend == "native":
+                assert sum(found[kept]["weights"].values()) == info.weight_bytes
+            if info.num_blocks:
+                assert (found[kept]["context"], found[kept]["kv_per_token"]) == (
+                    info.max_model_len,
+                    info.kv_bytes_per_token,
+                )
+            else:
+                assert found[kept]["context"] is None
+
+
+def test_the_tables_say_so_too(capsys: pytest.CaptureFixture[str]) -> None:
+    inspection.show("code", MODELS["code"], context=100, memory=1 << 20)
+    out = capsys.readouterr().out
+    assert "longest context in 1.0 MiB of KV" in out and "all weights" in out
 
 
 def test_the_page_holds_every_weight_and_no_outside_asset(tmp_path: Path) -> None:
