@@ -18,6 +18,7 @@ from loadtest.faults.site import REDEPLOY, SERVE, STOP_S, Site
 LOAD_S = 20.0
 _JUMP_S = 3600
 _WAIT_S = 60.0
+_SURGE_S = 50.0  # of load: the successor loads beside it, and only then does the replica leave
 _HANGING_S = 90.0  # of load: Serve asks three times, waits ten seconds for each answer, and lets a replica drain
 
 Inject = Callable[[Site, str], str]
@@ -104,7 +105,14 @@ def _of_ray() -> list[Scenario]:
         Scenario("replica hangs, of 2", _hang_replica, "ray", two, allowed=_CUTS, stages=((0.7, _HANGING_S),)),
         Scenario("redeployed, 2 replicas", _redeploy, "ray", two, program=REDEPLOY),
         Scenario("redeployed, 1 replica", _redeploy, "ray", ("--replicas", "1"), program=REDEPLOY, allowed=_CROWD),
-        Scenario("redeployed, 1 replica, surge", _redeploy, "ray", ("--replicas", "1", "--surge"), program=REDEPLOY),
+        Scenario(
+            "redeployed, 1 replica, surge",
+            _redeploy,
+            "ray",
+            ("--replicas", "1", "--surge"),
+            program=REDEPLOY,
+            stages=((0.7, _SURGE_S),),
+        ),
         Scenario("1 to 3 replicas and back", _scale, "ray", scales, stages=_UP_AND_DOWN, after_s=_UP_AND_DOWN[0][1]),
     ]
 
