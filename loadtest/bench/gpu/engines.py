@@ -142,6 +142,7 @@ class Done:
     times: dict[str, list[float]] = field(default_factory=dict)  # when each request's tokens came
     outputs: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)  # of beam searches
 
     @property
     def decode_ms(self) -> float:
@@ -199,6 +200,8 @@ def finish(ready: Ready, between: Callable[[float], None] | None = None, step: S
         for output in outputs:
             done.times.setdefault(output.request_id, []).extend([now - began] * len(output.token_ids))
             done.outputs.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.score is not None:
+                done.scores[output.request_id] = output.score
             done.logprobs.setdefault(output.request_id, []).extend(one.logprob for one in output.logprobs or [])
     done.seconds = last - began
     return done

@@ -37,28 +37,33 @@ _LEAST_PART = 64  # keys, of the parts that are tried
 
 def cases(bench: Bench) -> list[Case]:
     compiled = [Case("compile tiles", _compile, 45)] if bench.cuda else []
-    prompts: list[tuple[str, str, tuple[int, int, int], tuple[tuple[int, int], ...]]]
     if bench.tiny:
         cells = [("toy", (4, 2, 16), 130, 2)]
-        prompts = [("toy", "2 x 12", (4, 2, 16), ((12, 12),) * 2)]
     else:
         cells = [
             (name, heads, context, count)
             for (name, heads), context, count in product(HEADS.items(), CONTEXTS, SEQUENCES)
             if 4 * heads[1] * heads[2] * context * count < _MOST_PAGES
         ]
-        prompts = [(name, kind, heads, lens) for (name, heads), (kind, lens) in product(HEADS.items(), PROMPTS.items())]
     return [
         *compiled,
         *(
             Case(f"decode, {name}, {c} x {k}", partial(_decode, heads=h, context=k, count=c), 6)
             for name, h, k, c in cells
         ),
-        *(
-            Case(f"prompts, {name}, {kind}", partial(_prompts, heads=h, lens=lens), 6)
-            for name, kind, h, lens in prompts
-        ),
+        *(Case(f"prompts, {name}", partial(_prompts, problem=problem), 6) for name, problem in prompts(bench).items()),
     ]
+
+
+def prompts(bench: Bench) -> dict[str, Problem]:
+    """Prompts from pages as the engine computes them, and an encoder's packed texts."""
+    if bench.tiny:
+        return {"toy, 2 x 12": Problem(((12, 12),) * 2, 4, 2, 16)}
+    found = {
+        f"{name}, {kind}": Problem(lens, *heads)
+        for (name, heads), (kind, lens) in product(HEADS.items(), PROMPTS.items())
+    }
+    return {**found, "bert, texts of 32 x 512": Problem(((512, 512),) * 32, 12, 12, 64, causal=False, paged=False)}
 
 
 def decode_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
@@ -122,10 +127,9 @@ def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: i
     return found | {"parts": parts, "best_parts": best, "us_by_parts": {str(n): us for n, us in by_parts.items()}}
 
 
-def _prompts(bench: Bench, *, heads: tuple[int, int, int], lens: tuple[tuple[int, int], ...]) -> Found:
-    """Prompts without a past: from pages as the engine computes them, against torch's kernels over packed rows."""
+def _prompts(bench: Bench, *, problem: Problem) -> Found:
+    """Prompts without a past, or texts, against torch's kernels over packed rows."""
     need_triton(bench)
-    problem = Problem(lens, *heads)
     given = made(problem, bench.device, bench.dtype)
     timed = _all(bench, [given], list(prompt_tiles(_chosen(problem, bench)[0], bench)))
     found = _found(timed) | {"tflops": problem.flops / timed[0][0] / 1e12}
@@ -178,7 +182,8 @@ def _sdpa(given: Made) -> Callable[[], object]:
     count = len(given.problem.segments)
     q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (given.query, given.key, given.value))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, is_causal=True, scale=given.problem.config.scale, enable_gqa=True)
+    causal, scale = given.problem.causal, given.problem.config.scale
+    return lambda: attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 def _varlen(given: Made) -> Callable[[], object]:
@@ -186,7 +191,8 @@ def _varlen(given: Made) -> Callable[[], object]:
     from torch.nn.attention.varlen import varlen_attn
 
     assert given.key is not None and given.value is not None
-    lengths, named = given.metadata.on_device(), dict[str, Any](window_size=(-1, 0), scale=given.problem.config.scale)
+    window = (-1, 0) if given.problem.causal else (-1, -1)
+    lengths, named = given.metadata.on_device(), dict[str, Any](window_size=window, scale=given.problem.config.scale)
     starts = lengths.cu_seqlens_q.to(torch.int32)
     k, v = given.key, given.value
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -204,10 +210,12 @@ def _compile(bench: Bench) -> Found:
     """All tiles of all heads, keys in parts and not, in processes beside each other."""
     jobs: list[Job] = []
     for heads in HEADS.values():
-        single, prompts = _decode_problem(heads, 600, 1), Problem(((300, 300),), *heads)
+        single = _decode_problem(heads, 600, 1)
         for tiles in decode_tiles(_chosen(single, bench)[0], bench):
             jobs += [(single, tiles, 1), (single, tiles, 2)]
-        jobs += [(prompts, tiles, 1) for tiles in prompt_tiles(_chosen(prompts, bench)[0], bench)]
+    # One short prompt is the same variant as many long ones.
+    for short in {replace(problem, segments=((300, 300),)) for problem in prompts(bench).values()}:
+        jobs += [(short, tiles, 1) for tiles in prompt_tiles(_chosen(short, bench)[0], bench)]
     return in_parallel(bench, compile_one, jobs)
 
 
