@@ -293,11 +293,13 @@ class Engine:
 
     def _update(self, steps: Iterable[ScheduledSequence], sampled: Iterable[SampledToken | None]) -> None:
         searches: dict[int, Beams] = {}
+        block_size = self.block_manager.block_size
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
             # What was built upon the token unseen stands behind it.
             ahead = sequence.drop_awaited(step.start + step.num_tokens) if token is not None else 0
-            self.block_manager.remember(sequence)
+            if sequence.num_computed_tokens // block_size > sequence.num_remembered_blocks:
+                self.block_manager.remember(sequence)
             if token is not None and beams is not None:
                 if sequence.status is not SequenceStatus.RUNNING:
                     continue  # its search was preempted while the step was under way

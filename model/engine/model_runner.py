@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, DeviceLengths
+from model.config import GenerationRules
 from model.engine.beam import Candidates
 from model.engine.block_manager import BlockManager
 from model.engine.constraints import allowed_tokens, banned_tokens, forced_token
 from model.engine.decode_graph import DecodeGraphs, fill_awaited
 from model.engine.packing import Layout, PackedStep, pack
 from model.engine.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.sequence import Sequence
 from model.kv_cache import KVCache
 from model.request import TokenLogprob
 from model.sampling import SamplingRow, likeliest, logprobs_of, sample
 from model.transfer import Fetched, on_device, sent
 from model.transformer import CrossInput, StackInput, Transformer
 
+_NO_RULES = GenerationRules()
 LOGPROB_ROWS = 256  # rows of prompt logits held at once
 
 
@@ -178,7 +181,9 @@ class ModelRunner:
             nothing = hidden.new_empty(0, dtype=torch.int64)
             return Launched(all_steps, places, nothing, Fetched(nothing), [])
         logits = self.model.logits(hidden)  # [S, V]
-        rows = [self._sampling_row(step) for step in steps]
+        rules = self.model.config.generation
+        ruled = rules != _NO_RULES
+        rows = [self._sampling_row(step.sequence, rules, ruled=ruled) for step in steps]
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam's own next token is nobody's: its search decides among the candidates.
@@ -205,8 +210,9 @@ class ModelRunner:
         found = likeliest(logits, [rows[i] for i in beams], counts)
         return dict(zip(beams, found, strict=True))
 
-    def _sampling_row(self, step: ScheduledSequence) -> SamplingRow:
-        sequence, rules = step.sequence, self.model.config.generation
+    def _sampling_row(self, sequence: Sequence, rules: GenerationRules, *, ruled: bool) -> SamplingRow:
+        if not ruled and sequence.may_say_anything:
+            return SamplingRow(sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens)
         banned = banned_tokens(sequence, rules)
         allowed = allowed_tokens(sequence, banned)
         return SamplingRow(

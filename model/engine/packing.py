@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.engine.block_manager import BlockManager
+from model.engine.block_table import BlockTable
 from model.engine.scheduler import ScheduledSequence
 
 NOWHERE = -1  # a slot that nothing is written to; a token that is not waited for
@@ -95,7 +96,7 @@ def pack(
         _pack_single(steps, blocks.block_size, awaited, (ids, positions, slots, rows))
         cu_seqlens[:] = np.arange(count + 1)
     else:
-        _pack_runs(steps, blocks, awaited, (ids, positions, slots, rows))
+        _pack_runs(steps, blocks.block_size, awaited, (ids, positions, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
     _fill_tables(tables, layout.blocks, [step.sequence.block_table for step in steps])
@@ -112,10 +113,12 @@ def _cut(flat: NDArray[np.int64], sizes: Rows[int]) -> Iterator[NDArray[np.int64
         begin += size
 
 
-def _fill_tables(flat: NDArray[np.int64], width: int, tables: Rows[Rows[int]]) -> None:
+def _fill_tables(flat: NDArray[np.int64], width: int, tables: Rows[BlockTable]) -> None:
     """Rows of `width`; what is beyond a table stays block 0, which no length reaches."""
-    for at, table in enumerate(tables):
-        flat[at * width : at * width + len(table)] = table
+    begin = 0
+    for table in tables:
+        flat[begin : begin + len(table)] = table.row
+        begin += width
 
 
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -132,15 +135,13 @@ def _pack_single(steps: Rows[ScheduledSequence], size: int, awaited: Mapping[int
         rows[:count] = [awaited.get(id(step.sequence), NOWHERE) for step in steps]
 
 
-def _pack_runs(
-    steps: Rows[ScheduledSequence], blocks: BlockManager, awaited: Mapping[int, int], columns: _Columns
-) -> None:
+def _pack_runs(steps: Rows[ScheduledSequence], size: int, awaited: Mapping[int, int], columns: _Columns) -> None:
     ids, positions, slots, rows = columns
     begin = 0
     for step in steps:
         end, stop = begin + step.num_tokens, step.start + step.num_tokens
         ids[begin:end] = step.sequence.token_ids[step.start : stop]
-        positions[begin:end] = range(step.start, stop)
-        slots[begin:end] = blocks.slots(step.sequence.block_table, step.start, stop)
+        positions[begin:end] = at = np.arange(step.start, stop)
+        slots[begin:end] = step.sequence.block_table.row[at // size] * size + at % size
         rows[end - 1] = awaited.get(id(step.sequence), NOWHERE)
         begin = end

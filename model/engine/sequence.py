@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from model.engine.beam import BeamSearch, Candidates
+from model.engine.block_table import BlockTable
 from model.history import History
 from model.request import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -53,8 +54,8 @@ class Sequence:
     num_remembered_blocks: int = 0  # of its full blocks, offered to the cache
     root_hash: bytes | None = None  # of what its blocks depend on before its first token
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
-    block_table: list[int] = field(default_factory=list)
-    cross_block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
+    cross_block_table: BlockTable = field(default_factory=BlockTable)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -105,7 +106,8 @@ class Sequence:
 
     def fork(self, token_id: int, *, forced: bool = False) -> Sequence:
         """The same with one token more, without blocks: a beam's continuation."""
-        child = replace(self, token_ids=[*self.token_ids, token_id], block_table=[], cross_block_table=[])
+        child = replace(self, token_ids=[*self.token_ids, token_id])
+        child.block_table, child.cross_block_table = BlockTable(), BlockTable()
         child.num_prompt_tokens = self.num_prompt_tokens
         child.history = self.history.fork() if self.history is not None else None
         child.block_hashes = list(self.block_hashes)
@@ -143,6 +145,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def may_say_anything(self) -> bool:
+        """Whether its request neither bans nor forces any next token, now and later."""
+        return not (self.history or self.matcher or self.request.params.min_tokens)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.engine.block_manager import BlockManager
+from model.engine.block_table import BlockTable
 from model.engine.sequence import Sequence
 from tests.engine.scripted import request
 
@@ -49,6 +52,49 @@ def test_tables_grow_only_at_block_borders_and_the_source_is_placed_once() -> No
 
 def test_slots_follow_the_table() -> None:
     assert BlockManager(9, 4).slots([7, 2, 5], 2, 10) == [30, 31, 8, 9, 10, 11, 20, 21]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["extend", "set", "cut", "pop", "del", "clear", "look"]), st.integers(0, 9))))
+def test_the_row_of_a_table_is_the_list(changes: list[tuple[str, int]]) -> None:
+    table, plain = BlockTable([3, 1]), [3, 1]
+    for change, number in changes:
+        at = number % len(plain) if plain else 0
+        for one in (table, plain):
+            if change == "extend":
+                one.extend(range(number))
+            elif change == "set" and one:
+                one[at - len(one) * (number % 2)] = 100 + number
+            elif change == "cut":
+                one[at:] = range(number)
+            elif change == "pop" and one:
+                one.pop()
+            elif change == "del":
+                del one[at:]
+            elif change == "clear":
+                one.clear()
+        if change == "look":
+            assert table.row.tolist() == plain
+    assert table.row.tolist() == plain == table
+
+
+class CountingTable(BlockTable):
+    """Counts what is converted."""
+
+    converted = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.converted += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+def test_a_look_at_a_long_table_converts_what_is_new() -> None:
+    table = CountingTable()
+    table.extend(range(1000))
+    for block in range(500):
+        table.append(block)
+        assert len(table.row) == len(table)
+    assert table.converted == 1500
 
 
 @pytest.mark.parametrize("fault", ["lost", "shared", "twice free"])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from model.engine.sequence import Sequence
+from model.engine.scheduler import SampledToken, ScheduledSequence
 from model.request import FinishReason
 from tests.engine.scripted import Harness, expected_tokens, next_token
 
@@ -222,14 +222,14 @@ def test_an_engine_that_raised_ends_each_sequence_once_and_begins_anew(
     for number in range(5):
         harness.add(f"r{number}", 5, max_tokens=2 + number, n=1 + number % 2)
     calls = []
-    remember = harness.engine.block_manager.remember
+    take = harness.engine._take
 
-    def breaks(sequence: Sequence, num_tokens: int = 0) -> None:
-        calls.append(sequence)
+    def breaks(step: ScheduledSequence, token: SampledToken) -> None:
+        calls.append(step)
         assert len(calls) != 2 * when, "blocks lost or doubled"
-        remember(sequence, num_tokens)
+        take(step, token)
 
-    monkeypatch.setattr(harness.engine.block_manager, "remember", breaks)
+    monkeypatch.setattr(harness.engine, "_take", breaks)
     with pytest.raises(AssertionError, match="lost or doubled"):
         harness.run()
     harness.outputs += harness.engine.recover()

@@ -1,0 +1,91 @@
+"""Measures what a token of a decode step costs in Python around the model: `python -m tests.engine.overhead`.
+
+The model is left out: what is scheduled is packed, its sampling rows are made, and any tokens are taken. Medians over
+the steps of one process; prints a table for people, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from model.config import GenerationRules
+from model.engine.block_manager import BlockManager
+from model.engine.engine import Engine
+from model.engine.model_runner import ModelRunner
+from model.engine.packing import Layout, pack
+from model.engine.scheduler import SampledToken, Scheduler, SchedulerOutput
+from model.request import Request, SamplingParams
+from tests.engine.scripted import Late
+
+SHAPES = ((64, 512), (64, 8192), (256, 1024))  # sequences and tokens of each
+STEPS = 200
+BLOCK_SIZE = 16
+
+
+class PackingRunner:
+    """Stands for `ModelRunner`: does what that does on the host, and computes nothing."""
+
+    def __init__(self, blocks: BlockManager, run: Callable[..., Any]) -> None:
+        self.blocks = blocks
+        self.run = run
+
+    def probe(self) -> None:
+        """It always works."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        return self.launch(output).collect()
+
+    def launch(self, output: SchedulerOutput, before: Any = None) -> Late:
+        steps = output.scheduled
+        self.run("pack", lambda: pack(Layout.of(steps), steps, self.blocks, {}))
+        row = partial(ModelRunner._sampling_row, cast(ModelRunner, self), rules=GenerationRules(), ruled=False)
+        self.run("rows", lambda: [row(step.sequence) for step in steps if step.samples])
+        return Late([SampledToken(7) if step.samples else None for step in steps], {})
+
+
+def measured(sequences: int, length: int) -> dict[str, float]:
+    """Microseconds a token of a step, and of its parts."""
+    seconds: dict[str, list[float]] = {}
+
+    def run(name: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = work()
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        return result
+
+    blocks = BlockManager(sequences * (length + 2 * STEPS) // BLOCK_SIZE + sequences, BLOCK_SIZE)
+    scheduler = Scheduler(blocks, sequences, sequences * length)
+    engine = Engine("overhead", PackingRunner(blocks, run), scheduler, max_model_len=length + 2 * STEPS)
+    chance = random.Random(1)
+    for number in range(sequences):
+        prompt = tuple(chance.randrange(1000) for _ in range(length))
+        engine.add(Request(f"r{number}", "overhead", prompt, SamplingParams(max_tokens=2 * STEPS)))
+    engine.step()
+    seconds.clear()
+    schedule, update = scheduler.schedule, engine._update
+    scheduler.schedule = lambda *arguments: run("schedule", lambda: schedule(*arguments))  # type: ignore[method-assign]
+    engine._update = lambda *arguments: run("update", lambda: update(*arguments))  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        run("step", engine.step)
+    return {name: statistics.median(times) * 1e6 / sequences for name, times in seconds.items()}
+
+
+def main() -> None:
+    names = ("step", "schedule", "pack", "rows", "update")
+    print("us a token".ljust(16), *(name.rjust(9) for name in names))
+    found = {}
+    for sequences, length in SHAPES:
+        name = f"{sequences} x {length}"
+        found[name] = {part: round(value, 2) for part, value in measured(sequences, length).items()}
+        print(name.ljust(16), *(f"{found[name][part]:9.2f}" for part in names))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
