@@ -43,8 +43,6 @@ class NativeBackend(SdpaBackend):
             stride = config.kv_size
             memory = Memory(Kind.F32, key.data_ptr(), value.data_ptr(), None, None, stride, stride)
         out = torch.empty(query.shape, dtype=torch.float32)
-        self.library.run_attention(
-            shape, segments, memory, given(rows[0]), rows[1], rows[2], out, max(metadata.kv_lens)
-        )
+        self.library.run_attention(shape, segments, memory, given(rows[0]), rows[1], rows[2], out)
         del kept  # the description pointed into them
         return out.to(query.dtype)

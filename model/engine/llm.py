@@ -31,7 +31,9 @@ Prompt = str | Sequence[int]
 class LLM:
     """A checkpoint folder, ready to generate and encode in this process.
 
-    Set `GOMP_SPINCOUNT=2000` in the environment before anything imports torch: OpenMP reads it only then.
+    Set `GOMP_SPINCOUNT=2000` in the environment before anything imports torch: OpenMP reads it only then. Do not fork
+    once a model has computed on a CPU with several threads: a fork does not copy them, torch's own operations hang in
+    the child, and the native kernels raise `RuntimeError` there. Start processes by spawn.
     """
 
     def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:

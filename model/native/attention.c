@@ -285,10 +285,19 @@ INLINE void prefill(int kind, int64_t dim, const Source *s, const float *queries
         }
 }
 
-int64_t attention_scratch(const AttentionShape *shape, int64_t longest) {
-    int64_t width = up_to(longest, GROUP) + GROUP, padded = up_to(shape->dim, LANES);
-    int64_t decoding = shape->heads * (2 * padded + width);
-    int64_t filling = 2 * width * padded + (2 + QROWS) * width + 2 * QROWS * padded;
+void find_longest(const Segments *segments, Longest *longest) {
+    for (int64_t i = 0; i < segments->segments; i++) {
+        int64_t rows = segments->q_starts[i + 1] - segments->q_starts[i];
+        int64_t *most = rows == 1 ? &longest->decoding : &longest->filling;
+        *most = larger(*most, segments->kv_lens[i]);
+    }
+}
+
+/* What `decode` and `prefill` lay out. A window leaves keys out; they are counted here. */
+int64_t attention_scratch(const AttentionShape *shape, Longest longest) {
+    int64_t padded = up_to(shape->dim, LANES), singly = up_to(longest.decoding, GROUP);
+    int64_t decoding = shape->heads * (2 * padded + singly), width = up_to(longest.filling, GROUP) + GROUP;
+    int64_t filling = longest.filling ? 2 * width * padded + (2 + QROWS) * width + 2 * QROWS * padded : 0;
     return larger(decoding, filling) + LANES;
 }
 

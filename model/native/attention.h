@@ -28,8 +28,15 @@ typedef struct {
     int64_t bias_width;
 } AttentionShape;
 
-/* Floats of scratch that a thread needs for keys up to `longest`. */
-int64_t attention_scratch(const AttentionShape *shape, int64_t longest);
+/* The most keys of a segment of one row, and of one of more rows. */
+typedef struct {
+    int64_t decoding, filling;
+} Longest;
+
+/* Raises `longest` to what `segments` has. */
+void find_longest(const Segments *segments, Longest *longest);
+/* Floats of scratch that a thread needs. */
+int64_t attention_scratch(const AttentionShape *shape, Longest longest);
 /* The share of thread `part` of `parts`: out [rows][heads * dim] for queries of row stride `q_stride`. */
 void attend(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
             int64_t q_stride, float *out, int part, int parts, float *scratch);

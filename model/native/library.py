@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from enum import IntEnum
@@ -39,6 +40,7 @@ ACTIVATIONS = {
 }
 
 
+_SCRATCH_CALLS = 256  # after which scratch that none of them wanted is given back
 _NO_TILES = {  # by what `start_tiles` says
     2: "this CPU or its system has none",
     3: "Linux does not permit them",
@@ -189,7 +191,7 @@ class Library:
 
     def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
         """All layers over `x` `[T, d]` float32, in place."""
-        given, threads = (ctypes.byref(stack), ctypes.byref(step)), c_int64(torch.get_num_threads())
+        given, threads = (ctypes.byref(stack), ctypes.byref(step)), _team()
         scratch = self._scratch_of(self._functions.scratch_bytes(*given, threads))
         self._functions.run_stack(*given, _at(x), scratch, threads)
 
@@ -200,14 +202,14 @@ class Library:
 
     def run_linear(self, matrix: Linear, x: Tensor, out: Tensor) -> None:
         """`out = x matrix^T + bias` of float32 rows."""
-        threads, rows = c_int64(torch.get_num_threads()), c_int64(x.shape[0])
+        threads, rows = _team(), c_int64(x.shape[0])
         needed = self._functions.linear_scratch_bytes(ctypes.byref(matrix), rows, threads)
         self._functions.run_linear(ctypes.byref(matrix), _at(x), rows, _at(out), self._scratch_of(needed), threads)
 
     def pack_rows(self, matrix: Linear, first: int, rows: Tensor) -> None:
         """Lay `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on."""
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
-        threads = c_int64(torch.get_num_threads())
+        threads = _team()
         self._functions.pack_rows(ctypes.byref(matrix), _at(rows), kind, stride, c_int64(first), count, threads)
 
     def run_attention(
@@ -219,11 +221,10 @@ class Library:
         key: Tensor | None,
         value: Tensor | None,
         out: Tensor,
-        longest: int,
     ) -> None:
         """Write keys and values where `segments` has slots, then attend."""
-        threads = c_int64(torch.get_num_threads())
-        needed = self._functions.attend_scratch_bytes(ctypes.byref(shape), c_int64(longest), threads)
+        threads = _team()
+        needed = self._functions.attend_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
         self._functions.run_attention(
             ctypes.byref(shape),
             ctypes.byref(segments),
@@ -233,7 +234,6 @@ class Library:
             _at(value),
             _at(out),
             c_int64(query.shape[0]),
-            c_int64(longest),
             self._scratch_of(needed),
             threads,
         )
@@ -248,15 +248,23 @@ class Library:
         tokens = torch.empty(rows, count, dtype=torch.int64)
         mass = torch.empty(rows, 1)
         sizes = (c_int64(rows), c_int64(size), c_int64(count))
-        threads = c_int64(torch.get_num_threads())
+        threads = _team()
         self._functions.rank_rows(_at(logits), *sizes, _at(values), _at(tokens), _at(mass), threads)
         return values, tokens, mass
 
     def _scratch_of(self, needed: int) -> c_void_p:
-        found: Tensor | None = getattr(self._scratch, "tensor", None)
-        if found is None or found.numel() < needed:
-            found = self._scratch.tensor = torch.empty(_room(needed), dtype=torch.uint8)
-        return _at(found)
+        """This thread's scratch, which grows by need, and shrinks once it was twice too large for a while."""
+        mine = self._scratch
+        tensor: Tensor | None = getattr(mine, "tensor", None)
+        mine.calls, mine.most = getattr(mine, "calls", 0) + 1, max(needed, getattr(mine, "most", 0))
+        if tensor is not None and mine.calls >= _SCRATCH_CALLS:
+            if 2 * _room(mine.most) < tensor.numel():
+                tensor = mine.tensor = None
+            needed, mine.calls, mine.most = max(needed, mine.most), 0, 0
+        if tensor is None or tensor.numel() < needed:
+            mine.tensor = None  # let go before what is larger is there
+            tensor = mine.tensor = torch.empty(_room(needed), dtype=torch.uint8)
+        return _at(tensor)
 
 
 def _room(needed: int) -> int:
@@ -269,6 +277,28 @@ def _check_structures(functions: ctypes.CDLL) -> None:
     sizes = (c_int64 * len(_STRUCTURES))()
     if functions.structure_sizes(sizes) != len(sizes) or list(sizes) != [ctypes.sizeof(one) for one in _STRUCTURES]:
         raise OSError("its structures are not those that are declared to it")
+
+
+_pool_of: int | None = None  # the process that OpenMP's threads run in
+
+
+def _team() -> c_int64:
+    """How many threads compute.
+
+    Raises `RuntimeError` in a process that was forked after its parent had computed with several threads: these stay
+    with the parent, and OpenMP would wait for them for ever.
+    """
+    global _pool_of
+    threads, process = torch.get_num_threads(), os.getpid()
+    if threads > 1:
+        if _pool_of not in (None, process):
+            raise RuntimeError(
+                "this process was forked after the native kernels had computed with several threads, which a fork "
+                "does not copy: start processes by spawn (multiprocessing.get_context('spawn')), load the model in the "
+                "child alone, or call torch.set_num_threads(1) in the child"
+            )
+        _pool_of = process
+    return c_int64(threads)
 
 
 def _at(tensor: Tensor | None) -> c_void_p:

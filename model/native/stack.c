@@ -226,13 +226,24 @@ typedef struct {
     int64_t saved, qkv, mixed, hidden, operand, scales, scratch, line;
 } Sizes; /* bytes; the last two for each thread */
 
-static Sizes sizes_of(const Stack *stack, int64_t rows, int64_t longest) {
+/* Floats that a thread needs for attention. A step without segments is one that is planned: a segment may have one row or many. */
+static int64_t attending_scratch(const Stack *stack, const Step *step) {
+    if (is_whole(stack, step)) return whole_scratch(&stack->shape, step->longest);
+    Longest longest = {0};
+    find_longest(&step->self, &longest);
+    find_longest(&step->cross, &longest);
+    if (!step->self.segments) longest.decoding = longest.filling = step->longest;
+    return attention_scratch(&stack->shape, longest);
+}
+
+/* For `rows` of a step's rows at a time. */
+static Sizes sizes_of(const Stack *stack, const Step *step, int64_t rows) {
     const AttentionShape *a = &stack->shape;
-    int64_t widest = 0, parallel = 0, hidden = 0, line = stack->hidden;
+    int64_t widest = 0, inner = 0, parallel = 0, hidden = 0, line = stack->hidden;
     for (int64_t i = 0; i < stack->distinct; i++) {
         const Layer *layer = stack->layer_data + i;
         widest = larger(widest, larger(operand_bytes(&layer->qkv), operand_bytes(&layer->out)));
-        widest = larger(widest, larger(operand_bytes(&layer->up), operand_bytes(&layer->down)));
+        inner = larger(inner, larger(operand_bytes(&layer->up), operand_bytes(&layer->down)));
         if (layer->has_cross)
             widest = larger(widest, larger(operand_bytes(&layer->cross_q), operand_bytes(&layer->cross_proj)));
         parallel |= layer->parallel;
@@ -244,9 +255,9 @@ static Sizes sizes_of(const Stack *stack, int64_t rows, int64_t longest) {
         .qkv = aligned(rows * (a->heads + 2 * a->kv_heads) * a->dim * 4),
         .mixed = aligned(rows * a->heads * a->dim * 4),
         .hidden = aligned(chunk * hidden),
-        .operand = aligned(rows * widest),
+        .operand = aligned(larger(rows * widest, chunk * inner)),
         .scales = aligned(rows * 4),
-        .scratch = aligned(larger(larger(attention_scratch(a, longest), whole_scratch(a, longest)), rows * 48) * 4),
+        .scratch = aligned(larger(attending_scratch(stack, step), rows * 48) * 4),
         .line = aligned(line * 4 + 64),
     };
     return s;
@@ -260,7 +271,7 @@ static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
 
 static int64_t team_bytes(const Stack *stack, const Step *step, int64_t threads) {
     int grouped = in_groups(stack, step, threads);
-    Sizes s = sizes_of(stack, grouped ? GROUP_ROWS + step->longest : step->rows, step->longest);
+    Sizes s = sizes_of(stack, step, grouped ? GROUP_ROWS + step->longest : step->rows);
     int64_t shared = s.saved + s.qkv + s.mixed + s.hidden + s.operand + s.scales;
     return grouped ? shared + s.scratch + s.line : shared + threads * (s.scratch + s.line);
 }
@@ -272,7 +283,7 @@ EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t thr
 /* A thread's view of a step whose buffers begin at `memory` and are for so many rows at most. */
 static Team team_of(const Stack *stack, const Step *step, int64_t rows, float *x, char *memory, Meeting *meeting, int part,
                     int parts) {
-    Sizes s = sizes_of(stack, rows, step->longest);
+    Sizes s = sizes_of(stack, step, rows);
     Team t = {.stack = stack, .step = step, .x = x, .meeting = meeting, .part = part, .parts = parts};
     t.saved = (float *)memory, memory += s.saved;
     t.qkv = (float *)memory, memory += s.qkv;
@@ -356,22 +367,28 @@ EXPORTED void run_linear(const Linear *matrix, const float *x, int64_t rows, flo
     }
 }
 
-EXPORTED int64_t attend_scratch_bytes(const AttentionShape *shape, int64_t longest, int64_t threads) {
-    return threads * aligned(attention_scratch(shape, longest) * 4) + 64;
+static int64_t attend_bytes(const AttentionShape *shape, const Segments *segments) { /* for each thread */
+    Longest longest = {0};
+    find_longest(segments, &longest);
+    return aligned(attention_scratch(shape, longest) * 4);
+}
+
+EXPORTED int64_t attend_scratch_bytes(const AttentionShape *shape, const Segments *segments, int64_t threads) {
+    return threads * attend_bytes(shape, segments) + 64;
 }
 
 /* Attention alone: writes `rows` keys and values where `segments` has slots, then attends. */
 EXPORTED void run_attention(const AttentionShape *shape, const Segments *segments, const Memory *memory,
                             const float *queries, const float *keys, const float *values, float *out, int64_t rows,
-                            int64_t longest, char *scratch, int64_t threads) {
+                            char *scratch, int64_t threads) {
     scratch = (char *)(((uintptr_t)scratch + 63) / 64 * 64);
-    int64_t kv = shape->kv_heads * shape->dim;
+    int64_t kv = shape->kv_heads * shape->dim, bytes = attend_bytes(shape, segments);
     if (segments->slots)
         for (int64_t row = 0; row < rows; row++)
             remember(shape, memory, segments->slots[row], keys + row * kv, values + row * kv);
 #pragma omp parallel num_threads((int)threads)
     attend(shape, segments, memory, queries, shape->heads * shape->dim, out, omp_get_thread_num(),
-           omp_get_num_threads(), (float *)(scratch + omp_get_thread_num() * aligned(attention_scratch(shape, longest) * 4)));
+           omp_get_num_threads(), (float *)(scratch + omp_get_thread_num() * bytes));
 }
 
 /* The sizes of the structures that a caller fills, in the order in which they are declared to Python; returns their number. */

@@ -26,12 +26,12 @@ from model.kv_cache import KVCache, LayerCache
 from model.loader import load_model
 from model.native import build
 from model.native import library as native_library
-from model.native.library import Kind, Library, Norm
+from model.native.library import Kind, Library, Norm, Segments
 from model.native.linear import PackedLinear, packed_bytes
 from model.native.scratch import planned_scratch
-from model.native.stack import pack_model
-from tests.model.checkpoints import CPU, native_backends, prompt, saved
-from tests.model.parity import hidden_states
+from model.native.stack import fill_segments, pack_model
+from tests.model.checkpoints import CPU, loaded, native_backends, prompt, saved
+from tests.model.parity import hidden_states, ours_and_theirs
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -259,6 +259,29 @@ for threads in (2, 3, 7):
 
 
 @needs_native
+@pytest.mark.parametrize(("threads", "code"), [(2, 7), (1, 0)])
+def test_a_forked_child_is_told_instead_of_waiting_for_ever(threads: int, code: int) -> None:
+    program = f"""
+import os
+import torch
+from model.native.library import native
+from model.native.linear import PackedLinear
+packed, x = PackedLinear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
+torch.set_num_threads(2)
+before = packed(x)
+if os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+torch.set_num_threads({threads})
+try:
+    assert torch.equal(packed(x), before)
+except RuntimeError as error:
+    os._exit(7 if "forked after the native kernels" in str(error) else 1)
+os._exit(0)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code
+
+
+@needs_native
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.bfloat16, 2e-2), (torch.int8, 4e-2)])
@@ -329,6 +352,74 @@ def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
     # The last bit of an 8-bit number may fall either way where a division is written as a product.
     assert all((a.int() - b.int()).abs().max() <= 1 for a, b in pairs)
     assert any(bool(a.any()) for a, _ in pairs)
+
+
+def scratch_of_attention(segments: list[tuple[int, int]]) -> int:
+    """Bytes for 32 heads of 128, 8 of them of keys, on one thread."""
+    described, shape = Segments(), native_library.AttentionShape(32, 8, 128, 0, 1.0)
+    kept = [*fill_segments(described, AttentionMetadata(*zip(*segments, strict=True), causal=True), None)]
+    found = library()._functions.attend_scratch_bytes(ctypes.byref(shape), ctypes.byref(described), ctypes.c_int64(1))
+    del kept
+    return int(found)
+
+
+@needs_native
+def test_decoding_takes_scratch_for_its_scores_alone() -> None:
+    context = 131_072
+    assert 4 * 32 * context < scratch_of_attention([(1, context), (64, 100)]) < 4 * 32 * context + 100_000
+    assert (
+        scratch_of_attention([(1, 100), (64, context)]) > 4 * 2 * 128 * context
+    )  # keys and values of a head as floats
+
+
+@needs_native
+def test_an_mlps_operands_take_scratch_for_the_rows_that_go_through_it_together() -> None:
+    def needed(rows: int) -> int:
+        sizes = dict(qkv=(192, 64), out=(64, 64), up=(4096, 64), down=(64, 4096))
+        layer = native_library.Layer(**{name: native_library.Linear(Kind.BF16, *size) for name, size in sizes.items()})
+        shape = native_library.AttentionShape(4, 4, 16, 0, 0.25)
+        stack = native_library.Stack(64, 1, 1, (native_library.Layer * 1)(layer), shape, 0, Kind.BF16, 0)
+        step = native_library.Step(rows=rows, longest=1)
+        return int(library()._functions.scratch_bytes(ctypes.byref(stack), ctypes.byref(step), ctypes.c_int64(100)))
+
+    of_a_row = 4 * (192 + 64) + 4 * 192 + 4 + 100 * 4 * 48  # queries to values, mixed, an operand, its scale, sums
+    assert needed(8192) - needed(4096) < 4096 * of_a_row
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "t5-relu", "bert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_stay_within_the_scratch_that_they_asked_for(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[torch.Tensor] = []
+
+    def guarded(self: Library, needed: int) -> ctypes.c_void_p:
+        given.append(torch.full((needed + 4096,), 77, dtype=torch.uint8))
+        given[-1][:needed] = 0
+        return ctypes.c_void_p(given[-1].data_ptr())
+
+    backend = native_backends()[0]
+    model = loaded(kind, backend, dtype)
+    expected, _ = ours_and_theirs(kind, model)
+    monkeypatch.setattr(Library, "_scratch_of", guarded)
+    assert torch.equal(ours_and_theirs(kind, model)[0], expected)
+    assert given
+    assert all(bool((buffer[-4096:] == 77).all()) for buffer in given)
+
+
+@needs_native
+def test_scratch_grows_by_need_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = Library(build.build())
+    fresh._scratch_of(1000)
+    assert fresh._scratch.tensor.numel() == 1250  # a quarter more
+    fresh._scratch_of(5_000_000)
+    for _ in range(native_library._SCRATCH_CALLS - 3):
+        fresh._scratch_of(2000)
+    assert fresh._scratch.tensor.numel() == 6_250_000
+    for _ in range(native_library._SCRATCH_CALLS + 1):
+        fresh._scratch_of(2000)
+    assert fresh._scratch.tensor.numel() == 2500
 
 
 @needs_native
