@@ -108,7 +108,17 @@ def made(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int =
     if tables is not None:  # else keys are the packed rows, whose starts the metadata makes itself
         starts = [0, *torch.tensor(q_lens).cumsum(0).tolist()]
         cu_seqlens, lens = (torch.tensor(values, dtype=torch.int64, device=device) for values in (starts, kv_lens))
-        metadata.device_lengths = DeviceLengths(cu_seqlens, lens, max(q_lens), max(kv_lens))
+        singles = q_lens.count(1) if max(q_lens) > 1 else 0
+        if 1 in q_lens[singles:]:  # the engine packs what decodes in front; otherwise one launch takes all
+            singles = 0
+        metadata.device_lengths = DeviceLengths(
+            cu_seqlens,
+            lens,
+            max(q_lens),
+            max(kv_lens),
+            singles=singles,
+            max_single_kv_len=max(kv_lens[:singles], default=0),
+        )
     return Made(problem, rows(total, problem.heads), key, value, cache, metadata, bias)
 
 

@@ -32,6 +32,7 @@ _KERNELS = {  # name: problem
     "decode, ragged": Problem(_RAGGED),
     "decode, window": Problem(_RAGGED, window=512),
     "mixed": Problem(_MIXED),
+    "mixed, decodes in front": Problem(tuple(sorted(_MIXED))),  # launched apart from prompts, as the engine packs them
     "cross": Problem(_SOURCES, heads=16, kv_heads=16, dim=64, causal=False, writes=False),
     "int8 pages, decode": Problem(_RAGGED, int8=True),
     "int8 pages, mixed": Problem(_MIXED, int8=True),
@@ -45,6 +46,7 @@ _KERNELS = {  # name: problem
 _TINY = {
     "decode, keys in parts": Problem(((1, 600), (1, 5)), heads=4, kv_heads=2, dim=16),
     "mixed": Problem(((20, 20), (1, 30)), heads=4, kv_heads=2, dim=16),
+    "mixed, decodes in front": Problem(((1, 30), (20, 20)), heads=4, kv_heads=2, dim=16),
     "int8 pages, decode": Problem(((1, 33), (1, 5)), heads=4, kv_heads=2, dim=16, int8=True),
     "T5 bias, packed": Problem(((9, 9),), heads=2, kv_heads=2, dim=16, causal=False, paged=False, biased=True),
 }
