@@ -115,12 +115,10 @@ def assembled(name: str, model: Transformer, selection: Selection, config: Engin
 
 
 def require_graphs(ready: Ready) -> None:
-    """Raises `Stop` where decode steps would be launched one kernel at a time."""
-    if ready.loaded.generate is None:
-        return
+    """Raises `Stop` where attention is not Triton's or decode steps would be launched one kernel at a time."""
     if ready.loaded.info.attention_backend != "triton":
         raise Stop(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
-    if ready.runner.graphs is None:
+    if ready.loaded.generate is not None and ready.runner.graphs is None:
         why = ready.runner.unrecorded or "nobody says why"
         raise Stop(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
 

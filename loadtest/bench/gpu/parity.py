@@ -177,6 +177,8 @@ def _encoder(bench: Bench) -> Found:
     scenario, vectors = Scenario("bert-base"), []
     for device in (bench.device, CPU):
         ready = _encoding_engine(bench, scenario, device)
+        if device.type == "cuda":
+            require_graphs(ready)
         rng = random.Random(0)
         for number, length in enumerate((5, 200, 64, 1, 130)):
             text = ready.prompt(rng, length)

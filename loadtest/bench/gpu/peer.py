@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -28,8 +29,6 @@ def _against(bench: Bench) -> Found:
     """How many times as fast ours is, on 64 requests of 100 to 512 tokens in and out, greedy; ours is timed first."""
     if find_spec("transformers") is None:
         raise Skip("transformers is not installed")
-    import random
-
     raw = shrunk(GPU_MODELS[_MODEL]) if bench.tiny else GPU_MODELS[_MODEL]
     rng, count, (least, most) = random.Random(0), *((2, (4, 8)) if bench.tiny else (64, (100, 512)))
     lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(count)]
