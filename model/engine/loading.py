@@ -47,7 +47,7 @@ from model.loader import load_model
 from model.native.library import Kind
 from model.native.linear import PackedLinear
 from model.native.scratch import planned_scratch
-from model.native.stack import Packing, pack_model
+from model.native.stack import NativeStack, Packing, pack_model
 from model.parallel.leader import LeadingCache, LeadingTransformer, load_leader
 from model.parallel.sharding import Shard
 from model.token_bytes import TokenBytes, token_bytes
@@ -88,7 +88,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
     _check_ranks(spec.engine, checkpoint.config, device)
     selection = _select(spec.engine, device, dtype)
-    _check_native(spec.engine, selection)
+    _check_native(spec.engine, checkpoint.config, selection)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     limits = batch_limits(spec.engine, device)
     most = most_context(spec.engine, checkpoint.config, limits).tokens
@@ -252,9 +252,15 @@ def _followers(model: Transformer) -> Followers | None:
     return model.followers if isinstance(model, LeadingTransformer) else None
 
 
-def _check_native(engine: EngineConfig, selection: Selection) -> None:
-    """Refuse what only the native kernels can do where they are not."""
+def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
+    """Refuse what only the native kernels can do where they are not, or do not compute the model."""
     if selection.library is not None:
+        left = [name for name, stack in config.stacks.items() if not NativeStack.supports(stack)]
+        if left and engine.quantization != "none":
+            raise ConfigError(
+                f"quantization {engine.quantization}: the native kernels do not compute the {' and the '.join(left)} "
+                f"of {config.model_type}, whose matrices would stay as they are; leave it at none for this model"
+            )
         return
     if engine.quantization != "none":
         raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")

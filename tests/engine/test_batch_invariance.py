@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from model.attention import selection
 from model.config import ConfigError
 from model.engine.config import EngineConfig
 from model.engine.loading import LoadedModel, load
 from model.engine.protocol import ModelSpec
-from model.native.library import Library, native
+from model.native.library import Kind, Library, native
+from model.native.linear import PackedLinear
 from model.request import EncodeRequest, Request
 from tests.engine.support import mixed
 from tests.model.checkpoints import prompt, saved
@@ -102,3 +104,24 @@ def test_encoding(kind: str, dtype: str) -> None:
 def test_what_cannot_promise_it_is_refused(kind: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(kind, **settings)
+
+
+@pytest.mark.parametrize("kind", ["xlnet", "xlnet-sequence"])
+def test_int8_is_refused_where_the_matrices_would_stay_as_they_are(kind: str) -> None:
+    spec = ModelSpec(kind, str(saved(kind).path), EngineConfig(device="cpu", quantization="int8"))
+    with pytest.raises(
+        ConfigError, match="int8: the native kernels do not compute the encoder of xlnet, whose matrices"
+    ):
+        load(spec)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5-relu", "llama-gqa"])
+def test_what_is_said_to_be_int8_has_its_matrices_in_int8(kind: str) -> None:
+    config = EngineConfig(device="cpu", quantization="int8", kv_cache_memory=4 << 20)
+    model = load(ModelSpec(kind, str(saved(kind).path), config))
+    network = model.encode.model
+    assert model.info.dtype == "int8"
+    for stack in (network.encoder, network.decoder):
+        for module in [] if stack is None else stack.modules():
+            assert not isinstance(module, nn.Linear)
+            assert not isinstance(module, PackedLinear) or module.matrix.dtype == Kind.INT8
