@@ -62,8 +62,10 @@ class Engine(Protocol):
 class EngineLoop:
     """Engines of all models of one process over one channel."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, loaded: Callable[[], object] = lambda: None) -> None:
+        """`loaded` is called once, when all models are loaded and before the front hears of it."""
         self.channel = channel
+        self._loaded = loaded
         self.models: dict[str, LoadedModel] = {}
         self._faults: dict[str, FaultLimit] = {}
         self._engines: dict[EngineKey, Engine] = {}
@@ -121,6 +123,7 @@ class EngineLoop:
     def _apply(self, commands: Commands, events: Events) -> None:
         if commands.load:
             self._load(commands)
+            self._loaded()
             events.ready = True
         for request in commands.generate:
             try:

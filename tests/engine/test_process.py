@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -19,10 +20,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from model.engine import async_engine
+from model.engine import async_engine, process
+from model.engine.config import EngineConfig
 from model.engine.errors import EngineDeadError
 from model.engine.process import ProcessTransport, SocketChannel
-from model.engine.protocol import Commands, Events
+from model.engine.protocol import Commands, Events, ModelSpec
 from model.engine.sockets import FrameSocket
 from model.engine.stats import Demand
 from model.engine.thread import ThreadTransport
@@ -188,6 +190,35 @@ def test_the_childs_socket_may_have_any_number() -> None:
             assert channel.receive(10.0) == Commands(close=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_full_collection_in_the_child_passes_over_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    thresholds = gc.get_threshold()
+    ready: list[int] = []
+    monkeypatch.setattr(sys, "argv", ["process", str(theirs.detach())])
+    monkeypatch.setattr(process, "ignore_signals", lambda: None)
+    send = SocketChannel.send
+
+    def sends(self: SocketChannel, events: Events) -> None:
+        if events.ready:
+            ready.append(gc.get_freeze_count())
+            frames.send(msgspec.msgpack.encode(Commands(close=True)))
+        send(self, events)
+
+    monkeypatch.setattr(SocketChannel, "send", sends)
+    spec = ModelSpec("bert", str(saved("bert").path), EngineConfig(device="cpu", dtype="float32"))
+    frames = FrameSocket(ours)
+    before = gc.get_freeze_count()
+    try:
+        frames.send(msgspec.msgpack.encode(Commands(load=[spec])))
+        process.main()
+        assert gc.get_threshold()[0] > thresholds[0]
+        assert len(ready) == 1 and ready[0] > before + 10_000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        ours.close()
 
 
 PARENT = """
