@@ -7,12 +7,14 @@ import random
 import pytest
 
 from model.engine.block_manager import BlockManager
+from model.engine.config import EngineConfig
+from model.engine.llm import LLM
 from model.engine.scheduler import SampledToken, SchedulerOutput
 from model.engine.sequence import Sequence
 from model.request import Request, SamplingParams
 from tests.engine.scripted import Harness, Late, expected_tokens, request
 from tests.engine.support import running
-from tests.model.checkpoints import START, prompt
+from tests.model.checkpoints import START, prompt, saved
 
 PROMPT = list(range(100, 121))  # 21 tokens: five full blocks of four, and one token over
 
@@ -321,3 +323,22 @@ def test_a_source_that_could_not_be_encoded_spoils_nobody_elses() -> None:
     harness.run()
     assert harness.ends()["failing", 0] == "error"
     assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart"])
+@pytest.mark.parametrize("budget", [2048, 16])
+def test_prompts_computed_together_get_what_one_gets_alone_to_the_last_bit(kind: str, budget: int) -> None:
+    """By the kernels that serve: the others read keys in the step that writes them."""
+    limits = {"max_num_batched_tokens": 64 if kind == "bart" else budget, "max_num_seqs": 8, "block_size": 4}
+    llm = LLM(saved(kind).path, EngineConfig(device="cpu", dtype="float32", kv_cache_memory=4 << 20, **limits))
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
+    found: dict[int, list[object]] = {}
+    cached: dict[int, int] = {}
+    for count in (1, 5):
+        for place, output in llm.stream([prompt(37, 1)] * count, params):
+            found.setdefault(place + 10 * count, []).extend(output.logprobs or ())
+            cached[place + 10 * count] = max(cached.get(place + 10 * count, 0), output.cached_tokens)
+        assert llm._generate is not None
+        llm._generate.block_manager.forget()
+    assert all(scores == found[10] for scores in found.values())
+    assert [cached[place] for place in range(50, 55)] == ([0, 36, 36, 36, 36] if kind != "bart" else [0] * 5)
