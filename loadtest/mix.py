@@ -6,9 +6,8 @@ rates and what came in each second are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loadtest import run, summary
@@ -55,11 +54,7 @@ def measure(loads: Sequence[Load], api_key: str, progress: Progress) -> Mixed:
 
 def seeded(loads: Sequence[Load], add: int) -> list[Load]:
     """The loads with other prompts, which no cache has seen."""
-    return [dataclasses.replace(load, settings=_with_seed(load, add)) for load in loads]
-
-
-def _with_seed(load: Load, add: int) -> Any:
-    return dataclasses.replace(load.settings, seed=load.settings.seed + add)
+    return [replace(load, settings=replace(load.settings, seed=load.settings.seed + add)) for load in loads]
 
 
 def _document(loads: Sequence[Load], works: dict[str, Measured]) -> Json:
