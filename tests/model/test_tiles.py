@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from model.native.stack import pack_model
 from model.transformer import Transformer
 from tests.model.checkpoints import CPU, native_backends, saved
 from tests.model.parity import ours_and_theirs
-from tests.model.tiled import AMX, REFUSED, emulated, needs_vectors, real
+from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc, needs_vectors, real, temporary_folder
 
 SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
 ROWS = [1, 5, 15, 16, 17, 31, 32, 33, 47, 50, 64, 90]
@@ -220,6 +221,23 @@ def test_real_tiles_compute_as_emulated_or_leave_the_vectors_where_the_cpu_has_n
         ours, theirs = PackedLinear(library, weight, None, kind)(x), like(x)
         exact = kind is Kind.INT8 or not library.tiles  # a CPU may add as it likes
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 2e-6 * float(theirs.abs().max()))
+
+
+@pytest.mark.skipif(VECTORS not in HERE, reason="this CPU has no bf16 or no VNNI to hold the emulation to")
+def test_the_emulated_vectors_have_every_bit_of_the_instructions() -> None:
+    path = temporary_folder() / "check.so"
+    gcc(*VECTORS.flags, "-fvisibility=default", "-shared", str(NARROW.with_name("narrow_check.c")), "-o", str(path))
+    check, count = ctypes.CDLL(str(path)), 20_000
+    torch.manual_seed(0)
+    anything = torch.randint(0, 256, (count, 192), dtype=torch.uint8)
+    usual = torch.cat(
+        [torch.randn(count, 16).view(torch.uint8), torch.randn(count, 64).bfloat16().view(torch.uint8)], 1
+    )
+    for numbers in (anything, usual):
+        for name in ("dots_differ", "bytes_differ", "roundings_differ"):
+            function = getattr(check, name)
+            function.restype = ctypes.c_long
+            assert function(ctypes.c_void_p(numbers.data_ptr()), ctypes.c_long(count)) == 0
 
 
 @pytest.mark.slow

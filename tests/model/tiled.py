@@ -1,4 +1,7 @@
-"""C libraries with AMX tiles: emulated in plain C (model/native/tiles.h), for CPUs that have none, and real."""
+"""C libraries with AMX tiles: emulated in plain C (model/native/tiles.h), for CPUs that have none, and real.
+
+Products of bfloat16 and of bytes in AVX-512 are emulated too (narrow.h) where the CPU has only the rest of it.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,17 @@ from model.native.library import Library
 from tests.model.checkpoints import native_backends
 
 AMX, VECTORS = LEVELS[:2]
-_EMULATED = (*VECTORS.flags, "-DEMULATED_TILES")
+PLAIN = next(level for level in LEVELS if level.name == "x86-64-v4")
+NARROW = Path(__file__).parent / "narrow.h"
+HERE = fitting(build._cpuinfo(), platform.machine())
+# On a CPU without the vectors that tiles stand beside, these are emulated too.
+_EMULATED = (*(VECTORS.flags if VECTORS in HERE else (*PLAIN.flags, "-include", str(NARROW))), "-DEMULATED_TILES")
 # What `emulated` replaces for a system that does not let a process use tiles.
 REFUSED = ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }")
 
 needs_vectors = pytest.mark.skipif(
-    not native_backends() or VECTORS not in fitting(build._cpuinfo(), platform.machine()),
-    reason="tiles stand beside AVX-512's bf16 and VNNI, and GCC compiles them",
+    not native_backends() or PLAIN not in HERE,
+    reason="tiles are emulated beside AVX-512, and GCC compiles them",
 )
 
 
@@ -50,27 +57,32 @@ def real() -> Path:
 def _linked(tiles: Path, *flags: str) -> Path:
     """With everything else, which runs no tiles itself and is the same for all."""
     folder = Path(tempfile.mkdtemp(prefix="linked-", dir=_objects()))
-    _gcc(*flags, "-I", str(build._SOURCES), "-c", str(tiles), "-o", str(folder / "tiles.o"))
+    gcc(*flags, "-I", str(build._SOURCES), "-c", str(tiles), "-o", str(folder / "tiles.o"))
     others = [str(path) for path in _objects().glob("*.o")]
-    _gcc("-shared", *others, str(folder / "tiles.o"), "-o", str(folder / "tiled.so"), "-lm")
+    gcc("-shared", *others, str(folder / "tiles.o"), "-o", str(folder / "tiled.so"), "-lm")
     return folder / "tiled.so"
 
 
 @cache
 def _objects() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="tiled-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = temporary_folder()
     sources = [source for source in build._SOURCES.glob("*.c") if source.name != "tiles.c"]
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(_compiled, folder), sources))
     return folder
 
 
+def temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tiled-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _compiled(folder: Path, source: Path) -> None:
     """Attention, which has no work for tiles and takes GCC longer than all others, as it is compiled soonest."""
     level = "-O0" if source.stem == "attention" else "-O1"
-    _gcc(*_EMULATED, level, "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
+    gcc(*_EMULATED, level, "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
 
 
-def _gcc(*arguments: str) -> None:
+def gcc(*arguments: str) -> None:
     subprocess.run([build._compiler()[0], *build._FLAGS, *arguments], check=True, timeout=240)
