@@ -15,7 +15,7 @@ from model.checkpoint import Checkpoint, read_checkpoint
 from model.config import ConfigError
 from model.engine.config import EngineConfig
 from model.engine.dtypes import choose_dtype
-from model.engine.memory_plan import KVLayout, NumberFormat, plan_weights
+from model.engine.memory_plan import KVLayout, NumberFormat, can_quantise, plan_weights
 
 _DTYPE = "float32"
 _PROMPT = 128  # tokens of the prompt whose cost is shown
@@ -145,8 +145,9 @@ def _plans(checkpoint: Checkpoint, memory: int) -> dict[str, _Plan]:
     formats = {
         "float32": NumberFormat(torch.float32, packed=True),
         "bfloat16": NumberFormat(torch.bfloat16, packed=True),
-        "int8": NumberFormat(own, packed=True, int8=True),  # matrices alone
     }
+    if can_quantise(checkpoint.config):
+        formats["int8"] = NumberFormat(own, packed=True, int8=True)  # matrices alone
     return {name: _plan(checkpoint, kept, memory) for name, kept in formats.items()}
 
 

@@ -23,7 +23,7 @@ from model.engine.dtypes import has_fast_bf16
 from model.loader import build_model, kept_table_dtype, largest_in_flight, parameter_shapes, plan_tensors
 from model.native.library import KINDS, Kind
 from model.native.linear import packed_bytes
-from model.native.stack import packable_names
+from model.native.stack import NativeStack, packable_names
 from model.parallel.sharding import Shard
 from model.tensor_files import read_headers
 
@@ -215,7 +215,7 @@ def plan_memory(
 def _formats_that_fit(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard | None, available: int) -> str:
     """Other ways to keep the weights, for the end of an error; what this machine cannot do is not among them."""
     others = [NumberFormat(torch.bfloat16, kept.packed)]
-    if kept.packed:
+    if kept.packed and can_quantise(checkpoint.config):
         others.append(NumberFormat(torch.bfloat16 if has_fast_bf16() else torch.float32, packed=True, int8=True))
     sizes = {str(other): plan_weights(checkpoint, other, shard).total for other in others if other != kept}
     fitting = [f"{other} ({gib(size)})" for other, size in sizes.items() if size < available]
@@ -223,6 +223,11 @@ def _formats_that_fit(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard |
         return f"what would fit: {', '.join(fitting)}"
     least = min(sizes, key=lambda other: sizes[other], default=None)
     return "no number format fits" + (f", {least} takes {gib(sizes[least])}" if least is not None else "")
+
+
+def can_quantise(config: ModelConfig) -> bool:
+    """Whether the C stacks compute all of it: what they do not keeps its matrices as they are."""
+    return all(NativeStack.supports(stack) for stack in config.stacks.values())
 
 
 def gib(size: int) -> str:

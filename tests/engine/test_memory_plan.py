@@ -127,6 +127,12 @@ def test_what_does_not_fit_is_refused_and_what_would_is_named(
         planned(large[name], kept, gigabytes * 1e9, **settings)
 
 
+def test_int8_is_not_named_where_it_would_be_refused() -> None:
+    xlnet = read_checkpoint(saved("xlnet").path)
+    with pytest.raises(ConfigError, match=r"what would fit: dtype bfloat16 \([^,]*$"):
+        planned(xlnet, WIDE, plan_weights(xlnet, WIDE).total)
+
+
 def test_the_longest_context_that_fits_is_served_and_said() -> None:
     kv, auto = KVLayout(block_size=16, block_bytes=1000, tables=1), EngineConfig()
     own = most_context(auto, read_checkpoint(saved("llama").path).config, auto.limits())
