@@ -80,6 +80,105 @@ def _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q: tl.constexpr):
     return low
 
 
+@triton.jit
+def _walk(
+    q,  # [M, D]
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    cu_seqlens_k,
+    bias,
+    peak,  # [M], with the two below what was seen so far
+    total,
+    mixed,  # [M, D]
+    segment,
+    kv_head,
+    head,  # [M]
+    live,  # [M]
+    position,  # [M]
+    low,
+    high,
+    scale,
+    table_stride,
+    reach,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    kept: tl.constexpr,  # what quantised values become
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PAGED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BIASED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MASKED: tl.constexpr,  # not: whole blocks, of which every query sees every key
+):
+    """A tile's queries over the keys from `low` to `high`."""
+    dims = tl.arange(0, BLOCK_D)
+    wide = dims < DIM
+    for begin in range(low, high, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        within = n < high
+        if PAGED:
+            at_page = tables + segment.to(tl.int64) * table_stride + n // BLOCK_SIZE
+            page = tl.load(at_page, mask=within, other=0) if MASKED else tl.load(at_page)
+            slot = page.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+        else:
+            slot = (tl.load(cu_seqlens_k + segment) + n).to(tl.int64)
+        k_at = keys + slot[None, :] * key_row + kv_head * key_head + dims[:, None]
+        if MASKED:
+            k = tl.load(k_at, mask=within[None, :] & wide[:, None], other=0)  # [D, N]
+        elif DIM == BLOCK_D:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=wide[:, None], other=0)
+        if QUANTIZED:
+            k = k.to(tl.float32)  # whole numbers up to 127: exact in every type
+        scores = tl.dot(q, k.to(kept).to(FACTOR), input_precision="ieee") * (scale * LOG2E)  # [M, N]
+        if QUANTIZED:
+            scores *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)[None, :]
+        if BIASED:
+            distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -reach), reach)
+            bias_at = bias + head[:, None] * (2 * reach + 1) + reach + distance
+            scores += tl.load(bias_at).to(tl.float32) * LOG2E
+        if MASKED:
+            seen = within[None, :] & live[:, None]
+            if CAUSAL:
+                seen = seen & (n[None, :] <= position[:, None])
+            if WINDOW > 0:
+                seen = seen & (tl.abs(position[:, None] - n[None, :]) < WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        safe = higher
+        if MASKED:
+            safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: 2**(-inf - 0), not inf - inf
+        p = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(peak - safe)
+        total = total * shrink + tl.sum(p, axis=1)
+        v_at = values + slot[:, None] * value_row + kv_head * value_head + dims[None, :]
+        if MASKED:
+            v = tl.load(v_at, mask=within[:, None] & wide[None, :], other=0)  # [N, D]
+        elif DIM == BLOCK_D:
+            v = tl.load(v_at)
+        else:
+            v = tl.load(v_at, mask=wide[None, :], other=0)
+        if QUANTIZED:
+            worth = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)
+            v = v.to(tl.float32) * worth[:, None]
+        v = v.to(kept).to(FACTOR)
+        mixed = tl.dot(p.to(kept).to(FACTOR), v, mixed * shrink[:, None], input_precision="ieee")
+        peak = higher
+    return peak, total, mixed
+
+
 @triton.jit(
     do_not_specialize=["num_segments", "table_stride", "reach"],
     do_not_specialize_on_alignment=["tables", "cu_seqlens_q", "cu_seqlens_k", "kv_lens"],
@@ -167,49 +266,29 @@ def attend(
     wide = dims < DIM
     q_at = query + token[:, None] * query_row + head[:, None] * query_head + dims[None, :]
     q = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0).to(FACTOR)
-    kept = query.dtype.element_ty  # what quantised values become
+    kept: tl.constexpr = query.dtype.element_ty
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for begin in range(low, high, BLOCK_N):
-        n = begin + tl.arange(0, BLOCK_N)
-        within = n < high
-        if PAGED:
-            page = tl.load(tables + segment.to(tl.int64) * table_stride + n // BLOCK_SIZE, mask=within, other=0)
-            slot = page.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-        else:
-            slot = (tl.load(cu_seqlens_k + segment) + n).to(tl.int64)
-        k_at = keys + slot[None, :] * key_row + kv_head * key_head + dims[:, None]
-        k = tl.load(k_at, mask=within[None, :] & wide[:, None], other=0)  # [D, N]
-        if QUANTIZED:
-            k = k.to(tl.float32)  # whole numbers up to 127: exact in every type
-        scores = tl.dot(q, k.to(kept).to(FACTOR), input_precision="ieee") * (scale * LOG2E)  # [M, N]
-        if QUANTIZED:
-            scores *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)[None, :]
-        seen = within[None, :] & live[:, None]
+    if not (SINGLE or WINDOW > 0 or BLOCK_D > 128):  # a single query waits for its keys; wide heads would spill
+        seen_by_all = high
         if CAUSAL:
-            seen = seen & (n[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (tl.abs(position[:, None] - n[None, :]) < WINDOW)
-        if BIASED:
-            distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -reach), reach)
-            bias_at = bias + head[:, None] * (2 * reach + 1) + reach + distance
-            scores += tl.load(bias_at, mask=seen, other=0.0).to(tl.float32) * LOG2E
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: 2**(-inf - 0), not inf - inf
-        p = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(peak - safe)
-        total = total * shrink + tl.sum(p, axis=1)
-        v_at = values + slot[:, None] * value_row + kv_head * value_head + dims[None, :]
-        v = tl.load(v_at, mask=within[:, None] & wide[None, :], other=0)  # [N, D]
-        if QUANTIZED:
-            worth = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)
-            v = v.to(tl.float32) * worth[:, None]
-        v = v.to(kept).to(FACTOR)
-        mixed = tl.dot(p.to(kept).to(FACTOR), v, mixed * shrink[:, None], input_precision="ieee")
-        peak = higher
+            seen_by_all = tl.minimum(high, first_position + 1)
+        whole = low + tl.maximum(seen_by_all - low, 0) // BLOCK_N * BLOCK_N
+        peak, total, mixed = _walk(
+            q, keys, values, key_scales, value_scales, tables, cu_seqlens_k, bias, peak, total, mixed,
+            segment, kv_head, head, live, position, low, whole, scale, table_stride, reach,
+            key_row, key_head, value_row, value_head, kept, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            WINDOW, CAUSAL, PAGED, QUANTIZED, BIASED, FACTOR, False,
+        )  # fmt: skip
+        low = whole
+    peak, total, mixed = _walk(
+        q, keys, values, key_scales, value_scales, tables, cu_seqlens_k, bias, peak, total, mixed,
+        segment, kv_head, head, live, position, low, high, scale, table_stride, reach,
+        key_row, key_head, value_row, value_head, kept, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        WINDOW, CAUSAL, PAGED, QUANTIZED, BIASED, FACTOR, True,
+    )  # fmt: skip
 
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]  # a row that sees nothing is zeros
     to = token * HEADS + head
