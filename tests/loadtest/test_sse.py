@@ -23,10 +23,10 @@ def test_in_chunks(size: int) -> None:
     assert [e for at in range(0, len(STREAM), size) for e in parser.feed(STREAM[at : at + size])] == EVENTS
 
 
-@pytest.mark.parametrize("at", range(len(STREAM)))
-def test_split_anywhere(at: int) -> None:
-    parser = EventParser()
-    assert parser.feed(STREAM[:at]) + parser.feed(b"") + parser.feed(STREAM[at:]) == EVENTS
+def test_split_anywhere() -> None:
+    for at in range(len(STREAM)):
+        parser = EventParser()
+        assert parser.feed(STREAM[:at]) + parser.feed(b"") + parser.feed(STREAM[at:]) == EVENTS, at
 
 
 def test_an_event_comes_with_its_last_byte() -> None:
