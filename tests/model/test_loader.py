@@ -145,5 +145,5 @@ def test_large_models_in_8_bits_on_a_small_machine(
     if available_memory() < 1.2 * most:
         pytest.skip(f"less than {1.2 * most / 1e9:.0f} GB are free")
     folder = sparse_checkpoint(tmp_path / "model", raw)
-    found = peak_of(folder, dtype=dtype, quantization="int8", device="cpu", kv_cache_memory=1 << 30, max_model_len=4096)
+    found = peak_of(folder, dtype=dtype, quantization="int8", device="cpu", kv_cache_memory=1 << 30)
     assert found["peak"] <= most
