@@ -2,7 +2,7 @@
  *
  * Each output is one chain of multiply-adds over k, ascending, whatever the number of rows: a row's result does not
  * depend on its neighbours. Threads share the outputs, never a sum. A matrix that may use tiles is multiplied there
- * (tiles.c). */
+ * (tiles.c), in bfloat16 whatever the number of rows. */
 #include "gemm.h"
 
 #include "tiles.h"
@@ -15,6 +15,7 @@
 #define ROWS 6
 #endif
 #define PARTS (PANEL / LANES) /* registers that the outputs of a panel fill */
+#define LEAST_INT8_ROWS 3 /* in tiles: one or two are faster by vectors, and the bits are the same */
 #define L2_BYTES 524288 /* of weights that are used for all rows before the next */
 #define LINE 64         /* bytes that memory gives at once, and that a step in k takes of a panel */
 #define AHEAD (32 * LINE)
@@ -350,7 +351,8 @@ void product(const Linear *matrix, Operand from, int64_t rows, Target to, int pa
     int64_t count = up_to(matrix->n, PANEL) / PANEL;
     int64_t first = count * part / parts, last = count * (part + 1) / parts;
 #if HAS_TILES
-    if (matrix->tiles && matrix->dtype != F32 && rows) {
+    int64_t least = matrix->dtype == BF16 ? 1 : LEAST_INT8_ROWS;
+    if (matrix->tiles && matrix->dtype != F32 && rows >= least) {
         product_in_tiles(&job, rows, first, last);
         return;
     }
