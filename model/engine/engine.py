@@ -301,8 +301,8 @@ class Engine:
             if sequence.num_computed_tokens // block_size > sequence.num_remembered_blocks:
                 self.block_manager.remember(sequence)
             if token is not None and beams is not None:
-                if sequence.status is not SequenceStatus.RUNNING:
-                    continue  # its search was preempted while the step was under way
+                if sequence.status is not SequenceStatus.RUNNING or sequence not in beams.members:
+                    continue  # its search was preempted, or went on, while the step was under way
                 beams.candidates[beams.members.index(sequence)] = token.candidates
                 beams.forced = token.forced
                 searches[id(beams)] = beams
