@@ -33,7 +33,7 @@ from model.engine.step_cost import DecodeCost, WorkCost
 SLOWDOWN = 2.0
 MAX_SLOWDOWN = 8.0
 LONGEST_SECONDS = 2.0
-FIRST_TOKENS = 256  # of a step without decodes while its cost is not known
+FIRST_TOKENS = 64  # of a step without decodes while its cost is not known: seconds, of billions of weights on a CPU
 LEAST_TOKENS = 16  # the smallest piece that a prompt is cut into
 LEAST_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time of a few
 _WAITING_PER_SLOWDOWN = 8  # so many waiting sequences are worth another decode step's time
