@@ -100,12 +100,47 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class _Costs:
-    """What the steps of one engine cost."""
+class _Prefill:
+    """What prompts and whole inputs cost."""
 
-    decode: DecodeCost = field(default_factory=DecodeCost)
     prompt: WorkCost = field(default_factory=WorkCost)
     whole: WorkCost = field(default_factory=WorkCost)
+
+    def least_seconds(self, demand: StepDemand, least_tokens: int) -> float:
+        """Seconds of the smallest worthwhile piece of what is wanted; 0 while they are not known."""
+        if demand.whole_tokens:
+            piece = min(self.whole.worthwhile_tokens(1), demand.all_whole_tokens)
+            return self.whole.seconds(max(piece, demand.whole_tokens))
+        return self.prompt.seconds(min(self.prompt.worthwhile_tokens(least_tokens), demand.prompt_tokens))
+
+    def tokens_within(self, seconds: float, demand: StepDemand, least_tokens: int) -> tuple[int, int]:
+        """Tokens of prompts and of whole inputs that so many seconds pay for; whole inputs go first."""
+        whole = 0
+        if demand.whole_tokens:
+            whole = max(self.whole.tokens_within(seconds, 1), demand.whole_tokens) if self.whole.is_known else 1
+            seconds -= self.whole.seconds(min(whole, demand.all_whole_tokens))
+        return self.prompt.tokens_within(seconds, least_tokens), whole
+
+    def seconds(self, demand: StepDemand, prompt: int, whole: int) -> float:
+        """What a step within these limits is expected to cost."""
+        taken = min(max(whole, demand.whole_tokens), demand.all_whole_tokens) if whole else 0
+        return self.prompt.seconds(min(prompt, demand.prompt_tokens)) + self.whole.seconds(taken)
+
+
+@dataclass(slots=True)
+class _Costs:
+    """What the steps of one engine cost.
+
+    Beside decodes prefill may take longer or less than alone: a GPU's decode steps are replayed, those with prompts are
+    not; a CPU reads the weights for both.
+    """
+
+    decode: DecodeCost = field(default_factory=DecodeCost)
+    alone: _Prefill = field(default_factory=_Prefill)
+    beside: _Prefill = field(default_factory=_Prefill)
+
+    def prefill(self, beside_decodes: bool) -> _Prefill:
+        return self.beside if beside_decodes else self.alone
 
 
 class _FairClock:
@@ -167,16 +202,17 @@ class StepPacer:
             return
         if work.decodes:
             costs.decode.observe_mixed()
+        prefill = costs.prefill(bool(work.decodes))
         extra = max(work.seconds - (costs.decode.seconds or 0.0) * bool(work.decodes), 0.0)
         expected = {
-            "prompt": costs.prompt.seconds(work.prompt_tokens) or 1e-6 * work.prompt_tokens,
-            "whole": costs.whole.seconds(work.whole_tokens) or 1e-6 * work.whole_tokens,
+            "prompt": prefill.prompt.seconds(work.prompt_tokens) or 1e-6 * work.prompt_tokens,
+            "whole": prefill.whole.seconds(work.whole_tokens) or 1e-6 * work.whole_tokens,
         }
         total = sum(expected.values())
         if work.prompt_tokens:
-            costs.prompt.observe(work.prompt_tokens, extra * expected["prompt"] / total)
+            prefill.prompt.observe(work.prompt_tokens, extra * expected["prompt"] / total)
         if work.whole_tokens:
-            costs.whole.observe(work.whole_tokens, extra * expected["whole"] / total)
+            prefill.whole.observe(work.whole_tokens, extra * expected["whole"] / total)
         planned = self._planned[engine].popleft() if self._planned[engine] else 0.0
         if self._anything_decodes:
             self._credit = max(self._credit - extra + planned, -_MOST_DEBT)
@@ -186,12 +222,12 @@ class StepPacer:
         """A step while nothing decodes: bounded by `LONGEST_SECONDS` alone."""
         self._credit = 0.0
         engine, _ = self._next_background(demands, [])
-        costs, demand = self._costs[engine], demands[engine]
+        costs, demand = self._costs[engine].alone, demands[engine]
         prompt, whole = (
             cost.tokens_within(LONGEST_SECONDS, self._least_tokens) if cost.is_known else FIRST_TOKENS
             for cost in (costs.prompt, costs.whole)
         )
-        self._plan(engine, self._seconds(engine, demand, prompt, whole))
+        self._plan(engine, costs.seconds(demand, prompt, whole))
         return Turn(engine, StepBudget(True, prompt, whole))
 
     def _decode(self, demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]) -> Turn:
@@ -223,7 +259,8 @@ class StepPacer:
         costs, demand = self._costs[engine], demands[engine]
         if engine in streaming and (costs.decode.is_due or engine != self._next_stream(streaming)):
             return None  # its prompts go with its decodes, in their turn
-        least = self._least_seconds(engine, demand, kind)
+        prefill = costs.prefill(engine in streaming)
+        least = costs.decode.seconds or 0.0 if kind == "decode" else prefill.least_seconds(demand, self._least_tokens)
         self._credit = min(self._credit, least + self._credit_of_a_step)  # what is left over is not lost
         longest = _LONGEST_PAUSE * self._credit_of_a_step
         if self._credit < least or (self._pause and self._pause + least > longest):
@@ -233,19 +270,12 @@ class StepPacer:
             self._pause += least
             self._charge(engine, kind, least)
             return Turn(engine, DECODES_ONLY)
-        prompt, whole = self._affordable(costs, demand, min(self._credit, max(least, longest - self._pause)))
-        self._plan(engine, self._seconds(engine, demand, prompt, whole))
+        seconds = min(self._credit, max(least, longest - self._pause))
+        prompt, whole = prefill.tokens_within(seconds, demand, self._least_tokens)
+        self._plan(engine, prefill.seconds(demand, prompt, whole))
         if engine in streaming:
             self._earn(engine, demands, streaming)
         return Turn(engine, StepBudget(engine in streaming, prompt, whole))
-
-    def _affordable(self, costs: _Costs, demand: StepDemand, left: float) -> tuple[int, int]:
-        """Prompt tokens and tokens of whole inputs that so many seconds pay for; whole inputs go first."""
-        whole = 0
-        if demand.whole_tokens:
-            whole = max(costs.whole.tokens_within(left, 1), demand.whole_tokens) if costs.whole.is_known else 1
-            left -= costs.whole.seconds(min(whole, demand.all_whole_tokens))
-        return costs.prompt.tokens_within(left, self._least_tokens), whole
 
     def _next_background(
         self, demands: Mapping[EngineKey, StepDemand], streaming: list[EngineKey]
@@ -255,23 +285,6 @@ class StepPacer:
         model = self._background.first(engine[0] for engine, _ in flows)
         mine = {f"{engine[1]} {kind}": (engine, kind) for engine, kind in flows if engine[0] == model}
         return mine[self._within[model].first(mine)]
-
-    def _least_seconds(self, engine: EngineKey, demand: StepDemand, kind: str) -> float:
-        """What the smallest worthwhile piece of some background work costs; 0 while that is not known."""
-        costs = self._costs[engine]
-        if kind == "decode":
-            return costs.decode.seconds or 0.0
-        if demand.whole_tokens:
-            piece = min(costs.whole.worthwhile_tokens(1), demand.all_whole_tokens)
-            return costs.whole.seconds(max(piece, demand.whole_tokens))
-        piece = costs.prompt.worthwhile_tokens(self._least_tokens)
-        return costs.prompt.seconds(min(piece, demand.prompt_tokens))
-
-    def _seconds(self, engine: EngineKey, demand: StepDemand, prompt: int, whole: int) -> float:
-        """What a step within these limits is expected to cost beside its decodes."""
-        costs = self._costs[engine]
-        taken = min(max(whole, demand.whole_tokens), demand.all_whole_tokens) if whole else 0
-        return costs.prompt.seconds(min(prompt, demand.prompt_tokens)) + costs.whole.seconds(taken)
 
     def _plan(self, engine: EngineKey, seconds: float) -> None:
         """Charge prompts and inputs with what they are expected to cost, until the step was observed."""
