@@ -431,10 +431,12 @@ def test_ports_of_haproxy_are_none_that_a_connection_may_be_given(monkeypatch: p
 
 
 _ORPHANS = """
-import subprocess
-from service.descendants import adopt_orphans, end_descendants
+import subprocess, time
+from service.descendants import _descendants, _name, adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.run(["sh", "-c", "sleep 61 & (trap '' TERM; sleep 62) &"])  # which ends and leaves them
+while [_name(pid) for pid in _descendants()].count("sleep") < 2:  # on a busy machine they begin later than it ends
+    time.sleep(0.01)
 left = end_descendants(0.0)
 assert left.count("sleep") == 2, left
 ending = subprocess.Popen(["sleep", "0.1"])
