@@ -3,7 +3,7 @@
 The engines of a process compute one step at a time. Before each step they state what they want (`StepDemand`), and the
 pacer says which of them takes the next step and how much it may compute (`Turn`). What a step cost is learnt from the
 steps themselves: for each engine the seconds of a step that only decodes, and for its other work (prompts; sources and
-texts, whose tokens belong together) `fixed + per_token * tokens`.
+texts, whose tokens belong together) a curve of seconds over tokens (`model.engine.step_cost`).
 
 While something decodes, work is of two kinds:
 
@@ -39,6 +39,7 @@ LEAST_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time 
 _WAITING_PER_SLOWDOWN = 8  # so many waiting sequences are worth another decode step's time
 _MOST_DEBT = 0.25  # seconds that a step may have cost too much before the rest is forgotten
 _LEAST_CHARGE = 1e-4  # seconds
+_LEAST_PAUSE = 0.003  # seconds that sources and texts wait for: calls for single texts cost more than the texts
 _LONGEST_PAUSE = 1.25  # background work between two decode steps, times what one of them earns
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
@@ -109,8 +110,9 @@ class _Prefill:
     def least_seconds(self, demand: StepDemand, least_tokens: int) -> float:
         """Seconds of the smallest worthwhile piece of what is wanted; 0 while they are not known."""
         if demand.whole_tokens:
-            piece = min(self.whole.worthwhile_tokens(1), demand.all_whole_tokens)
-            return self.whole.seconds(max(piece, demand.whole_tokens))
+            piece = max(self.whole.worthwhile_tokens(1), demand.whole_tokens)
+            wanted = self.whole.seconds(demand.all_whole_tokens)
+            return max(self.whole.seconds(min(piece, demand.all_whole_tokens)), min(wanted, _LEAST_PAUSE))
         return self.prompt.seconds(min(self.prompt.worthwhile_tokens(least_tokens), demand.prompt_tokens))
 
     def tokens_within(self, seconds: float, demand: StepDemand, least_tokens: int) -> tuple[int, int]:

@@ -1,18 +1,22 @@
 """What the steps of an engine cost, learnt from the steps themselves. Arithmetic only; stdlib.
 
 One late step (a container that was paused, a kernel that was compiled) must not be believed: a measurement counts as
-`_OUTLIER` times what was expected at most. So a wrong one raises the estimate a little, and a real change raises it
-again and again.
+`_OUTLIER` times what was expected at most, beyond `_BELIEVED` seconds. So a wrong one raises the estimate a little, and
+a real change raises it again and again.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 
 _WEIGHT = 0.2  # of the newest measurement in a running mean
 _ASKED_WEIGHT = 0.5  # of one that a step was spent on
 _OUTLIER = 4.0
-_FADING = 0.98  # of what is known of other sizes, with each measurement
+_BELIEVED = 0.02  # seconds: steps are so late every day
+_FOLLOWING = 0.05  # of a change at one size, at the others
 _MEASURE_EVERY = 32  # steps with other work in them, then one without
 
 
@@ -34,7 +38,7 @@ class DecodeCost:
             self.seconds = seconds
         else:
             weight = _ASKED_WEIGHT if self.is_due else _WEIGHT
-            self.seconds += weight * (min(seconds, _OUTLIER * self.seconds) - self.seconds)
+            self.seconds += weight * (min(seconds, max(_OUTLIER * self.seconds, _BELIEVED)) - self.seconds)
         self._mixed = 0
 
     def observe_mixed(self) -> None:
@@ -44,75 +48,76 @@ class DecodeCost:
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about one size: running means of tokens and seconds, and how fresh they are (1: the latest)."""
+    """Steps of about one size, as running means."""
 
     tokens: float
     seconds: float
-    weight: float = 1.0
 
 
 class WorkCost:
-    """Seconds of work on some tokens, as `fixed + per_token * tokens`.
+    """Seconds of work on some tokens.
 
-    Means are kept for each power of two of tokens; the line is their least-squares fit by relative error, neither part
-    of it negative. Until sizes differ by four, `fixed` cannot be told from `per_token` and is taken for 0.
+    Means are kept for each power of two of tokens; between them cost is interpolated. What is known of other sizes
+    follows a little when one turns out to cost more or less than it did.
     """
 
     def __init__(self) -> None:
-        self.fixed = 0.0
-        self.per_token = 0.0
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _Size] = {}  # by the bits of the number of tokens
+        self._curve: list[tuple[float, float]] = []  # (tokens, seconds), both rising; the first is the fixed part
 
     @property
     def is_known(self) -> bool:
         return bool(self._sizes)
 
-    @property
-    def _is_line(self) -> bool:
-        tokens = [size.tokens for size in self._sizes.values()]
-        return max(tokens) >= 4 * min(tokens)
-
     def seconds(self, tokens: int) -> float:
         """What so many tokens are expected to cost; 0 while nothing is known."""
-        return self.fixed + self.per_token * tokens if tokens and self._sizes else 0.0
+        if not tokens or not self._curve:
+            return 0.0
+        at = min(max(bisect_right(self._curve, (tokens, inf)), 1), len(self._curve) - 1)
+        (n0, s0), (n1, s1) = self._curve[at - 1], self._curve[at]
+        return s0 + (tokens - n0) * (s1 - s0) / (n1 - n0)
 
     def worthwhile_tokens(self, least: int) -> int:
-        """The smallest piece whose tokens cost as much as starting it does, and `least` at the least."""
-        return max(least, int(self.fixed / self.per_token)) if self.per_token else least
+        """The smallest known size whose tokens cost at most twice what they do in the best one; at least `least`."""
+        sizes = self._curve[1:]
+        best = min((seconds / tokens for tokens, seconds in sizes), default=0.0)
+        return max(least, next((int(n) for n, seconds in sizes if seconds <= 2 * best * n), least))
 
     def tokens_within(self, seconds: float, least: int) -> int:
-        """How many tokens fit, `least` at the least; while there is no line, twice what was tried so as to find it."""
-        if not self._sizes:
+        """How many tokens fit, `least` at the least and at most twice what was ever tried.
+
+        While sizes differ by less than four, twice what was tried: the fixed part is not known yet.
+        """
+        if not self._curve:
             return least
-        fitting = int((seconds - self.fixed) / max(self.per_token, 1e-9))
-        if not self._is_line:
-            fitting = max(fitting, int(2 * max(size.tokens for size in self._sizes.values())))
-        return max(least, fitting)
+        largest = int(2 * self._curve[-1][0])
+        if len(self._curve) == 2 or self._curve[-1][0] < 4 * self._curve[1][0]:
+            return max(least, largest)
+        at = min(max(bisect_right([s for _, s in self._curve], seconds), 1), len(self._curve) - 1)
+        (n0, s0), (n1, s1) = self._curve[at - 1], self._curve[at]
+        fitting = int(n0 + (seconds - s0) * (n1 - n0) / max(s1 - s0, 1e-9))
+        return max(least, min(fitting, largest))
 
     def observe(self, tokens: int, seconds: float) -> None:
         """So many tokens took `seconds`."""
         if self._sizes:
-            seconds = min(seconds, _OUTLIER * self.seconds(tokens))
-        for size in self._sizes.values():
-            size.weight *= _FADING
-        at = tokens.bit_length()
-        if at in self._sizes:
-            size = self._sizes[at]
-            size.tokens += _WEIGHT * (tokens - size.tokens)
-            size.seconds += _WEIGHT * (seconds - size.seconds)
-            size.weight = 1.0
-        else:
-            self._sizes[at] = _Size(tokens, seconds)
-        self._fit()
+            expected = max(self.seconds(tokens), 1e-6)
+            seconds = min(seconds, max(_OUTLIER * expected, _BELIEVED))
+            change = 1 + _FOLLOWING * (min(max(seconds / expected, 0.5), 2.0) - 1)
+            for size in self._sizes.values():
+                size.seconds *= change
+        size = self._sizes.setdefault(tokens.bit_length(), _Size(tokens, seconds))
+        size.tokens += _WEIGHT * (tokens - size.tokens)
+        size.seconds += _WEIGHT * (seconds - size.seconds)
+        self._draw()
 
-    def _fit(self) -> None:
-        """Minimise the sum of weight * ((fixed + per_token * tokens - seconds) / seconds) ** 2."""
-        rows = [
-            (size.weight / max(size.seconds, 1e-9) ** 2, size.tokens, size.seconds) for size in self._sizes.values()
-        ]
-        total = sum(w for w, _, _ in rows)
-        x, y = (sum(row[0] * row[at] for row in rows) / total for at in (1, 2))
-        spread = sum(w * (n - x) ** 2 for w, n, _ in rows)
-        slope = sum(w * (n - x) * (s - y) for w, n, s in rows) / spread if spread and self._is_line else 0.0
-        through_zero = sum(w * n * s for w, n, s in rows) / sum(w * n * n for w, n, _ in rows)
-        self.fixed, self.per_token = (y - slope * x, slope) if 0 < slope <= y / x else (0.0, through_zero)
+    def _draw(self) -> None:
+        """The curve through all sizes, made to rise; the fixed part is where its first piece meets no tokens."""
+        sizes = [(size.tokens, size.seconds) for _, size in sorted(self._sizes.items())]
+        risen = accumulate((seconds for _, seconds in sizes), max)
+        points = [(tokens, seconds) for (tokens, _), seconds in zip(sizes, risen, strict=True)]
+        fixed = 0.0
+        if len(points) > 1:
+            (n0, s0), (n1, s1) = points[0], points[1]
+            fixed = max(0.0, s0 - n0 * (s1 - s0) / (n1 - n0))
+        self._curve = [(0.0, fixed), *points]
