@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from model.engine.step_cost import DecodeCost, WorkCost
 
-SLOWDOWN = 2.0
+SLOWDOWN = 2.25
 MAX_SLOWDOWN = 8.0
 LONGEST_SECONDS = 2.0
 FIRST_TOKENS = 64  # of a step without decodes while its cost is not known: seconds, of billions of weights on a CPU
@@ -39,8 +39,10 @@ LEAST_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time 
 _WAITING_PER_SLOWDOWN = 8  # so many waiting sequences are worth another decode step's time
 _MOST_DEBT = 0.25  # seconds that a step may have cost too much before the rest is forgotten
 _LEAST_CHARGE = 1e-4  # seconds
-_LEAST_PAUSE = 0.003  # seconds that sources and texts wait for: calls for single texts cost more than the texts
-_LONGEST_PAUSE = 1.25  # background work between two decode steps, times what one of them earns
+_LEAST_PAUSE = (
+    0.004  # seconds of sources and texts that are computed at once, where so many wait: single ones cost more
+)
+_LONGEST_PAUSE = 1.1  # background work between two decode steps, times what one of them earns
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
 
@@ -110,9 +112,8 @@ class _Prefill:
     def least_seconds(self, demand: StepDemand, least_tokens: int) -> float:
         """Seconds of the smallest worthwhile piece of what is wanted; 0 while they are not known."""
         if demand.whole_tokens:
-            piece = max(self.whole.worthwhile_tokens(1), demand.whole_tokens)
-            wanted = self.whole.seconds(demand.all_whole_tokens)
-            return max(self.whole.seconds(min(piece, demand.all_whole_tokens)), min(wanted, _LEAST_PAUSE))
+            least, wanted = self.whole.seconds(demand.whole_tokens), self.whole.seconds(demand.all_whole_tokens)
+            return max(least, min(wanted, _LEAST_PAUSE))
         return self.prompt.seconds(min(self.prompt.worthwhile_tokens(least_tokens), demand.prompt_tokens))
 
     def tokens_within(self, seconds: float, demand: StepDemand, least_tokens: int) -> tuple[int, int]:

@@ -112,10 +112,13 @@ class WorkCost:
         self._draw()
 
     def _draw(self) -> None:
-        """The curve through all sizes, made to rise; the fixed part is where its first piece meets no tokens."""
-        sizes = [(size.tokens, size.seconds) for _, size in sorted(self._sizes.items())]
-        risen = accumulate((seconds for _, seconds in sizes), max)
-        points = [(tokens, seconds) for (tokens, _), seconds in zip(sizes, risen, strict=True)]
+        """The curve through all sizes, made to rise: what costs more than a larger size was measured in bad times.
+
+        The fixed part is where its first piece meets no tokens.
+        """
+        sizes = [(size.tokens, size.seconds) for _, size in sorted(self._sizes.items(), reverse=True)]
+        seconds = accumulate((seconds for _, seconds in sizes), min)
+        points = [(tokens, least) for (tokens, _), least in zip(sizes, seconds, strict=True)][::-1]
         fixed = 0.0
         if len(points) > 1:
             (n0, s0), (n1, s1) = points[0], points[1]
