@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from model.engine.step_cost import DecodeCost, WorkCost
 
-SLOWDOWN = 2.25
+SLOWDOWN = 2.2
 MAX_SLOWDOWN = 8.0
 LONGEST_SECONDS = 2.0
 FIRST_TOKENS = 64  # of a step without decodes while its cost is not known: seconds, of billions of weights on a CPU
@@ -39,9 +39,7 @@ LEAST_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time 
 _WAITING_PER_SLOWDOWN = 8  # so many waiting sequences are worth another decode step's time
 _MOST_DEBT = 0.25  # seconds that a step may have cost too much before the rest is forgotten
 _LEAST_CHARGE = 1e-4  # seconds
-_LEAST_PAUSE = (
-    0.004  # seconds of sources and texts that are computed at once, where so many wait: single ones cost more
-)
+_LEAST_PAUSE = 0.004  # seconds of texts that are encoded at once, where so many wait: single ones cost more
 _LONGEST_PAUSE = 1.1  # background work between two decode steps, times what one of them earns
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
@@ -113,7 +111,7 @@ class _Prefill:
         """Seconds of the smallest worthwhile piece of what is wanted; 0 while they are not known."""
         if demand.whole_tokens:
             least, wanted = self.whole.seconds(demand.whole_tokens), self.whole.seconds(demand.all_whole_tokens)
-            return max(least, min(wanted, _LEAST_PAUSE))
+            return max(least, min(wanted, _LEAST_PAUSE)) if not demand.prompt_tokens else least
         return self.prompt.seconds(min(self.prompt.worthwhile_tokens(least_tokens), demand.prompt_tokens))
 
     def tokens_within(self, seconds: float, demand: StepDemand, least_tokens: int) -> tuple[int, int]:
