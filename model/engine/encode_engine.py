@@ -129,8 +129,7 @@ class EncodeEngine:
         if not batch:
             return outputs, None
         if budget.whole_tokens is not None and self.model.can_pause and self._length(batch[0]) > budget.whole_tokens:
-            self._paused = _Paused(batch[0], self._begin(batch[0]), began)
-            return self._go_on(outputs, began, budget)
+            return self._start_alone(batch, outputs, began, budget)
         self._batch = batch
         for part, found in in_parts(batch, self._encode, self._probe):
             if found is None:
@@ -140,6 +139,18 @@ class EncodeEngine:
         self._batch = []
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
         return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch), num_whole_tokens=tokens)
+
+    def _start_alone(
+        self, batch: list[EncodeRequest], outputs: list[EncodeOutput], began: float, budget: StepBudget
+    ) -> tuple[list[EncodeOutput], StepStats | None]:
+        """Begin with the only input of a batch, which goes on in later steps; one that breaks here ends here."""
+        self._batch = batch
+        ((_, rows),) = in_parts(batch, lambda part: self._begin(part[0]), self._probe)
+        self._batch = []
+        if rows is None:
+            return [*outputs, EncodeOutput(batch[0].request_id, finish_reason=FinishReason.ERROR)], None
+        self._paused = _Paused(batch[0], rows, began)
+        return self._go_on(outputs, began, budget)
 
     def _go_on(
         self, outputs: list[EncodeOutput], began: float, budget: StepBudget

@@ -225,7 +225,7 @@ class StepPacer:
         engine, _ = self._next_background(demands, [])
         costs, demand = self._costs[engine].alone, demands[engine]
         prompt, whole = (
-            cost.tokens_within(LONGEST_SECONDS, self._least_tokens) if cost.is_known else FIRST_TOKENS
+            cost.tokens_within(LONGEST_SECONDS, self._least_tokens, explore=False) if cost.is_known else FIRST_TOKENS
             for cost in (costs.prompt, costs.whole)
         )
         self._plan(engine, costs.seconds(demand, prompt, whole))

@@ -83,15 +83,16 @@ class WorkCost:
         best = min((seconds / tokens for tokens, seconds in sizes), default=0.0)
         return max(least, next((int(n) for n, seconds in sizes if seconds <= 2 * best * n), least))
 
-    def tokens_within(self, seconds: float, least: int) -> int:
+    def tokens_within(self, seconds: float, least: int, *, explore: bool = True) -> int:
         """How many tokens fit, `least` at the least and at most twice what was ever tried.
 
-        While sizes differ by less than four, twice what was tried: the fixed part is not known yet.
+        While sizes differ by less than four, twice what was tried, whether it fits or not: the fixed part is not known
+        yet. Without `explore` only what fits.
         """
         if not self._curve:
             return least
         largest = int(2 * self._curve[-1][0])
-        if len(self._curve) == 2 or self._curve[-1][0] < 4 * self._curve[1][0]:
+        if explore and (len(self._curve) == 2 or self._curve[-1][0] < 4 * self._curve[1][0]):
             return max(least, largest)
         at = min(max(bisect_right([s for _, s in self._curve], seconds), 1), len(self._curve) - 1)
         (n0, s0), (n1, s1) = self._curve[at - 1], self._curve[at]

@@ -255,3 +255,14 @@ def test_a_step_brings_all_its_vectors_at_once(monkeypatch: pytest.MonkeyPatch) 
         one.add(EncodeRequest(str(number), "bert", prompt(3 + number), EncodeTask.EMBEDDING))
     outputs, _ = one.step()
     assert (sizes, len(outputs)) == ([5], 5)
+
+
+def test_an_input_that_breaks_before_its_first_layer_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    made.add(EncodeRequest("broken", "bert", prompt(30)))
+    made.add(EncodeRequest("next", "bert", prompt(5)))
+    monkeypatch.setattr(made, "_begin", lambda request: 1 / 0)
+    outputs, _ = made.step(StepBudget(whole_tokens=1))
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]
+    outputs, _ = made.step()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", FinishReason.STOP)]

@@ -112,6 +112,29 @@ def test_a_step_without_decodes_is_cut_by_time() -> None:
     assert known is not None and known.budget.prompt_tokens == pytest.approx(LONGEST_SECONDS / 0.005, rel=0.01)
 
 
+def test_on_a_slow_machine_only_the_first_step_outlasts_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes 100 ms."""
+    harness = Harness(budget=512, num_blocks=128, max_num_seqs=4, max_model_len=512)
+    runner = Timed(harness.engine.block_manager)
+    runner.decode, runner.eager, runner.per_token = 0.1, 0.0, 0.1
+    harness.engine.runner = runner
+    monkeypatch.setattr(engine_module, "time", runner)
+    harness.add("long", 300, max_tokens=1)
+    harness.add("short", [500] * 60, max_tokens=1)
+    pacer, tokens = StepPacer(), []
+    while harness.engine.has_work:
+        turn = pacer.next({CODE: harness.engine.demand()})
+        assert turn is not None
+        _, stats = harness.engine.step(turn.budget)
+        assert stats is not None
+        tokens.append(stats.num_tokens)
+        pacer.observe(CODE, StepWork(stats.seconds, stats.num_decodes, stats.num_tokens - stats.num_decodes))
+    first, *others = tokens
+    assert first == FIRST_TOKENS
+    assert 0.9 * LONGEST_SECONDS < 0.1 * max(others) <= LONGEST_SECONDS + 0.01
+    assert sum(tokens) == 360
+
+
 def test_a_prompt_gets_on_whatever_it_costs() -> None:
     engine = Streams(4, 0.001, per_token=0.1, prompts=[64])
     shares = simulate({CODE: engine}, 20.0)
