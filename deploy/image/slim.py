@@ -25,7 +25,7 @@ _UNUSED = (
     "**/*.h",
     "**/*.js.map",
 )
-_KEPT = ("model/native", "triton/backends/nvidia/include")  # sources that are compared, and what a compiler is given
+_KEPT = ("model/native/kernels", "triton/backends/nvidia/include")  # sources: compared, and for a compiler
 _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus", "rich", "smart_open")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from model.native.levels import LEVELS, Level, fitting
 
-_SOURCES = Path(__file__).parent
+_SOURCES = Path(__file__).parent / "kernels"
 _PREBUILT = Path(__file__).parent / "prebuilt"
 _FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _SECONDS = 300  # a compiler that takes longer is stuck

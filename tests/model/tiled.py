@@ -1,4 +1,4 @@
-"""C libraries with AMX tiles: emulated in plain C (model/native/tiles.h), for CPUs that have none, and real.
+"""C libraries with AMX tiles: emulated in plain C (model/native/kernels/amx.h), for CPUs that have none, and real.
 
 Products of bfloat16 and of bytes in AVX-512 are emulated too (narrow.h) where the CPU has only the rest of it.
 """
@@ -39,34 +39,34 @@ needs_vectors = pytest.mark.skipif(
 
 @cache
 def emulated(old: str = "", new: str = "") -> Library:
-    """With `old` replaced by `new` in tiles.h: a CPU whose tiles are wrong in some way."""
+    """With `old` replaced by `new` in amx.h: a CPU whose tiles are wrong in some way."""
     folder = Path(tempfile.mkdtemp(prefix="tiles-", dir=_objects()))
-    text = (build._SOURCES / "tiles.h").read_text()
+    text = (build._SOURCES / "amx.h").read_text()
     assert old in text
-    (folder / "tiles.h").write_text(text.replace(old, new, 1) if old else text)
-    shutil.copy(build._SOURCES / "tiles.c", folder)
-    return Library(Built(_linked(folder / "tiles.c", *_EMULATED), "emulated"))
+    (folder / "amx.h").write_text(text.replace(old, new, 1) if old else text)
+    shutil.copy(build._SOURCES / "amx.c", folder)
+    return Library(Built(_linked(folder / "amx.c", *_EMULATED), "emulated"))
 
 
 @cache
 def real() -> Path:
     """A library of the instructions themselves, which only a CPU that has them runs."""
-    return _linked(build._SOURCES / "tiles.c", *AMX.flags)
+    return _linked(build._SOURCES / "amx.c", *AMX.flags)
 
 
 def _linked(tiles: Path, *flags: str) -> Path:
     """With everything else, which runs no tiles itself and is the same for all."""
     folder = Path(tempfile.mkdtemp(prefix="linked-", dir=_objects()))
-    gcc(*flags, "-I", str(build._SOURCES), "-c", str(tiles), "-o", str(folder / "tiles.o"))
+    gcc(*flags, "-I", str(build._SOURCES), "-c", str(tiles), "-o", str(folder / "amx.o"))
     others = [str(path) for path in _objects().glob("*.o")]
-    gcc("-shared", *others, str(folder / "tiles.o"), "-o", str(folder / "tiled.so"), "-lm")
+    gcc("-shared", *others, str(folder / "amx.o"), "-o", str(folder / "tiled.so"), "-lm")
     return folder / "tiled.so"
 
 
 @cache
 def _objects() -> Path:
     folder = temporary_folder()
-    sources = [source for source in build._SOURCES.glob("*.c") if source.name != "tiles.c"]
+    sources = [source for source in build._SOURCES.glob("*.c") if source.name != "amx.c"]
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(_compiled, folder), sources))
     return folder
@@ -80,7 +80,7 @@ def temporary_folder() -> Path:
 
 def _compiled(folder: Path, source: Path) -> None:
     """Attention, which has no work for tiles and takes GCC longer than all others, as it is compiled soonest."""
-    level = "-O0" if source.stem == "attention" else "-O1"
+    level = "-O0" if source.stem == "paged_attention" else "-O1"
     gcc(*_EMULATED, level, "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
 
 

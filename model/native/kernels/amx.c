@@ -3,7 +3,7 @@
  * Any number of rows goes this way. Sums of bf16 have an order of their own (see TILE_DOT_BF16), so a row has the same bits
  * whatever is beside it only if none ever goes to the vectors; those of int8 are exact. */
 #define _GNU_SOURCE /* syscall */
-#include "tiles.h"
+#include "amx.h"
 
 #include "gemm.h"
 

@@ -2,10 +2,10 @@
  *
  * Each output is one chain of multiply-adds over k, ascending, whatever the number of rows: a row's result does not
  * depend on its neighbours. Threads share the outputs, never a sum. A matrix that may use tiles is multiplied there
- * (tiles.c), in bfloat16 whatever the number of rows. */
+ * (amx.c), in bfloat16 whatever the number of rows. */
 #include "gemm.h"
 
-#include "tiles.h"
+#include "amx.h"
 
 #ifdef __AVX512F__
 #define PANELS 3 /* 8 x 3 accumulators of the 32 registers */

@@ -4,7 +4,7 @@
  * decoding a token and prefilling it give the same bits. Work is shared by segment, head and rows, never within a sum. */
 #include "attention.h"
 
-#include "heads.h"
+#include "attention_lanes.h"
 
 #define GROUP 16 /* keys that are scored together */
 #define TASK_ROWS 64

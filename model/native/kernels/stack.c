@@ -8,8 +8,8 @@
 
 #include "attention.h"
 #include "gemm.h"
-#include "meeting.h"
-#include "rows.h"
+#include "barrier.h"
+#include "rowwise.h"
 
 #define CHUNK 256      /* rows that go through an MLP together */
 #define GROUP_ROWS 128 /* rows of whole segments that one thread takes through all layers: they stay near it */

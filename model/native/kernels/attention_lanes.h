@@ -1,6 +1,6 @@
 /* What one head's queries do with its keys and values, whatever these are stored as: products and mixes. */
-#ifndef TRIPTYCH_HEADS_H
-#define TRIPTYCH_HEADS_H
+#ifndef TRIPTYCH_ATTENTION_LANES_H
+#define TRIPTYCH_ATTENTION_LANES_H
 
 #include "vector.h"
 

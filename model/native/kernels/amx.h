@@ -2,8 +2,8 @@
  *
  * Tile numbers must be literal: they are part of the instructions. Between `tiles_begin` and `tiles_end` the calling
  * thread's tiles have the rows it asked for; outside of it they hold nothing, so that the system has nothing to save for it. */
-#ifndef TRIPTYCH_TILES_H
-#define TRIPTYCH_TILES_H
+#ifndef TRIPTYCH_AMX_H
+#define TRIPTYCH_AMX_H
 
 #include "vector.h"
 

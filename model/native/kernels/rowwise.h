@@ -1,6 +1,6 @@
 /* What is done to one row by itself: norms, rotations, gates. */
-#ifndef TRIPTYCH_ROWS_H
-#define TRIPTYCH_ROWS_H
+#ifndef TRIPTYCH_ROWWISE_H
+#define TRIPTYCH_ROWWISE_H
 
 #include "vector.h"
 

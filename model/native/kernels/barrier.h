@@ -3,8 +3,8 @@
  * On a busy machine the system may put two of them on one CPU. Who spins there keeps the other from arriving: a step
  * meets a hundred times, and took several times as long as on one thread. OpenMP's barrier cannot know; this one asks
  * on which CPUs they were last seen, and sleeps at once where it shares one. */
-#ifndef TRIPTYCH_MEETING_H
-#define TRIPTYCH_MEETING_H
+#ifndef TRIPTYCH_BARRIER_H
+#define TRIPTYCH_BARRIER_H
 
 #include <linux/futex.h>
 #include <sched.h>
