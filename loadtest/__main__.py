@@ -1,6 +1,6 @@
 """`python -m loadtest COMMAND`."""
 
-from loadtest.cli import main
+from loadtest.commands.main import main
 
 if __name__ == "__main__":
     main()

@@ -19,7 +19,7 @@ ARRIVALS: Final = ("closed", "constant", "poisson", "gamma", "ramp", "stages", "
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked. Lengths are in tokens and written as `loadtest.lengths` reads them."""
+    """What is asked. Lengths are in tokens and written as `loadtest.workload.lengths` reads them."""
 
     kind: str = "synthetic"
     prompt_tokens: str = "uniform:32-256"

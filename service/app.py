@@ -14,18 +14,18 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
-from service import errors
-from service.activity import Activity
-from service.client import EngineClient
-from service.config import ServiceSettings
-from service.http import cancel_all
-from service.keys import KeyRing
-from service.metrics import Metrics
-from service.middleware import ContextMiddleware, GuardMiddleware
-from service.registry import Registry
+from service.core import errors
+from service.core.engine_client import EngineClient
+from service.core.model_registry import Registry
+from service.http.bodies import cancel_all
+from service.http.middleware import ContextMiddleware, GuardMiddleware
+from service.http.sse import DIRECT
+from service.lifecycle.state import Service
+from service.observability.activity_log import Activity
+from service.observability.metrics import Metrics
 from service.routes import docs, encode, generate, huggingface, openai, operations, playground, tokens
-from service.sse import DIRECT
-from service.state import Service
+from service.settings.api_keys import KeyRing
+from service.settings.service_settings import ServiceSettings
 
 _TASKS = {
     **dict.fromkeys(("/generate", "/generate_stream", "/", "/v1/completions", "/v1/chat/completions"), "generate"),

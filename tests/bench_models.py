@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtest.bench import models, vocabularies
-from model.pretrained.corpus import held_out_sample
+from model.pretrained.training.corpus import held_out_sample
 
 SMALL: dict[str, dict[str, Any]] = {  # shapes, and vocabularies of twice what the short text yields
     "D1": {"vocab_size": 4000, "bos_token_id": 3999, "eos_token_id": 3999, "n_embd": 32, "n_layer": 1, "n_head": 2},

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from model.config import ConfigError
-from model.engine.config import EngineConfig
-from model.engine.loading import LoadedModel, load
-from model.engine.protocol import ModelSpec
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
+from model.config.model import ConfigError
+from model.engine.builder import LoadedModel, load
 from model.native.library import Library, native
 from model.pretrained import embedded_models
-from model.request import EncodeRequest, EncodeTask, Request, SamplingParams
 from tests.model.checkpoints import KINDS, prompt, saved
 
 FILE = Path(__file__).parent / "data" / "digests.json"

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.bench import floors, vocabularies
-from loadtest.bench.floors import Ceilings, Costs, Floor
+from loadtest.bench import roofline, vocabularies
+from loadtest.bench.batches import QUICK, Ask, Scale, Workload, workloads
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
-from loadtest.bench.workloads import QUICK, Ask, Scale, Workload, workloads
+from loadtest.bench.roofline import Ceilings, Costs, Floor
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
+from model.checkpoint.folder import read_checkpoint
 from model.families import FAMILIES
-from model.loader import build_model
+from model.families.table.raw_config import Settings
 from model.native.library import Library, native
-from model.pretrained.corpus import held_out_sample
-from model.settings import Settings
+from model.network.weights import build_model
+from model.pretrained.training.corpus import held_out_sample
 
 
 @pytest.mark.parametrize("form", "DEN")
@@ -60,8 +60,8 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
 def test_a_ceiling_is_that_of_the_fastest_kernel_that_takes_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU that has int8 products but emulates torch's bfloat16."""
     seconds = {"torch float32": 4.0, "native float32": 5.0, "torch bfloat16": 50.0, "native bfloat16": 3.0}
-    monkeypatch.setattr(floors, "_best", lambda work: seconds.get(work, 0.5))
-    monkeypatch.setattr(floors, "_kernels", lambda name: {one: one for one in (*seconds, f"native {name}")})
+    monkeypatch.setattr(roofline, "_best", lambda work: seconds.get(work, 0.5))
+    monkeypatch.setattr(roofline, "_kernels", lambda name: {one: one for one in (*seconds, f"native {name}")})
     assert Ceilings.measure("bfloat16").kernel == "native bfloat16"
     int8 = Ceilings.measure("int8")
     assert int8.kernel == "native int8"
@@ -69,11 +69,11 @@ def test_a_ceiling_is_that_of_the_fastest_kernel_that_takes_the_format(monkeypat
 
 
 def test_a_format_is_multiplied_by_every_kernel_of_it_and_of_wider_ones() -> None:
-    found = floors._kernels("int8")
-    assert set(found) - {"native int8"} == set(floors._kernels("bfloat16")) > set(floors._kernels("float32"))
+    found = roofline._kernels("int8")
+    assert set(found) - {"native int8"} == set(roofline._kernels("bfloat16")) > set(roofline._kernels("float32"))
     for name in found.keys() & {"torch float32", "native int8"}:
         product = found[name]()
-        assert isinstance(product, torch.Tensor) and product[0, 0].item() == pytest.approx(floors._SIZE, rel=0.01)
+        assert isinstance(product, torch.Tensor) and product[0, 0].item() == pytest.approx(roofline._SIZE, rel=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,17 @@ import httpx
 import pytest
 
 from loadtest.bench import models, vocabularies
-from model.checkpoint import read_checkpoint
-from model.engine.async_engine import AsyncEngine
-from model.engine.config import EngineConfig
-from model.engine.protocol import ModelSpec
-from model.engine.thread import ThreadTransport
-from model.pretrained.corpus import Document, held_out_sample
-from model.token_bytes import token_bytes
-from model.tokenizer import Detokenizer, Tokenizer
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.checkpoint.folder import read_checkpoint
+from model.client.async_engine import AsyncEngine
+from model.engine.thread_transport import ThreadTransport
+from model.pretrained.training.corpus import Document, held_out_sample
+from model.text.token_bytes import token_bytes
+from model.text.tokenizer import Detokenizer, Tokenizer
 from service.app import create_app
-from service.config import ServiceSettings
-from service.registry import Registry, ServedModel
+from service.core.model_registry import Registry, ServedModel
+from service.settings.service_settings import ServiceSettings
 from tests.bench_models import SMALL, small_models
 
 CODE = "def add(a, b):\n\n    return  a + b\t# na\u00efve \u65e5\u672c \U0001f600"

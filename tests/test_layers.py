@@ -22,28 +22,28 @@ _TIME_OF_DAY = (
     "datetime.datetime.now",
 )
 NO_TORCH = (
-    "model.request",
-    "model.config",
-    "model.weights",
+    "model.api.request",
+    "model.config.model",
+    "model.families.table.rules",
     "model.families",
-    "model.checkpoint",
-    "model.tokenizer",
-    "model.token_bytes",
-    "model.grammar",
-    "model.engine.matching",
-    "model.engine.constraints",
-    "model.engine.config",
-    "model.engine.stats",
-    "model.engine.errors",
-    "model.engine.protocol",
-    "model.engine.sequence",
-    "model.engine.block_manager",
-    "model.engine.scheduler",
-    "model.engine.admission",
-    "model.engine.async_engine",
-    "model.engine.process",
-    "model.engine.sockets",
-    "model.parallel.sharding",
+    "model.checkpoint.folder",
+    "model.text.tokenizer",
+    "model.text.token_bytes",
+    "model.text.grammar",
+    "model.text.grammar_matcher",
+    "model.engine.scheduling.token_constraints",
+    "model.api.engine_config",
+    "model.api.stats",
+    "model.errors",
+    "model.api.messages",
+    "model.engine.scheduling.sequence",
+    "model.engine.scheduling.block_manager",
+    "model.engine.scheduling.scheduler",
+    "model.client.admission",
+    "model.client.async_engine",
+    "model.client.process_transport",
+    "model.system.child_process",
+    "model.config.sharding",
 )
 
 
@@ -66,19 +66,19 @@ def test_a_file_imports_only_what_its_layer_may() -> None:
         used = packages(file)
         assert "transformers" not in used, name
         assert not used & {"pickle", "dill", "joblib", "cloudpickle"}, name
-        if name != "service/deployments.py":
+        if name != "service/runtimes/ray_serve/deployment.py":
             assert "ray" not in used, name
         if name.startswith("model/"):
             assert not used & WEB, name
         if name.startswith("model/families/"):
             assert not used & {"torch", "safetensors", "tokenizers"}, name
         if not name.startswith("model/pretrained/"):
-            assert not any(imported.startswith("model.pretrained.trainer") for imported in imports(file)), name
+            assert not any(imported.startswith("model.pretrained.training.trainer") for imported in imports(file)), name
 
 
 def test_families_define_no_class() -> None:
     for name, file in FILES.items():
-        if name.startswith("model/families/"):
+        if Path(name).parent == Path("model/families"):  # a table each
             assert not [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef)], name
 
 
@@ -99,7 +99,12 @@ def test_only_monotonic_clocks_decide_anything() -> None:
             if isinstance(node, ast.Attribute) and ast.unparse(node) in _TIME_OF_DAY:
                 readers.add(name)
     # `created`, a chat template's date, the times of spans
-    shown = {"service/jobs.py", "service/state.py", "service/chat_worker.py", "service/tracing.py"}
+    shown = {
+        "service/lifecycle/jobs.py",
+        "service/lifecycle/state.py",
+        "service/sandbox/chat_main.py",
+        "service/observability/tracing.py",
+    }
     assert {name for name in readers if not name.startswith("model/pretrained/")} == shown
 
 
@@ -117,14 +122,14 @@ def test_policy_and_the_front_import_no_torch() -> None:
 # What torch comes with, in one process, as torch takes seconds: the names that are loaded after each step.
 WITH_TORCH = """
 import sys
-import model.engine.llm, model.engine.thread
+import model.llm, model.engine.thread_transport
 print(*sys.modules)
 from loadtest.bench.gpu import check, child, peer, sweep, tests, workloads
 print(*sys.modules)
 from loadtest.bench.models import CONFIGS
 from model.attention.sdpa import SdpaBackend
 from model.families import config_from_raw
-from model.loader import build_model
+from model.network.weights import build_model
 build_model(config_from_raw({**CONFIGS["N1"]}, None), SdpaBackend())
 print(*sys.modules)
 """

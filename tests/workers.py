@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 RAY = frozenset(
-    {"tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployments.py"}
+    {"tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployment.py"}
 )
-_LONG = frozenset({"tests/test_bench.py", "tests/engine/test_process.py"})
+_LONG = frozenset({"tests/test_bench.py", "tests/engine/test_process_transport.py"})
 _PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import (
+from model.api.request import Request, SamplingParams
+from model.cache.paged import KVCache
+from model.config.model import (
     Activation,
     AttentionConfig,
     EmbeddingConfig,
@@ -21,12 +23,10 @@ from model.config import (
     PositionConfig,
     StackConfig,
 )
-from model.engine.block_manager import BlockManager
-from model.engine.engine import Engine
-from model.engine.model_runner import ModelRunner
-from model.engine.scheduler import Scheduler
-from model.kv_cache import KVCache
-from model.request import Request, SamplingParams
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import Engine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler
 
 _BLOCK = 16
 _VOCAB = 64

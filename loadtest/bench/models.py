@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from loadtest.bench import vocabularies
 from model.attention.base import AttentionBackend
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import tensor_names
+from model.checkpoint.folder import tensor_names
 from model.families import FAMILIES
-from model.loader import build_model, stored_tensors
-from model.settings import Settings
-from model.transformer import Transformer
+from model.families.table.raw_config import Settings
+from model.network.transformer import Transformer
+from model.network.weights import build_model, stored_tensors
 
 _VERSION = 2  # of what is written; another one is built anew
 _STD = 0.02

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtest.bench.workloads import Ask, Workload
-from model.checkpoint import read_checkpoint
-from model.engine.config import EngineConfig
-from model.engine.engine import Engine
-from model.engine.loading import LoadedModel, load
-from model.engine.protocol import ModelSpec
-from model.request import EncodeRequest, FinishReason, Request, SamplingParams
+from loadtest.bench.batches import Ask, Workload
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
+from model.checkpoint.folder import read_checkpoint
+from model.engine.builder import LoadedModel, load
+from model.engine.generate_engine import Engine
 
 
 @dataclass(slots=True)

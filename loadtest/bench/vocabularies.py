@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.pretrained.corpus import documents, held_out_sample
+from model.pretrained.training.corpus import documents, held_out_sample
 
 _SPACE = "\u2581"  # SentencePiece's sign for it
 # Names with the spaces before them, single digits, runs of signs with theirs, spaces alone, other white space.

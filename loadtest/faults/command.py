@@ -13,15 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine, options, output
 from loadtest.errors import ServerError, UsageError
-from loadtest.faults import load, outcomes, table
+from loadtest.faults import load, outcomes, report
 from loadtest.faults.outcomes import End
+from loadtest.faults.report import Row
 from loadtest.faults.scenarios import Scenario, all_of
 from loadtest.faults.site import Site, Watch
-from loadtest.faults.table import Row
 from loadtest.records import Record
-from loadtest.run import Subject
+from loadtest.results import machine
+from loadtest.runs import flags, output
+from loadtest.runs.run import Subject
 from loadtest.settings import Workload
 
 WORKLOAD = Workload(prompt_tokens="uniform:16-96", output_tokens="uniform:24-96")
@@ -34,7 +35,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="what is served")
     parser.add_argument("--runtime", choices=("local", "ray"), default="", help="only this one; none: both")
     parser.add_argument("--only", default="", metavar="TEXT,...", help="faults whose names hold one of these")
-    parser.add_argument("--rate", type=options.above_zero, default=None, help="requests a second at capacity; measured")
+    parser.add_argument("--rate", type=flags.above_zero, default=None, help="requests a second at capacity; measured")
     parser.add_argument("--clock-library", default="", metavar="FILE", help="libfaketimeMT; none: Debian's, if there")
     parser.add_argument("--write", default="", metavar="FILE", help="a document with the marks between which it goes")
     parser.set_defaults(command=_command)
@@ -42,14 +43,14 @@ def add_command(commands: Any) -> None:
 
 def _command(asked: argparse.Namespace) -> int:
     if asked.write:
-        table.around(Path(asked.write))  # what is wrong with it is said before twenty minutes of faults
+        report.around(Path(asked.write))  # what is wrong with it is said before twenty minutes of faults
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         wanted = _wanted(asked, Path(folder))
         rows = list(rows_of(wanted, asked.model, asked.rate))
-    text = table.markdown(rows, _about())
+    text = report.markdown(rows, _about())
     print(text)
     if asked.write:
-        table.write(Path(asked.write), text)
+        report.write(Path(asked.write), text)
     results = [asdict(row) | {"lost": row.lost} for row in rows]
     about = {"kind": "faults", "commit": machine.commit(), "machine": machine.describe()}
     print(output.line(about | {"results": results}), flush=True)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loadtest import run
 from loadtest.errors import ServerError
-from loadtest.fleet import Fleet
-from loadtest.progress import Progress
+from loadtest.generator.fleet import Fleet
 from loadtest.records import Outcome, Record
-from loadtest.run import Subject
-from loadtest.server import Server
+from loadtest.runs import run
+from loadtest.runs.progress import Progress
+from loadtest.runs.run import Subject
+from loadtest.server.target_server import Server
 from loadtest.settings import Arrivals, Clients, Settings, Workload
 
 CAPACITY_S = 8.0

@@ -10,10 +10,10 @@ import argparse
 import itertools
 import signal
 
-from model.engine.protocol import ModelSpec
+from model.api.messages import ModelSpec
 from model.pretrained import embedded_models
-from service import ray_environment
-from service.runtime import ServeConfig
+from service.runtimes.local import ServeConfig
+from service.runtimes.ray_serve import environment
 
 CHANGED = "max_n"  # the setting that each deployment raises by one
 FIRST = 8
@@ -34,11 +34,11 @@ def main() -> None:
     }
     signals = {signal.SIGHUP, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for `sigwait`
-    with ray_environment.prepared(ServeConfig((ModelSpec(name, path),))) as folder:
+    with environment.prepared(ServeConfig((ModelSpec(name, path),))) as folder:
         import ray
         from ray import serve
 
-        from service.deployments import application
+        from service.runtimes.ray_serve.deployment import application
 
         ray.init(
             address="local",

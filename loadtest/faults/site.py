@@ -25,7 +25,7 @@ STOP_S = 90.0
 _POLL_S = 0.05
 _ROOT = Path(__file__).parents[2]
 
-SERVE = ("-m", "service.cli", "serve")
+SERVE = ("-m", "service.cli.main", "serve")
 REDEPLOY = ("-m", "loadtest.faults.operator")
 
 

@@ -15,9 +15,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from model import transfer
-from model.config import AttentionConfig
-from model.kv_cache import LayerCache
+from model.cache.paged import LayerCache
+from model.config.model import AttentionConfig
+from model.system import transfer
 
 
 @dataclass
@@ -170,7 +170,7 @@ class AttentionBackend(Protocol):
         """`softmax(q k^T * scale + bias) v`, `[T, H, D]`.
 
         Writes the keys and values of all segments into the cache before any query reads: a segment's table may name
-        blocks that another segment fills in the same step (`model.engine.block_manager`).
+        blocks that another segment fills in the same step (`model.engine.scheduling.block_manager`).
         """
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, given
 from model.attention.sdpa import SdpaBackend
-from model.config import AttentionConfig
-from model.kv_cache import LayerCache
+from model.cache.paged import LayerCache
+from model.config.model import AttentionConfig
 from model.native.library import Kind, Library, Memory, Segments
-from model.native.stack import fill_segments, memory_of, shape_of
+from model.network.native_stack import fill_segments, memory_of, shape_of
 
 
 class NativeBackend(SdpaBackend):

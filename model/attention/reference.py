@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
-from model.config import AttentionConfig
-from model.kv_cache import LayerCache
+from model.cache.paged import LayerCache
+from model.config.model import AttentionConfig
 
 
 class ReferenceBackend:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
-from model.config import AttentionConfig
-from model.kv_cache import LayerCache
+from model.cache.paged import LayerCache
+from model.config.model import AttentionConfig
 
 
 class SdpaBackend:

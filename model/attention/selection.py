@@ -11,9 +11,9 @@ import torch
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
-from model.config import ConfigError
-from model.fallbacks import summary
+from model.config.model import ConfigError
 from model.native.library import Library, native
+from model.system.fallbacks import summary
 
 _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
 

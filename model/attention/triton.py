@@ -17,8 +17,8 @@ from triton import language as tl
 from model.attention.base import AttentionMetadata, DeviceLengths, ScoreBias, distance_table, given
 from model.attention.sdpa import SdpaBackend
 from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
-from model.config import AttentionConfig
-from model.kv_cache import LayerCache
+from model.cache.paged import LayerCache
+from model.config.model import AttentionConfig
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.config import ConfigError, ModelConfig
+from model.config.model import ConfigError, ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AMPERE = (8, 0)  # the first compute capability that multiplies in bfloat16

@@ -16,15 +16,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model.config import ImageConfig
-from model.engine.faults import in_parts
-from model.engine.model_runner import packed_input
-from model.engine.pacing import UNLIMITED, StepBudget, StepDemand
-from model.engine.stats import StepStats
-from model.images import ImageProcessing
-from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
-from model.transfer import brought, on_device, sent
-from model.transformer import StackInput, StackPass, Transformer
+from model.api.request import (
+    EncodeOutput,
+    EncodeRequest,
+    EncodeTask,
+    FinishReason,
+    Pooling,
+)
+from model.api.stats import StepStats
+from model.config.model import ImageConfig
+from model.engine.execution.model_runner import packed_input
+from model.engine.fault_isolation import in_parts
+from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
+from model.media.images import ImageProcessing
+from model.network.transformer import StackInput, StackPass, Transformer
+from model.system.transfer import brought, on_device, sent
 
 
 @dataclass(frozen=True, slots=True)

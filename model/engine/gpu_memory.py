@@ -17,13 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.api.engine_config import BatchLimits
+from model.api.request import SamplingParams
 from model.attention.base import AttentionMetadata
-from model.config import ConfigError
-from model.engine.config import BatchLimits
-from model.engine.model_runner import packed_input
-from model.request import SamplingParams
-from model.sampling import SamplingRow, sample
-from model.transformer import CrossInput, StackInput, Transformer
+from model.config.model import ConfigError
+from model.engine.execution.model_runner import packed_input
+from model.network.transformer import CrossInput, StackInput, Transformer
+from model.sampling.sampler import SamplingRow, sample
 
 MARGIN = 256 << 20  # bytes; not measured on a GPU yet
 GRAPH_MARGIN = 16 << 20  # for each recorded size; the same

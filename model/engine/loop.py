@@ -15,14 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from model.config import ConfigError
-from model.engine.errors import EngineDeadError
-from model.engine.faults import FaultLimit
-from model.engine.loading import LoadedModel, load
-from model.engine.pacing import LEAST_GPU_TOKENS, LEAST_TOKENS, EngineKey, StepBudget, StepDemand, StepPacer, StepWork
-from model.engine.protocol import Abort, Channel, Commands, Events
-from model.engine.stats import EngineStats, StepStats
-from model.request import EncodeOutput, FinishReason, TokenOutput
+from model.api.messages import Abort, Channel, Commands, Events
+from model.api.request import EncodeOutput, FinishReason, TokenOutput
+from model.api.stats import EngineStats, StepStats
+from model.config.model import ConfigError
+from model.engine.builder import LoadedModel, load
+from model.engine.fault_isolation import FaultLimit
+from model.engine.step_pacer import (
+    LEAST_GPU_TOKENS,
+    LEAST_TOKENS,
+    EngineKey,
+    StepBudget,
+    StepDemand,
+    StepPacer,
+    StepWork,
+)
+from model.errors import EngineDeadError
 
 HEARTBEAT_SECONDS = 1.0
 PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do

@@ -14,18 +14,24 @@ from dataclasses import dataclass
 
 import torch
 
-from model.anatomy import part_of
+from model.api.engine_config import BatchLimits, EngineConfig
 from model.attention.reference import ReferenceBackend
-from model.checkpoint import Checkpoint
-from model.config import ConfigError, ModelConfig
-from model.engine.config import BatchLimits, EngineConfig
+from model.checkpoint.folder import Checkpoint
+from model.checkpoint.tensor_files import read_headers
+from model.config.model import ConfigError, ModelConfig
+from model.config.sharding import Shard
 from model.engine.dtypes import has_fast_bf16
-from model.loader import build_model, kept_table_dtype, largest_in_flight, parameter_shapes, plan_tensors
+from model.inspection.anatomy import part_of
+from model.linear.native import packed_bytes
 from model.native.library import KINDS, Kind
-from model.native.linear import packed_bytes
-from model.native.stack import NativeStack, packable_names
-from model.parallel.sharding import Shard
-from model.tensor_files import read_headers
+from model.network.native_stack import NativeStack, packable_names
+from model.network.weights import (
+    build_model,
+    kept_table_dtype,
+    largest_in_flight,
+    parameter_shapes,
+    plan_tensors,
+)
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
 LEAST_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
@@ -184,7 +190,7 @@ def plan_memory(
 ) -> int:
     """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits.
 
-    `scratch` bytes are what the largest step takes beside weights and KV (`model.native.scratch`).
+    `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`).
     """
     config, ranks = checkpoint.config, engine.tensor_parallel_size
     shard = Shard(0, ranks) if ranks > 1 else None

@@ -6,15 +6,27 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from model.config import ConfigError, ModelConfig
-from model.families import albert, bart, bert, distilbert, gpt2, gpt_neox, llama, t5, transformer, vit, xlnet
-from model.families.common import generation_rules
-from model.settings import Settings
-from model.weights import Family
+from model.config.model import ConfigError, ModelConfig
+from model.families import (
+    albert,
+    bart,
+    bert,
+    distilbert,
+    gpt2,
+    gpt_neox,
+    llama,
+    marian,
+    t5,
+    vit,
+    xlnet,
+)
+from model.families.table.helpers import generation_rules
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family
 
 FAMILIES: dict[str, Family] = {
     name: family
-    for table in (albert, bart, bert, distilbert, gpt2, gpt_neox, llama, t5, transformer, vit, xlnet)
+    for table in (albert, bart, bert, distilbert, gpt2, gpt_neox, llama, t5, marian, vit, xlnet)
     for name, family in table.FAMILIES.items()
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config import (
+from model.config.model import (
     AttentionConfig,
     ConfigError,
     EmbeddingConfig,
@@ -16,10 +16,16 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.classifiers import classifier, classifier_rules, has_pooler
-from model.families.common import activation, affine, refuse_unless, self_attention, split_width
-from model.settings import Settings
-from model.weights import Family, WeightRule
+from model.families.table.classifiers import classifier, classifier_rules, has_pooler
+from model.families.table.helpers import (
+    activation,
+    affine,
+    refuse_unless,
+    self_attention,
+    split_width,
+)
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, WeightRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from model.config import (
+from model.config.model import (
     AttentionConfig,
     EmbeddingConfig,
     HeadConfig,
@@ -22,7 +22,7 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.common import (
+from model.families.table.helpers import (
     activation,
     affine,
     cross_attention,
@@ -32,8 +32,8 @@ from model.families.common import (
     split_width,
     tied,
 )
-from model.settings import Settings
-from model.weights import Family, WeightRule
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, WeightRule
 
 # What starts the decoder where the folder does not say.
 _START = {"bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}

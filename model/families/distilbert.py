@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config import (
+from model.config.model import (
     AttentionConfig,
     EmbeddingConfig,
     MLPConfig,
@@ -15,10 +15,10 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.classifiers import classifier, classifier_rules
-from model.families.common import activation, affine, self_attention, split_width
-from model.settings import Settings
-from model.weights import Family, WeightRule
+from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.helpers import activation, affine, self_attention, split_width
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, WeightRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from model.config import (
+from model.config.model import (
     AttentionConfig,
     ConfigError,
     EmbeddingConfig,
@@ -22,8 +22,8 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.classifiers import classifier, classifier_rules
-from model.families.common import (
+from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.helpers import (
     activation,
     affine,
     decoder_head,
@@ -33,9 +33,9 @@ from model.families.common import (
     self_attention,
     split_width,
 )
-from model.families.rope import rotary
-from model.settings import Settings
-from model.weights import Family, WeightRule
+from model.families.table.raw_config import Settings
+from model.families.table.rope import rotary
+from model.families.table.rules import Family, WeightRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config import (
+from model.config.model import (
     AttentionConfig,
     EmbeddingConfig,
     HeadConfig,
@@ -19,7 +19,7 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.common import (
+from model.families.table.helpers import (
     activation,
     affine,
     cross_attention,
@@ -29,8 +29,8 @@ from model.families.common import (
     self_attention,
     tied,
 )
-from model.settings import Settings
-from model.weights import Family, WeightRule
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, WeightRule
 
 
 def _stack(raw: Settings, side: str) -> StackConfig:

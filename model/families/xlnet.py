@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config import (
+from model.config.model import (
     AttentionConfig,
     EmbeddingConfig,
     MLPConfig,
@@ -16,10 +16,10 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.families.classifiers import classifier, classifier_rules
-from model.families.common import activation, affine, refuse_unless
-from model.settings import Settings
-from model.weights import Family, WeightRule
+from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.helpers import activation, affine, refuse_unless
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, WeightRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -16,7 +16,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.parallel.sharding import Range, Shard
+from model.config.sharding import Range, Shard
 
 _c10d: Any = torch.distributed  # its annotations know little of what its backends can do
 TIMEOUT_SECONDS = 60.0  # a rank that hangs (one that dies is noticed at once) is waited for so long

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from model.pretrained import CHECKPOINTS, cards, evaluate, recipes
+from model.pretrained import CHECKPOINTS
+from model.pretrained.training import cards, evaluate, recipes
 
 
 def main() -> None:

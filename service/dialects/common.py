@@ -12,9 +12,9 @@ import msgspec
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from service.context import REQUEST_ID_PATTERN
-from service.errors import NOT_SUPPORTED, ApiError, from_validation, invalid
-from service.registry import ServedModel
+from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid
+from service.core.model_registry import ServedModel
+from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.types import Body
 
 B = TypeVar("B", bound=Body)

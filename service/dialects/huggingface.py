@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from service.core.errors import invalid
 from service.dialects.common import json_format, native, native_seed
 from service.dialects.huggingface_bodies import (
     EmbedBody,
@@ -21,9 +22,8 @@ from service.dialects.huggingface_bodies import (
     RerankBody,
     TextGenerationBody,
 )
-from service.encode_plan import EncodePlan
-from service.errors import invalid
-from service.replies import Generation, Json
+from service.http.json_replies import Generation, Json
+from service.planning.encode import EncodePlan
 from service.schemas.bodies import EncodeBody, GenerateBody
 
 GENERATE_NAMES = {

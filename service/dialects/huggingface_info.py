@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from service.registry import ServedModel
-from service.replies import Json
-from service.state import Service
+from service.core.model_registry import ServedModel
+from service.http.json_replies import Json
+from service.lifecycle.state import Service
 
 _TAGS = {
     "decoder-only": "text-generation",

@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel
 from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, Format, Message, Sampling
-from service.encode_plan import EncodePlan
-from service.errors import invalid
-from service.registry import ServedModel
-from service.replies import Json
+from service.http.json_replies import Json
+from service.planning.encode import EncodePlan
 from service.schemas.bodies import EncodeBody, GenerateBody
 
 COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from model.tokenizer import Detokenizer, Tokenizer
+from model.text.tokenizer import Detokenizer, Tokenizer
 from service.dialects.openai import prompt_only
 from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
-from service.replies import Generation, Json
+from service.http.json_replies import Generation, Json
 
 _FINISH = {"stop": "stop", "length": "length", "deadline": "abort", "cancelled": "abort", "error": "error"}
 

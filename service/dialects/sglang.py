@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from service.context import REQUEST_ID_PATTERN
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel
+from service.core.request_context import REQUEST_ID_PATTERN
 from service.dialects.common import (
     DialectBody,
     Extended,
@@ -26,10 +28,8 @@ from service.dialects.common import (
     native_top_k,
     sampled,
 )
-from service.encode_plan import EncodePlan
-from service.errors import invalid
-from service.registry import ServedModel
-from service.replies import Generation, Json
+from service.http.json_replies import Generation, Json
+from service.planning.encode import EncodePlan
 from service.schemas.bodies import EncodeBody, GenerateBody
 from service.schemas.types import MAX_INT, Prompt, TextOrTexts, TokenId
 

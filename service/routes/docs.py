@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
-from service.pages import page
-from service.prefix import prefix_of
+from service.http.route_prefix import prefix_of
+from service.http.static_pages import page
 from service.schemas.bodies import DetokenizeBody, EncodeBody, GenerateBody, TokenizeBody
 from service.schemas.dialect_replies import (
     HuggingFaceClass,

@@ -10,22 +10,28 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.engine.errors import EngineError, EngineGoneError, QueueFullError
-from model.request import EncodeOutput, FinishReason
+from model.api.request import EncodeOutput, FinishReason
+from model.errors import EngineError, EngineGoneError, QueueFullError
+from service.core.errors import cancelled, deadline_passed, engine_failed, not_taken
 from service.dialects import huggingface, sglang
 from service.dialects.common import speaking
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.sglang import SglangEncodeBody
-from service.encode_plan import EncodePlan
-from service.errors import cancelled, deadline_passed, engine_failed, not_taken
-from service.http import context_of_request, json_response, named, read_one_of, unless_gone
-from service.jobs import Job, worst
-from service.replies import Json, encode_reply
+from service.http.bodies import (
+    context_of_request,
+    json_response,
+    named,
+    read_one_of,
+    unless_gone,
+)
+from service.http.json_replies import Json, encode_reply
+from service.lifecycle.jobs import Job, worst
+from service.lifecycle.state import Service, service_of
+from service.planning.encode import EncodePlan
 from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
 from service.schemas.bodies import EncodeBody
 from service.schemas.dialect_replies import SglangVector, Vectors
 from service.schemas.replies import EncodeReply
-from service.state import Service, service_of
 
 router = APIRouter()
 

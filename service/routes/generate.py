@@ -9,25 +9,31 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.engine.errors import EngineError, EngineGoneError, QueueFullError
-from model.request import FinishReason
-from service.client import GenerationStream
+from model.api.request import FinishReason
+from model.errors import EngineError, EngineGoneError, QueueFullError
+from service.core.engine_client import GenerationStream
+from service.core.errors import deadline_passed, engine_failed, not_taken
+from service.core.model_registry import Task
 from service.dialects import huggingface, sglang
 from service.dialects.common import NATIVE_NAMES, renamed, speaking
 from service.dialects.huggingface_bodies import TextGenerationBody
 from service.dialects.sglang import SglangGenerateBody
-from service.errors import deadline_passed, engine_failed, not_taken
-from service.http import context_of_request, json_response, named, read_one_of, unless_gone
-from service.jobs import Job
-from service.plan import GeneratePlan
-from service.registry import Task
-from service.replies import Generation, Json, Native, Render
+from service.http.bodies import (
+    context_of_request,
+    json_response,
+    named,
+    read_one_of,
+    unless_gone,
+)
+from service.http.json_replies import Generation, Json, Native, Render
+from service.http.sse import EventStream, generation_events
+from service.lifecycle.jobs import Job
+from service.lifecycle.state import Service, service_of
+from service.planning.generate import GeneratePlan
 from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
 from service.schemas.bodies import GenerateBody
 from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText, SglangText
 from service.schemas.replies import GenerateEvent, GenerateReply
-from service.sse import EventStream, generation_events
-from service.state import Service, service_of
 
 router = APIRouter()
 

@@ -11,12 +11,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.core.errors import invalid
+from service.core.model_registry import Task
 from service.dialects import huggingface
 from service.dialects.common import speaking
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.errors import invalid
-from service.http import named, read_body
-from service.registry import Task
+from service.http.bodies import named, read_body
+from service.lifecycle.state import Service, service_of
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
 from service.schemas.dialect_replies import (
@@ -26,7 +27,6 @@ from service.schemas.dialect_replies import (
     HuggingFaceText,
     Vectors,
 )
-from service.state import Service, service_of
 
 router = APIRouter()
 C = TypeVar("C", RerankBody, PredictBody)

@@ -6,18 +6,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel, Task
 from service.dialects import openai
 from service.dialects.common import speaking
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
 from service.dialects.openai_replies import ChatCompletions, Completions
-from service.errors import invalid
-from service.http import read_body
-from service.plan import check_room
-from service.registry import ServedModel, Task
+from service.http.bodies import read_body
+from service.lifecycle.state import Service, service_of
+from service.planning.generate import check_room
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, body, errors, ok
 from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
-from service.state import Service, service_of
 
 router = APIRouter()
 

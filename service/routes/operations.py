@@ -9,15 +9,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from service.core.errors import not_found, shorten
+from service.core.model_registry import ServedModel
 from service.dialects.huggingface_info import huggingface_info
-from service.errors import not_found, shorten
-from service.http import json_response
-from service.metrics import CONTENT_TYPE
-from service.registry import ServedModel
-from service.replies import Json
+from service.http.bodies import json_response
+from service.http.json_replies import Json
+from service.lifecycle.state import Service, service_of
+from service.observability.metrics import CONTENT_TYPE
 from service.routes.docs import errors, path_parameter
 from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
-from service.state import Service, service_of
 
 router = APIRouter()
 

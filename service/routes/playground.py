@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from service.pages import page
-from service.prefix import is_bare, prefix_of
+from service.http.route_prefix import is_bare, prefix_of
+from service.http.static_pages import page
 from service.routes.docs import errors
 
 router = APIRouter()

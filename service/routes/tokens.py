@@ -6,15 +6,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import invalid
-from service.http import context_of_request, json_response, read_body
-from service.registry import Task
-from service.replies import Json
+from service.core.errors import invalid
+from service.core.model_registry import Task
+from service.http.bodies import context_of_request, json_response, read_body
+from service.http.json_replies import Json
+from service.lifecycle.state import service_of
+from service.planning.tokenization import check_characters, check_vocabulary
 from service.routes.docs import BODY_ERRORS, body, errors
 from service.schemas.bodies import DetokenizeBody, TokenizeBody
 from service.schemas.replies import DetokenizeReply, TokenizeReply
-from service.state import service_of
-from service.tokenizing import check_characters, check_vocabulary
 
 router = APIRouter()
 

@@ -1,4 +1,5 @@
-"""The bodies that clients send. Bounds that an operator can set (`Limits`) are checked in `service.limits`."""
+"""The bodies that clients send. Bounds that an operator can set (`Limits`) are checked in
+`service.planning.body_limits`."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from service.config import MAX_PRIORITY, MIN_PRIORITY
-from service.context import REQUEST_ID_PATTERN
+from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.types import (
     MAX_INT,
     Body,
@@ -19,6 +19,7 @@ from service.schemas.types import (
     TokenId,
     TokenIds,
 )
+from service.settings.service_settings import MAX_PRIORITY, MIN_PRIORITY
 
 ModelName = Annotated[
     str | None,

@@ -1,4 +1,5 @@
-"""The replies. Hot ones are written as plain dictionaries by `service.replies`; tests hold them to these shapes."""
+"""The replies. Hot ones are written as plain dictionaries by `service.http.json_replies`; tests hold them to these
+shapes."""
 
 from __future__ import annotations
 

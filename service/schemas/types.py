@@ -1,6 +1,6 @@
 """Building blocks of the bodies: the strict base, bounded numbers, and unions told apart by their first element.
 
-Members of a union carry tags of the form `<name>`; `service.errors` leaves them out of the `param` it shows, so
+Members of a union carry tags of the form `<name>`; `service.core.errors` leaves them out of the `param` it shows, so
 that an error names `prompt[1][5]`. Lists fail at their first bad element.
 """
 

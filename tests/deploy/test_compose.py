@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service.config import ServiceSettings
-from service.options import OPTIONS
+from service.settings.option_table import OPTIONS
+from service.settings.service_settings import ServiceSettings
 from tests.deploy.docker import ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())

@@ -86,7 +86,7 @@ def test_its_bill_of_materials_is_the_lock(image: str) -> None:
 
 
 def test_it_can_send_traces(image: str) -> None:
-    make = "from service.tracing import Tracer; Tracer.to('http://127.0.0.1:9', 'x'); print('made')"
+    make = "from service.observability.tracing import Tracer; Tracer.to('http://127.0.0.1:9', 'x'); print('made')"
     assert inside(image, f'python -c "{make}"') == "made\n"
 
 

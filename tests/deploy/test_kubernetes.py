@@ -17,14 +17,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from model.engine.config import EngineConfig
-from model.engine.protocol import ModelSpec
-from service import ray_environment
-from service.config import ServiceSettings
-from service.middleware import OPEN_PATHS
-from service.options import OPTIONS
-from service.runtime import ServeConfig
-from service.scaling import Scaling
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from service.http.middleware import OPEN_PATHS
+from service.runtimes.local import ServeConfig
+from service.runtimes.ray_serve import environment
+from service.runtimes.ray_serve.autoscaling_policy import Scaling
+from service.settings.option_table import OPTIONS
+from service.settings.service_settings import ServiceSettings
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, containers, pod_specs, render
 
@@ -127,7 +127,7 @@ from ray import serve
 config, folder, port = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 ray.init(address="local", include_dashboard=False, num_cpus=4, _temp_dir=folder, _node_ip_address="127.0.0.1")
 serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-from service.deployments import application
+from service.runtimes.ray_serve.deployment import application
 serve.run(application(config["applications"][0]["args"]), name="triptych")
 base = f"http://127.0.0.1:{port}"
 assert httpx.get(base + "/-/healthz").status_code == 200
@@ -174,7 +174,7 @@ def test_ray_runs_as_the_service_would_run_it() -> None:
     a pod has one replica, whose figures need no shared folder, and pods must reach each other.
     """
     plain = ServeConfig((ModelSpec("m", "m"),), haproxy=False)
-    ours = ray_environment.variables(plain, Path("/tmp/x"))
+    ours = environment.variables(plain, Path("/tmp/x"))
     others = {"RAY_AUTH_TOKEN", "RAY_SERVE_LOG_TO_STDERR", "PROMETHEUS_MULTIPROC_DIR"}
     others.add("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     kept = {name: value for name, value in ours.items() if name not in others}
@@ -182,7 +182,7 @@ def test_ray_runs_as_the_service_would_run_it() -> None:
     for container in containers(rayservice()):
         assert {one["name"]: one["value"] for one in container["env"]} == kept
     args = serve_config()["applications"][0]["args"]
-    assert serve_config()["http_options"]["request_timeout_s"] == ray_environment.request_timeout_s(plain)
+    assert serve_config()["http_options"]["request_timeout_s"] == environment.request_timeout_s(plain)
     assert set(args) <= {option.name for option in OPTIONS}
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deploy.monitoring import PROMETHEUS_RULE, RULES, rendered
-from service.errors import OUR_FAULT
+from service.core.errors import OUR_FAULT
 from tests.deploy.docker import ROOT
 from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
 from tests.service.processes import running

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from model.engine.async_engine import AsyncEngine, Transport
-from model.engine.config import EngineConfig
-from model.engine.protocol import ModelSpec
-from model.engine.streams import GenerationStream
-from model.engine.thread import ThreadTransport
-from model.request import FinishReason, TokenOutput
-from model.transformer import StackInput, Transformer
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import FinishReason, TokenOutput
+from model.client.async_engine import AsyncEngine, Transport
+from model.client.generation_stream import GenerationStream
+from model.engine.thread_transport import ThreadTransport
+from model.network.transformer import StackInput, Transformer
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
 

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from model.config import GenerationRules
-from model.engine.block_manager import BlockManager
-from model.engine.engine import Engine
-from model.engine.model_runner import ModelRunner
-from model.engine.packing import Layout, pack
-from model.engine.scheduler import SampledToken, Scheduler, SchedulerOutput
-from model.request import Request, SamplingParams
+from model.api.request import Request, SamplingParams
+from model.config.model import GenerationRules
+from model.engine.execution.batch import Layout, pack
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import Engine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import SampledToken, Scheduler, SchedulerOutput
 from tests.engine.scripted import Late
 
 SHAPES = ((64, 512), (64, 8192), (256, 1024))  # sequences and tokens of each

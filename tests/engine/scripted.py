@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-from model.engine.block_manager import BlockManager
-from model.engine.engine import Engine
-from model.engine.pacing import UNLIMITED
-from model.engine.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.sequence import AWAITED, SequenceStatus
-from model.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.engine.generate_engine import Engine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
+from model.engine.scheduling.sequence import AWAITED, SequenceStatus
+from model.engine.step_pacer import UNLIMITED
 
 VOCAB = 1000
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from model.engine.pacing import EngineKey, StepBudget, StepDemand, StepPacer, StepWork
+from model.engine.step_pacer import EngineKey, StepBudget, StepDemand, StepPacer, StepWork
 
 MAX_TOKENS = 2048  # of one step
 

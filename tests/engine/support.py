@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.api.request import Request, SamplingParams, TokenOutput
 from model.attention.base import AttentionBackend
-from model.engine.block_manager import BlockManager
-from model.engine.engine import Engine
-from model.engine.model_runner import ModelRunner, SampledToken, decodes_first
-from model.engine.scheduler import Scheduler, SchedulerOutput
-from model.kv_cache import KVCache
-from model.request import Request, SamplingParams, TokenOutput
-from model.transformer import Transformer
+from model.cache.paged import KVCache
+from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
+from model.engine.generate_engine import Engine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU, DECODERS, START, loaded, prompt, reference_logits
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from model.config import ConfigError
-from model.engine.admission import Admission
-from model.engine.config import BatchLimits, EngineConfig
-from model.engine.errors import QueueFullError
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.client.admission import Admission
+from model.config.model import ConfigError
+from model.errors import QueueFullError
 
 
 def admission(*, seqs: int = 2, requests: int = 3, tokens: int = 100) -> Admission:
@@ -107,7 +107,7 @@ def test_release_is_harmless_twice_and_for_strangers() -> None:
 
 def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("model.engine.admission.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.client.admission.time.monotonic", lambda: now[0])
     bound = admission(seqs=1, requests=9)
     assert not bound._ends
     for i in range(10):

@@ -9,17 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import ConfigError
-from model.engine import async_engine, loading
-from model.engine.async_engine import AsyncEngine
-from model.engine.config import BatchLimits, EngineConfig
-from model.engine.errors import EngineDeadError, EngineGoneError, QueueFullError
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.messages import Events, ModelSpec
+from model.api.request import EncodeRequest, FinishReason, TokenOutput
+from model.api.stats import Health
+from model.client import async_engine
+from model.client.async_engine import AsyncEngine
+from model.config.model import ConfigError
+from model.engine import builder
 from model.engine.loop import MOST_FAULTS
-from model.engine.protocol import Events, ModelSpec
-from model.engine.scheduler import Scheduler, SchedulerOutput
-from model.engine.stats import Health
-from model.engine.thread import ThreadTransport
-from model.request import EncodeRequest, FinishReason, TokenOutput
+from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.engine.thread_transport import ThreadTransport
+from model.errors import EngineDeadError, EngineGoneError, QueueFullError
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import mixed, request, running
 from tests.model.checkpoints import prompt
@@ -237,7 +238,7 @@ async def test_the_front_holds_to_what_the_engine_was_given_on_its_device(
     brake: Brake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brake.seconds = 0.02
-    monkeypatch.setattr(loading, "batch_limits", lambda engine, device: BatchLimits(2, 512, 1, 4096))
+    monkeypatch.setattr(builder, "batch_limits", lambda engine, device: BatchLimits(2, 512, 1, 4096))
     async with served(LLAMA) as engine:
         assert engine.models[LLAMA].limits == BatchLimits(2, 512, 1, 4096)
         streams = [engine.submit([endless(f"r{i}")]) for i in range(3)]

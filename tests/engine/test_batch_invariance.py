@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import EncodeRequest, Request
 from model.attention import selection
-from model.config import ConfigError
-from model.engine.config import EngineConfig
-from model.engine.loading import LoadedModel, load
-from model.engine.protocol import ModelSpec
+from model.config.model import ConfigError
+from model.engine.builder import LoadedModel, load
+from model.linear.native import PackedLinear
 from model.native.library import Kind, Library, native
-from model.native.linear import PackedLinear
-from model.request import EncodeRequest, Request
 from tests.engine.support import mixed
 from tests.model.checkpoints import prompt, saved
 from tests.model.tiled import emulated, needs_vectors

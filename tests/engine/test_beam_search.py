@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.engine.beam import BeamSearch
-from model.engine.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
-from model.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.engine.scheduling.beam_search import BeamSearch
+from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.engine.block_manager import BlockManager
-from model.engine.block_table import BlockTable
-from model.engine.sequence import Sequence
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.block_table import BlockTable
+from model.engine.scheduling.sequence import Sequence
 from tests.engine.scripted import request
 
 

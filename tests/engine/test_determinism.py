@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 
+from model.api.request import Request
 from model.attention.base import AttentionBackend
 from model.attention.sdpa import SdpaBackend
-from model.request import Request
 from tests.engine.support import add_all, mixed, running
 from tests.model.checkpoints import native_backends
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import model.engine.dtypes as dtypes
-from model.config import ConfigError
+from model.config.model import ConfigError
 from model.engine.dtypes import choose_dtype
 from tests.model.checkpoints import loaded
 

@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from model import transfer
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import (
+    EncodeOutput,
+    EncodeRequest,
+    EncodeTask,
+    FinishReason,
+    Pooling,
+)
 from model.engine import encode_engine
-from model.engine.config import EngineConfig
+from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
-from model.engine.loading import load
-from model.engine.model_runner import packed_input
-from model.engine.pacing import StepBudget
-from model.engine.protocol import ModelSpec
-from model.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Pooling
-from model.transformer import StackPass
+from model.engine.execution.model_runner import packed_input
+from model.engine.step_pacer import StepBudget
+from model.network.transformer import StackPass
+from model.system import transfer
 from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 
 LENGTHS = (5, 30, 1, 12, 5, 22)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-import model.engine.loading as loading
-from model import fallbacks
+import model.engine.builder as loading
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection
-from model.config import ConfigError
-from model.engine.config import EngineConfig
-from model.engine.loading import load, slow_ways
-from model.engine.model_runner import ModelRunner
-from model.engine.protocol import ModelSpec
+from model.config.model import ConfigError
+from model.engine.builder import load, slow_ways
+from model.engine.execution.model_runner import ModelRunner
+from model.system import fallbacks
 from tests.model.checkpoints import saved
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

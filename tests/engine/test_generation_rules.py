@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import read_checkpoint
-from model.engine.config import EngineConfig
-from model.engine.llm import LLM
-from model.request import FinishReason, SamplingParams, TokenOutput
+from model.api.engine_config import EngineConfig
+from model.api.request import FinishReason, SamplingParams, TokenOutput
+from model.checkpoint.folder import read_checkpoint
+from model.llm import LLM
 from tests.model.checkpoints import START, copied, prompt, reference_logits, saved
 
 PROMPT = prompt(9)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.engine.loading as loading
-from model.config import ConfigError
-from model.engine.config import BatchLimits, EngineConfig
+import model.engine.builder as loading
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.config.model import ConfigError
 from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, Card, largest_step, peak_of, pool_bytes, pool_memory
-from model.transformer import StackInput, Transformer
+from model.network.transformer import StackInput, Transformer
 from tests.model.checkpoints import loaded
 
 GIB = 1 << 30

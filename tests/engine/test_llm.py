@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ConfigError
-from model.engine.config import EngineConfig
-from model.engine.errors import EngineDeadError
-from model.engine.llm import LLM
-from model.engine.loading import load
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import SamplingParams
+from model.config.model import ConfigError
+from model.engine.builder import load
 from model.engine.memory_plan import most_context
-from model.engine.protocol import ModelSpec
-from model.request import SamplingParams
+from model.errors import EngineDeadError
+from model.llm import LLM
 from tests.engine.support import request, running
 from tests.model.checkpoints import VOCAB, copied, loaded, prompt, reference_logits, saved
 from tests.model.texts import bytes_tokenizer
@@ -88,9 +88,9 @@ def test_a_prompt_whose_step_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("broken")
 
     with monkeypatch.context() as broken:
-        broken.setattr("model.engine.model_runner.ModelRunner.execute", fails)
-        broken.setattr("model.engine.model_runner.ModelRunner.launch", fails)
-        broken.setattr("model.engine.model_runner.ModelRunner.probe", lambda self: None)
+        broken.setattr("model.engine.execution.model_runner.ModelRunner.execute", fails)
+        broken.setattr("model.engine.execution.model_runner.ModelRunner.launch", fails)
+        broken.setattr("model.engine.execution.model_runner.ModelRunner.probe", lambda self: None)
         with pytest.raises(EngineDeadError, match="failed while the prompt was in it"):
             llm.generate([prompt(5)], SamplingParams(max_tokens=2))
     assert llm.generate([prompt(5)], SamplingParams(max_tokens=2)) == [""]

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import SamplingParams
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import Checkpoint, read_checkpoint
-from model.config import ConfigError
-from model.engine import loading
-from model.engine.config import EngineConfig
-from model.engine.llm import LLM
-from model.engine.loading import load, weight_bytes
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.checkpoint.tensor_files import TensorReader
+from model.config.model import ConfigError
+from model.config.sharding import Shard
+from model.engine import builder
+from model.engine.builder import load, weight_bytes
 from model.engine.memory_plan import (
     Context,
     KVLayout,
@@ -25,16 +28,13 @@ from model.engine.memory_plan import (
     plan_memory,
     plan_weights,
 )
-from model.engine.protocol import ModelSpec
-from model.loader import load_model, load_weights
+from model.families.table.rules import CheckpointError
+from model.llm import LLM
 from model.native.library import Kind
-from model.native.stack import Packing, pack_model
+from model.network.native_stack import Packing, pack_model
+from model.network.sharded import build_shard
+from model.network.weights import load_model, load_weights
 from model.parallel.group import Group
-from model.parallel.network import build_shard
-from model.parallel.sharding import Shard
-from model.request import SamplingParams
-from model.tensor_files import TensorReader
-from model.weights import CheckpointError
 from tests.model.checkpoints import CPU, KINDS, copied, native_backends, prompt, saved
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, sparse_checkpoint
 
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_said_within_a_second_and_nothing_is_read(
     large: Large, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TensorReader, "__enter__", lambda reader: pytest.fail("weights were read"))
-    monkeypatch.setattr(loading, "available_memory", lambda: 12 * 10**9)
+    monkeypatch.setattr(builder, "available_memory", lambda: 12 * 10**9)
     engine = EngineConfig(device="cpu", dtype="float32")
     began = time.process_time()
     with pytest.raises(ConfigError, match="m: its weights take"):

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.api.request import FinishReason, Request, TokenOutput
 from model.attention.base import AttentionMetadata
 from model.attention.sdpa import SdpaBackend
-from model.engine import decode_graph
-from model.engine.block_manager import BlockManager
-from model.engine.decode_graph import DecodeGraphs, sizes_up_to
-from model.engine.engine import Engine
-from model.engine.model_runner import Launched, ModelRunner
-from model.engine.scheduler import Scheduler, SchedulerOutput
-from model.kv_cache import KVCache
-from model.request import FinishReason, Request, TokenOutput
+from model.cache.paged import KVCache
+from model.engine.execution import cuda_graphs
+from model.engine.execution.cuda_graphs import DecodeGraphs, sizes_up_to
+from model.engine.execution.model_runner import Launched, ModelRunner
+from model.engine.generate_engine import Engine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from tests.engine.scripted import Harness, Late, expected_tokens
 from tests.engine.support import request
 from tests.engine.test_beam_search import BeamRunner
@@ -141,8 +141,8 @@ def test_the_same_tokens_as_one_step_after_the_other(kind: str, blind: bool, gra
 def test_a_replay_is_sent_the_tables_in_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a context of 131,072 and 256 sequences all columns would be 17 MB a step."""
     sent: list[int] = []
-    real = decode_graph.sent
-    monkeypatch.setattr(decode_graph, "sent", lambda host, device: sent.append(host.numel()) or real(host, device))
+    real = cuda_graphs.sent
+    monkeypatch.setattr(cuda_graphs, "sent", lambda host, device: sent.append(host.numel()) or real(host, device))
     outputs_of(kind, [request(kind, "one", 5, 0, max_tokens=12)], graphs=True)
     widest = 2 * 4 if kind == "bart" else 5  # blocks of 4 for 13 and 5 tokens, or for 17, where 64 would have 16
     assert max(sent) <= 4 + 2 + 2 + widest

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from model.api.request import Request
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.request import Request
 from tests.engine.support import Running, add_all, mixed, request, running
 from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from model.engine.scheduler import SampledToken, ScheduledSequence
-from model.request import FinishReason
+from model.api.request import FinishReason
+from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence
 from tests.engine.scripted import Harness, expected_tokens, next_token
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from model.engine.block_manager import BlockManager
-from model.engine.config import EngineConfig
-from model.engine.llm import LLM
-from model.engine.scheduler import SampledToken, SchedulerOutput
-from model.engine.sequence import Sequence
-from model.request import Request, SamplingParams
+from model.api.engine_config import EngineConfig
+from model.api.request import Request, SamplingParams
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
+from model.engine.scheduling.sequence import Sequence
+from model.llm import LLM
 from tests.engine.scripted import Harness, Late, expected_tokens, request
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved

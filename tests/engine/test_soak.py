@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from model.engine.async_engine import AsyncEngine
-from model.request import EncodeRequest, FinishReason, Request
+from model.api.request import EncodeRequest, FinishReason, Request
+from model.client.async_engine import AsyncEngine
 from tests.engine.front import async_test, ends_of, idle, ids_of, served, until
 from tests.engine.support import request
 from tests.model.checkpoints import prompt

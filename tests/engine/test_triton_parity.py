@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
+from model.api.engine_config import EngineConfig
+from model.api.request import SamplingParams
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
-from model.engine.config import EngineConfig
-from model.engine.llm import LLM
-from model.request import SamplingParams
+from model.llm import LLM
 from tests.engine.support import add_all, request, running
 from tests.model.checkpoints import DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states

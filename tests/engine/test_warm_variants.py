@@ -12,18 +12,18 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
+from model.api.request import EncodeRequest, EncodeTask, Pooling
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
-from model.checkpoint import read_checkpoint
-from model.engine.block_manager import BlockManager
-from model.engine.decode_graph import DecodeGraphs
+from model.cache.paged import KVCache
+from model.checkpoint.folder import read_checkpoint
 from model.engine.encode_engine import EncodeEngine
-from model.engine.engine import Engine
-from model.engine.model_runner import ModelRunner
-from model.engine.scheduler import Scheduler
-from model.engine.warm_up import compile_attention
-from model.kv_cache import KVCache
-from model.request import EncodeRequest, EncodeTask, Pooling
+from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.execution.warmup import compile_attention
+from model.engine.generate_engine import Engine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler
 from tests.engine.support import request
 from tests.model.checkpoints import loaded, prompt, saved
 from tests.model.launches import noted

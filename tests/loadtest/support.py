@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from loadtest import run, slo
-from loadtest.progress import Progress
-from loadtest.run import Measured
-from loadtest.server import Server
+from loadtest.results import slo
+from loadtest.runs import run
+from loadtest.runs.progress import Progress
+from loadtest.runs.run import Measured
+from loadtest.server.target_server import Server
 from loadtest.settings import Arrivals, Clients, Settings, Workload
 
 CLOSED = Arrivals(kind="closed", concurrency=4)

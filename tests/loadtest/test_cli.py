@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import cli
+from loadtest.commands import main
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import in_several_tries
 
@@ -48,7 +48,7 @@ def here(*arguments: str) -> tuple[int, str, str]:
         redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as end,
     ):
-        cli.main(arguments)
+        main.main(arguments)
     return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
 
@@ -129,7 +129,7 @@ def test_usage_errors_are_one_line(arguments: list[str], said: str) -> None:
 
 
 def test_a_bench_of_nothing_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from loadtest import offline  # imports torch
+    from loadtest.commands import offline  # imports torch
 
     monkeypatch.setattr(offline.Bench, "measure", lambda *_: None)
     monkeypatch.setattr(offline, "step_milliseconds", lambda _: 0.0)
@@ -335,9 +335,8 @@ def test_the_page_takes_no_text_for_markup(tmp_path: Path) -> None:
 
 
 def test_the_generator_needs_neither_torch_nor_the_service() -> None:
-    code = (
-        "import sys, loadtest.cli, loadtest.run, loadtest.sweep, loadtest.worker, loadtest.output, loadtest.compare; "
-    )
+    modules = ("commands.main", "runs.run", "runs.sweep", "runs.output", "generator.worker", "results.compare")
+    code = "import sys, " + ", ".join(f"loadtest.{name}" for name in modules) + "; "
     code += "print(*sorted({'torch', 'ray', 'model', 'service', 'fastapi'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

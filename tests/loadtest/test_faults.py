@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from loadtest.errors import ServerError, UsageError
-from loadtest.faults import hostile, load, outcomes, table
+from loadtest.faults import hostile, load, outcomes, report
 from loadtest.faults.command import WORKLOAD, play, rows_of
 from loadtest.faults.outcomes import End
+from loadtest.faults.report import Row
 from loadtest.faults.scenarios import Scenario, all_of
 from loadtest.faults.site import Site
-from loadtest.faults.table import Row
 from loadtest.records import Outcome, Record
-from loadtest.run import Subject
+from loadtest.runs.run import Subject
 from tests import checkpoints
 
 RATE = 8.0
@@ -79,16 +79,16 @@ def test_served_again_counts_from_the_fault_to_a_token_behind_the_last_failure()
 
 def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
     row = Row("a", "ray", 3.0, {"complete": 5, "cut": 1, "reset": 2}, 0.0, None, (10.0, None), (1.0, 2.0), "seen", ())
-    text = table.markdown([row], "about")
+    text = report.markdown([row], "about")
     assert "| a | ray | 3.0 | 5 | 0 | 3 | 0 | 0 | 0 | 3 | always | - | 10 → - | 1 → 2 | seen |" in text
     file = tmp_path / "x.md"
-    file.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    file.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     for _ in range(2):
-        table.write(file, text)
-    assert file.read_text() == f"before\n{table.BEGIN}\n{text}{table.END}\nafter\n"
+        report.write(file, text)
+    assert file.read_text() == f"before\n{report.BEGIN}\n{text}{report.END}\nafter\n"
     file.write_text("no marks")
     with pytest.raises(UsageError, match="expected the lines"):
-        table.write(file, text)
+        report.write(file, text)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def shortened(name: str, seconds: float) -> Scenario:
     return replace(found, stages=((1.0, seconds),), after_s=1.0)
 
 
-@pytest.mark.slow  # tests/service/test_runtimes.py and tests/engine/test_process.py have it in seconds
+@pytest.mark.slow  # tests/service/test_runtimes.py and tests/engine/test_process_transport.py have it in seconds
 @pytest.mark.parametrize("name", ["engine killed", "engine hangs (stall_timeout 5)"])
 def test_an_engine_that_is_gone_tells_its_clients(site: Site, subject: Subject, name: str) -> None:
     row = play(shortened(name, 20.0), site, subject, RATE)

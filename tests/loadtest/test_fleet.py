@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from loadtest import fleet
-from loadtest.fleet import Fleet
+from loadtest.generator import fleet
+from loadtest.generator.fleet import Fleet
 from loadtest.settings import Settings
-from loadtest.texts import estimated
+from loadtest.workload.prompts import estimated
 
 
 async def codes(hung: bool) -> list[int | None]:

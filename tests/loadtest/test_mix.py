@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from loadtest import interference, options, output, plan
-from loadtest.interference import Figures
-from loadtest.plan import Bound, Plan
+from loadtest.commands import interference
+from loadtest.commands.interference import Figures
 from loadtest.records import Record
+from loadtest.runs import flags, output, plan
+from loadtest.runs.plan import Bound, Plan
 from loadtest.settings import Settings
 from tests.loadtest import support
 from tests.loadtest.scripted import Script, ScriptedServer, serving
@@ -149,7 +150,7 @@ def test_mixes_are_compared_work_by_work(tmp_path: Path) -> None:
 
 def shared(**changes: object) -> Any:
     parser = argparse.ArgumentParser()
-    options.add_shared(parser)
+    flags.add_shared(parser)
     parser.set_defaults(**changes)
     return parser.parse_args([])
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import overhead
 from loadtest.bench import models
+from loadtest.commands import overhead
 from loadtest.errors import UsageError
 from tests.bench_models import small_models
 

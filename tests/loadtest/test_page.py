@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from loadtest import output, report
-from loadtest.sweep import Point
+from loadtest.results import report
+from loadtest.runs import output
+from loadtest.runs.sweep import Point
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import CLOSED, Workload, constant, measured
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import tokenizers
 
-from loadtest import arrivals, lengths, texts
 from loadtest.errors import UsageError
+from loadtest.runs.sweep import backlog_grows
 from loadtest.settings import Arrivals, Clients, Settings, Workload
-from loadtest.sweep import backlog_grows
-from loadtest.workloads import Item, Source, read_replay
+from loadtest.workload import arrivals, lengths, prompts
+from loadtest.workload.items import Item, Source, read_replay
 from model.pretrained import embedded_models
 
 SETTINGS = Settings(url="http://x", target="generate")
 
 
 def source(workload: Workload, **changes: object) -> Source:
-    return Source(dataclasses.replace(SETTINGS, workload=workload, **changes), texts.estimated())  # type: ignore[arg-type]
+    return Source(dataclasses.replace(SETTINGS, workload=workload, **changes), prompts.estimated())  # type: ignore[arg-type]
 
 
 def drawn(text: str, count: int = 4000) -> list[int]:
@@ -95,7 +95,7 @@ def test_prompts_have_exactly_the_wanted_tokens(model: str) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(embedded_models()[model] / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    vocabulary = texts.from_file(embedded_models()[model])
+    vocabulary = prompts.from_file(embedded_models()[model])
     rng = random.Random(0)
     for wanted in (vocabulary.overhead, 17, 100, 333):
         text = vocabulary.text(rng, wanted)
@@ -104,7 +104,7 @@ def test_prompts_have_exactly_the_wanted_tokens(model: str) -> None:
 
 def test_a_wrong_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--tokenizer"):
-        texts.from_file(tmp_path)
+        prompts.from_file(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "chat", "conversation", "seq2seq"])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from loadtest.records import Outcome
-from loadtest.run import Measured
+from loadtest.runs.run import Measured
 from tests.loadtest.scripted import Script, ScriptedServer, Seen, serving
 from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, constant, in_several_tries, measured
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
-from model.loader import load_model
+from model.checkpoint.folder import read_checkpoint
 from model.native.library import Library, native
-from model.native.stack import pack_model
-from model.transformer import Transformer
+from model.network.native_stack import pack_model
+from model.network.transformer import Transformer
+from model.network.weights import load_model
 
 torch.set_num_threads(1)
 

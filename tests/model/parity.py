@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.config import ImageConfig
-from model.engine.model_runner import packed_input
-from model.transformer import CrossInput, StackInput, Transformer
+from model.config.model import ImageConfig
+from model.engine.execution.model_runner import packed_input
+from model.network.transformer import CrossInput, StackInput, Transformer
 from tests.model.checkpoints import CPU, START, prompt, reference_logits, saved
 
 LENGTHS = (5, 1, 23, 5, 12)  # equal and unequal neighbours, and a single token

@@ -9,8 +9,8 @@ from typing import Any
 
 from model.attention.reference import ReferenceBackend
 from model.families import FAMILIES, config_from_raw
-from model.loader import build_model, parameter_shapes
-from model.weights import wanted_shape
+from model.families.table.rules import wanted_shape
+from model.network.weights import build_model, parameter_shapes
 
 _BYTES = {"F32": 4, "BF16": 2}
 

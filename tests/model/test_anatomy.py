@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from model.anatomy import describe_stack, dissect
 from model.families import config_from_raw
+from model.inspection.anatomy import describe_stack, dissect
 
 BERT_BASE = {
     "model_type": "bert",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import transfer
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, visible
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.config import (
+from model.cache.paged import KVCache, LayerCache
+from model.config.model import (
     Activation,
     AttentionConfig,
     MLPConfig,
@@ -23,7 +23,7 @@ from model.config import (
     PositionKind,
     StackConfig,
 )
-from model.kv_cache import KVCache, LayerCache
+from model.system import transfer
 from tests.model.checkpoints import CPU, native_backends
 
 FAST = (SdpaBackend(), *native_backends())

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import Pooling
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
-from model.config import ConfigError, PositionKind
-from model.engine.config import EngineConfig
-from model.engine.loading import load
-from model.engine.protocol import ModelSpec
+from model.checkpoint.folder import read_checkpoint
+from model.config.model import ConfigError, PositionKind
+from model.engine.builder import load
 from model.families import FAMILIES
-from model.loader import load_model, stored_tensors
-from model.request import Pooling
-from model.transformer import Transformer
-from model.weights import CheckpointError
+from model.families.table.rules import CheckpointError
+from model.network.transformer import Transformer
+from model.network.weights import load_model, stored_tensors
 from tests.model.checkpoints import CPU, KINDS, copied, loaded, saved
 
 # Heads of pre-training, and sinusoids that are stored although they are computed.
@@ -363,8 +363,8 @@ def test_banned_words_of_one_token_are_suppressed_and_longer_ones_kept_whole(tmp
 def test_a_large_checkpoint_shows_how_far_it_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("model.loader.PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, "model.loader"):
+    monkeypatch.setattr("model.network.weights.PROGRESS_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "model.network.weights"):
         read_and_load(saved("gpt2").path)
     shares = [int(record.getMessage().split()[1]) for record in caplog.records]
     assert len(shares) > 10

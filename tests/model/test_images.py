@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.config import ConfigError, ImageConfig
-from model.images import MAX_PIXELS, ImageError, decode, processing
+from model.config.model import ConfigError, ImageConfig
+from model.media.images import MAX_PIXELS, ImageError, decode, processing
 
 CONFIG = ImageConfig(size=32, patch=8)
 SQUARE = {"size": {"height": 32, "width": 32}}

@@ -14,7 +14,7 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.config import (
+from model.config.model import (
     Activation,
     AttentionConfig,
     EmbeddingConfig,
@@ -27,10 +27,10 @@ from model.config import (
     RotaryConfig,
     StackConfig,
 )
-from model.engine.model_runner import packed_input
-from model.layers import MLP
-from model.positions import BucketBias, SinusoidalPositions
-from model.transformer import Stack, Transformer
+from model.engine.execution.model_runner import packed_input
+from model.network.attention import MLP
+from model.network.score_bias import BucketBias, SinusoidalPositions
+from model.network.transformer import Stack, Transformer
 from tests.model.checkpoints import CPU
 
 VOCAB, SIZE, HEADS, DIM, LAYERS = 50, 32, 4, 8, 3

@@ -19,17 +19,17 @@ from torch.nn.functional import pad
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
-from model.config import Activation, AttentionConfig
-from model.engine.model_runner import packed_input
-from model.kv_cache import KVCache, LayerCache
-from model.loader import load_model
+from model.cache.paged import KVCache, LayerCache
+from model.checkpoint.folder import read_checkpoint
+from model.config.model import Activation, AttentionConfig
+from model.engine.execution.model_runner import packed_input
+from model.linear.native import PackedLinear, packed_bytes
 from model.native import build
 from model.native import library as native_library
 from model.native.library import Kind, Library, Norm, Segments
-from model.native.linear import PackedLinear, packed_bytes
-from model.native.scratch import planned_scratch
-from model.native.stack import fill_segments, pack_model
+from model.network.native_scratch import planned_scratch
+from model.network.native_stack import fill_segments, pack_model
+from model.network.weights import load_model
 from tests.model.checkpoints import CPU, loaded, native_backends, prompt, saved
 from tests.model.parity import hidden_states, ours_and_theirs
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
@@ -246,7 +246,7 @@ import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
 import torch
 from model.native.library import native
-from model.native.linear import PackedLinear
+from model.linear.native import PackedLinear
 torch.manual_seed(0)
 packed, x = PackedLinear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
 torch.set_num_threads(1)
@@ -265,7 +265,7 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(threads: int, code: 
 import os
 import torch
 from model.native.library import native
-from model.native.linear import PackedLinear
+from model.linear.native import PackedLinear
 packed, x = PackedLinear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
 torch.set_num_threads(2)
 before = packed(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.attention.reference import ReferenceBackend
-from model.config import (
+from model.config.model import (
     Activation,
     AttentionConfig,
     EmbeddingConfig,
@@ -22,10 +22,10 @@ from model.config import (
     RotaryConfig,
     StackConfig,
 )
-from model.engine.model_runner import packed_input
+from model.engine.execution.model_runner import packed_input
 from model.native.library import Kind, Library
-from model.native.stack import NativeStack
-from model.transformer import Stack
+from model.network.native_stack import NativeStack
+from model.network.transformer import Stack
 from tests.model.checkpoints import CPU, native_backends
 from tests.model.tiled import REFUSED, emulated, needs_vectors
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config import PositionConfig, PositionKind, RotaryConfig
-from model.positions import BucketBias, LearnedPositions, RotaryPositions, SinusoidalPositions, StepBias, rotate
+from model.config.model import PositionConfig, PositionKind, RotaryConfig
+from model.network.score_bias import (
+    BucketBias,
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+    StepBias,
+    rotate,
+)
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 

@@ -13,12 +13,12 @@ from torch import nn
 from model.attention.base import AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
-from model.config import AttentionConfig
+from model.config.model import AttentionConfig
+from model.linear.native import PackedLinear
 from model.native import build
 from model.native.build import Built, build_portable, prebuilt
 from model.native.levels import LEVELS, Level, fitting
 from model.native.library import Kind, Library, native
-from model.native.linear import PackedLinear
 from tests.model.checkpoints import loaded, native_backends
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_attention import DIM, HEADS, SHAPES, pool_with_past

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from model.anatomy import dissect
 from model.families import config_from_raw
+from model.inspection.anatomy import dissect
 
 
 @dataclass(frozen=True)

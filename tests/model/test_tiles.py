@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from model.attention.native import NativeBackend
-from model.checkpoint import read_checkpoint
-from model.loader import load_model
+from model.checkpoint.folder import read_checkpoint
+from model.linear.native import PackedLinear
 from model.native.build import Built, build_portable
 from model.native.library import Kind, Library
-from model.native.linear import PackedLinear
-from model.native.stack import pack_model
-from model.transformer import Transformer
+from model.network.native_stack import pack_model
+from model.network.transformer import Transformer
+from model.network.weights import load_model
 from tests.model.checkpoints import CPU, native_backends, saved
 from tests.model.parity import ours_and_theirs
 from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc, needs_vectors, real, temporary_folder

@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from model.config import ConfigError
+from model.config.model import ConfigError
 from model.pretrained import embedded_models
-from model.token_bytes import TokenBytes, token_bytes
-from model.tokenizer import Tokenizer
+from model.text.token_bytes import TokenBytes, token_bytes
+from model.text.tokenizer import Tokenizer
 from tests.model.texts import CORPUS, bytes_tokenizer, words_tokenizer
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import ConfigError
-from model.request import FinishReason, SamplingParams, TokenOutput
-from model.tokenizer import Detokenizer, Tokenizer
+from model.api.request import FinishReason, SamplingParams, TokenOutput
+from model.config.model import ConfigError
+from model.text.tokenizer import Detokenizer, Tokenizer
 from tests.model.texts import (
     CHARACTERS,
     CORPUS,

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
-from model.loader import load_model, stored_tensors
-from model.weights import CheckpointError
+from model.checkpoint.folder import read_checkpoint
+from model.families.table.rules import CheckpointError
+from model.network.weights import load_model, stored_tensors
 from tests.model.checkpoints import CPU, prompt
 from tests.model.parity import encoder_decoder_logits
 

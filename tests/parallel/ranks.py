@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
-from model.loader import load_weights
+from model.checkpoint.folder import read_checkpoint
+from model.config.sharding import Shard
+from model.network.sharded import ShardedTransformer, build_shard
+from model.network.weights import load_weights
 from model.parallel.group import Group
-from model.parallel.network import ShardedTransformer, build_shard
-from model.parallel.sharding import Shard
 from tests.model.checkpoints import CPU, saved
 
 Result = TypeVar("Result")

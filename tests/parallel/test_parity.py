@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.engine.model_runner import packed_input
-from model.kv_cache import KVCache
+from model.cache.paged import KVCache
+from model.engine.execution.model_runner import packed_input
+from model.network.sharded import RowLinear
+from model.network.transformer import CrossInput, StackInput, Transformer
 from model.parallel.group import Group
-from model.parallel.network import RowLinear
-from model.transformer import CrossInput, StackInput, Transformer
 from tests.model.checkpoints import CPU, KINDS, loaded, prompt
 from tests.model.parity import decoder_logits, decoder_prompts, encoder_decoder_logits, hidden_states, sources
 from tests.parallel.ranks import load_rank, on_ranks

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from model import tensor_files
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
-from model.config import ConfigError, ModelConfig
-from model.engine.config import EngineConfig
-from model.engine.loading import load
-from model.engine.protocol import ModelSpec
-from model.loader import build_model, load_weights, parameter_shapes
+from model.checkpoint import tensor_files
+from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.tensor_files import StoredTensor, TensorReader
+from model.config.model import ConfigError, ModelConfig
+from model.config.sharding import Piece, Shard, cuts, local_shape
+from model.engine.builder import load
+from model.network.sharded import build_shard
+from model.network.weights import build_model, load_weights, parameter_shapes
 from model.parallel.group import Group
-from model.parallel.network import build_shard
-from model.parallel.sharding import Piece, Shard, cuts, local_shape
-from model.tensor_files import StoredTensor, TensorReader
 from tests.model.checkpoints import CPU, saved
 
 KV_HEADS = {"llama-gqa": 2, "llama-mqa-head-dim": 1}  # of 4 heads

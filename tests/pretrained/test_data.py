@@ -10,8 +10,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from model.pretrained import corpus, pairs, sentences, vocabulary
-from model.pretrained.spoken import (
+from model.pretrained.training import corpus, pairs, sentences, vocabulary
+from model.pretrained.training.spoken import (
     cardinal_forms,
     date_forms,
     decimal_forms,

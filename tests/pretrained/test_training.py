@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import read_checkpoint
+from model.checkpoint.folder import read_checkpoint
 from model.families import config_from_raw
-from model.loader import load_model, stored_tensors
-from model.pretrained import pairs, recipes, trainer, vocabulary
-from model.transformer import Transformer
+from model.network.transformer import Transformer
+from model.network.weights import load_model, stored_tensors
+from model.pretrained.training import pairs, recipes, trainer, vocabulary
 
 CPU = torch.device("cpu")
 PLAN = trainer.TrainingPlan(steps=12, learning_rate=3e-3, warmup=3, dropout=0.1, label_smoothing=0.1)

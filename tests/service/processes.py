@@ -32,7 +32,7 @@ class ServiceProcess:
     """A started `triptych serve`; `url` is known once it is ready."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "service.cli", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "service.cli.main", "serve", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -99,7 +99,7 @@ class ServiceProcess:
 
     def engine_pid(self) -> int:
         """The process that the engines run in; there must be one."""
-        (pid,) = (pid for pid, line in self.descendants().items() if "model.engine.process" in line)
+        (pid,) = (pid for pid, line in self.descendants().items() if "model.client.process_transport" in line)
         return pid
 
     @contextmanager

@@ -23,8 +23,9 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from model.checkpoint import Checkpoint
-from model.config import (
+from model.api.stats import ModelInfo, StepStats
+from model.checkpoint.folder import Checkpoint
+from model.config.model import (
     Activation,
     AttentionConfig,
     EmbeddingConfig,
@@ -36,15 +37,14 @@ from model.config import (
     PositionConfig,
     StackConfig,
 )
-from model.engine.stats import ModelInfo, StepStats
-from model.tokenizer import Encoded, Tokenizer
+from model.text.tokenizer import Encoded, Tokenizer
 from service.app import create_app
-from service.config import ServiceSettings
-from service.fake import FakeEngineClient, Script
-from service.metrics import Metrics
-from service.protocol import bounded_protocol
-from service.registry import Registry, ServedModel
-from service.state import Service
+from service.core.fake_engine import FakeEngineClient, Script
+from service.core.model_registry import Registry, ServedModel
+from service.http.bounded_protocol import bounded_protocol
+from service.lifecycle.state import Service
+from service.observability.metrics import Metrics
+from service.settings.service_settings import ServiceSettings
 
 T = TypeVar("T")
 VOCAB = 300

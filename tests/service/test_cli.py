@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
-from model.engine.errors import EngineDeadError
-from service import cli, serving
+from model.errors import EngineDeadError
+from service.cli import main, serve
 
 
 def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "service.cli", *arguments],
+        [sys.executable, "-m", "service.cli.main", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -36,7 +36,7 @@ def triptych_here(*arguments: str, **environment: str) -> subprocess.CompletedPr
         redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as end,
     ):
-        cli.main(arguments)
+        main.main(arguments)
     return subprocess.CompletedProcess(arguments, int(end.value.code or 0), out.getvalue(), err.getvalue())
 
 
@@ -58,7 +58,7 @@ def test_help_and_a_mistake_import_nothing_heavy(arguments: tuple[str, ...]) -> 
     """So they stay under 0.3 s; a test of the time itself would fail on a busy box."""
     names = "{name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names"
     code = (
-        "import sys; before = set(sys.modules); from service import cli\n"
+        "import sys; before = set(sys.modules); from service.cli import main as cli\n"
         f"try: cli.main({arguments!r})\n"
         "except SystemExit as end: assert (end.code or 0) == (0 if '--help' in sys.argv else 2)\n"
         f"print(*{names}, file=sys.stderr)"
@@ -111,7 +111,7 @@ def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], messag
 def test_files_that_the_caller_has_closed_are_no_sockets(closed: tuple[int, ...]) -> None:
     """Nor does `serve` end at once, or by SIGABRT at its end."""
     code = (
-        "import os, sys\nfrom service import cli\n"
+        "import os, sys\nfrom service.cli import main as cli\n"
         "try: cli.main(['serve', '--port', 'x'])\n"
         "except SystemExit as end: told = end.code, [os.get_inheritable(n) and os.path.realpath(f'/proc/self/fd/{n}')"
         " for n in range(3)], sys.stdin.readable(), sys.stdout.write('x'), sys.stderr.isatty()\n"
@@ -141,7 +141,7 @@ def test_models_are_named_in_one_place(
 ) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text(of_file)
-    monkeypatch.setattr(serving, "serve", lambda *given: 0)
+    monkeypatch.setattr(serve, "serve", lambda *given: 0)
     if by_variable:
         run = triptych_here("serve", "code", TRIPTYCH_CONFIG=str(file))
     else:
@@ -158,7 +158,7 @@ def test_a_traceback_is_shown_when_asked_for(arguments: tuple[str, ...]) -> None
 
 
 def test_what_the_engine_fails_at_is_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.engine.llm.LLM.stream", mock.Mock(side_effect=EngineDeadError("it is gone")))
+    monkeypatch.setattr("model.llm.LLM.stream", mock.Mock(side_effect=EngineDeadError("it is gone")))
     run = triptych_here("generate", "code", "x")
     assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "triptych: it is gone")
 
@@ -222,7 +222,7 @@ class Spy:
         if name == "torch":
             sys.exit("spins " + os.environ.get("GOMP_SPINCOUNT", "as OpenMP likes"))
 sys.meta_path.insert(0, Spy())
-from service.cli import main
+from service.cli.main import main
 main(["encode", "a text"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}

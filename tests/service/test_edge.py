@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from service.edge import EdgeMiddleware, middlewares
+from service.runtimes.ray_serve.edge import EdgeMiddleware, middlewares
 
 
 class Serve:

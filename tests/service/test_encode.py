@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from model.request import EncodeTask, Pooling
+from model.api.request import EncodeTask, Pooling
+from service.planning.tokenization import cut_text
 from service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
-from service.tokenizing import cut_text
 from tests.service.support import App, ask, check_accounts, hold, make_app, run, samples, until, word_tokenizer
 from tests.service.test_bad_requests import check_error
 

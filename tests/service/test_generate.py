@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.bounds import check_value
-from model.config import ConfigError
-from model.request import Request, SamplingParams
-from service.config import Limits, ServiceSettings
+from model.api.request import Request, SamplingParams
+from model.api.sampling_bounds import check_value
+from model.config.model import ConfigError
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import (
     App,
     ask,

@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from model.checkpoint import read_checkpoint
-from model.engine.async_engine import AsyncEngine
-from model.engine.config import EngineConfig
-from model.engine.protocol import ModelSpec
-from model.engine.thread import ThreadTransport
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.checkpoint.folder import read_checkpoint
+from model.client.async_engine import AsyncEngine
+from model.engine.thread_transport import ThreadTransport
 from service.app import create_app
-from service.config import Limits, ServiceSettings
-from service.registry import Registry, ServedModel
+from service.core.model_registry import Registry, ServedModel
 from service.schemas.replies import EncodeReply
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.model.checkpoints import saved
 from tests.model.test_images import ANIMATED, file, picture, png_of
 from tests.service.support import word_tokenizer

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from model.engine.config import EngineConfig
-from model.engine.loading import load
-from model.engine.protocol import ModelSpec
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.engine.builder import load
 from model.pretrained import embedded_models
-from service import inspection
+from service.cli import inspection
 
 MODELS = embedded_models()
 TEXT = 'the <!--<script> </script><script>document.title="broken"</script> third of march'

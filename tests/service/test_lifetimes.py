@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.ray_environment import _free_port
+from service.runtimes.ray_serve.environment import _free_port
 from tests.service.asking import LONG, PROMPT, RUNTIMES, generate, metric, post, read_all
 from tests.service.processes import ServiceProcess, eventually, running
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.config import Limits, ServiceSettings
-from service.protocol import BoundedProtocol
+from service.http.bounded_protocol import BoundedProtocol
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import App, check_accounts, events, live, make_app
 from tests.service.test_bad_requests import check_error
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.config import ConfigError
-from service.metrics import MULTIPROCESS_FOLDER, Metrics
+from model.config.model import ConfigError
+from service.observability.metrics import MULTIPROCESS_FOLDER, Metrics
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
 import sys
-from model.engine.stats import Demand, EngineStats, Health, StepStats
-from model.request import FinishReason, Timings
-from service.context import RequestContext
-from service.metrics import Metrics
+from model.api.stats import Demand, EngineStats, Health, StepStats
+from model.api.request import FinishReason, Timings
+from service.core.request_context import RequestContext
+from service.observability.metrics import Metrics
 
 metrics = Metrics(vllm_names=True)
 context = RequestContext(request_id="r", task="generate")

@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from model.config import ConfigError
-from model.request import FinishReason
-from service import logs, serving
-from service.config import Limits, ServiceSettings
-from service.errors import OUR_FAULT
+from model.api.request import FinishReason
+from model.config.model import ConfigError
+from service.cli import serve
+from service.core.errors import OUR_FAULT
+from service.observability import logs
 from service.schemas.replies import InfoReply, ModelsReply
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import (
     App,
     HeldTokenizer,
@@ -49,10 +50,10 @@ def test_info_shows_every_limit(app: App) -> None:
 def test_what_is_slower_than_it_could_be_is_shown(app: App) -> None:
     """By the banner, loudly, and by /info."""
     slow = info("gen", "decoder-only", fallbacks=("attention is not Triton's: no compiler",), recorded_sizes=20)
-    lines = serving._model_lines(slow)
+    lines = serve._model_lines(slow)
     assert sum("SLOWER THAN IT COULD BE: attention is not Triton's: no compiler" in line for line in lines) == 1
     assert sum("CUDA graphs, 20 batch sizes" in line for line in lines) == 1
-    quiet = serving._model_lines(info("gen", "decoder-only"))
+    quiet = serve._model_lines(info("gen", "decoder-only"))
     assert len(quiet) == len(lines) - 2
     (shown, *_) = InfoReply.model_validate_json(ask(app, "GET", "/info").content).models
     assert (shown["fallbacks"], shown["recorded_sizes"]) == ([], 0)

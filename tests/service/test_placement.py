@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from model.config import ConfigError
-from model.engine.config import EngineConfig
-from service.placement import check_gpus, gpus_of_replica
+from model.api.engine_config import EngineConfig
+from model.config.model import ConfigError
+from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
 
 
 @pytest.mark.parametrize(

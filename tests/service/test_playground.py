@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.config import Limits, ServiceSettings
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
 from tests.service.support import App, ask, check_accounts, live, make_app
 from tests.service.test_bad_requests import check_error

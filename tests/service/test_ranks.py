@@ -8,11 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.config import ConfigError
-from model.engine.loading import load
-from service import options, serving
+from model.config.model import ConfigError
+from model.engine.builder import load
+from service.cli import serve
+from service.settings import option_table
 from tests import checkpoints
-from tests.engine.test_process import is_alive
+from tests.engine.test_process_transport import is_alive
 from tests.service.processes import ServiceProcess, eventually, running
 
 EXACT = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "sdpa"]
@@ -40,17 +41,17 @@ def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
             assert reply(service)[0] == text
             assert reply(service)[1] == pytest.approx(vector, rel=1e-4, abs=1e-5)
             started = service.descendants()
-            assert sum("model.parallel.follower" in line for line in started.values()) == 1
+            assert sum("model.parallel.rank_main" in line for line in started.values()) == 1
             service.signal(signal.SIGTERM)
             assert service.wait() == 0, service.output
             eventually(lambda pids=list(started): not any(map(is_alive, pids)), 10.0)  # type: ignore[misc]
 
 
 def test_the_setting_comes_from_wherever_settings_come() -> None:
-    assert options.from_environment({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}) == {"tensor_parallel_size": 2}
-    file = options.from_mapping({"models": {"m": {"path": "x", "tensor-parallel-size": 4}}}, "file")
+    assert option_table.from_environment({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}) == {"tensor_parallel_size": 2}
+    file = option_table.from_mapping({"models": {"m": {"path": "x", "tensor-parallel-size": 4}}}, "file")
     assert file.models["m"]["tensor_parallel_size"] == 4
-    config = serving.configuration(file.models, {"tensor_parallel_size": 2})
+    config = serve.configuration(file.models, {"tensor_parallel_size": 2})
     assert [spec.engine.tensor_parallel_size for spec in config.models] == [4]
 
 
@@ -58,6 +59,6 @@ def test_a_size_that_does_not_fit_is_a_configuration_error(tmp_path: Path) -> No
     """As every one of those ends `triptych serve`, see test_lifetimes.py."""
     folder = checkpoints.llama(tmp_path / "llama")
     settings = {"device": "cpu", "dtype": "float32", "attention_backend": "sdpa", "tensor_parallel_size": 7}
-    (spec,) = serving.configuration({"gen": {"path": str(folder)}}, settings).models
+    (spec,) = serve.configuration({"gen": {"path": str(folder)}}, settings).models
     with pytest.raises(ConfigError, match="tensor_parallel_size 7 must divide the"):
         load(spec)

@@ -26,14 +26,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.config import ConfigError
-from model.engine.protocol import ModelSpec
-from service import ray_environment
-from service.config import Limits, ServiceSettings
-from service.main_signals import within
-from service.metrics import MULTIPROCESS_FOLDER
-from service.runtime import ServeConfig, base_url, listening, settle
-from service.scaling import Scaling
+from model.api.messages import ModelSpec
+from model.config.model import ConfigError
+from service.observability.metrics import MULTIPROCESS_FOLDER
+from service.runtimes.local import ServeConfig, base_url, listening, settle
+from service.runtimes.ray_serve import environment
+from service.runtimes.ray_serve.autoscaling_policy import Scaling
+from service.runtimes.ray_serve.main_signals import within
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.processes import ROOT
 
 SPECS = (ModelSpec("gen", "/nowhere"),)
@@ -90,11 +90,13 @@ def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
 
 def test_haproxy_gets_files_of_its_own_and_outlasts_every_request(clean: pytest.MonkeyPatch) -> None:
     settings = ServiceSettings(limits=Limits(request_timeout_s=100))
-    variables = ray_environment.variables(ServeConfig(SPECS, settings), Path("/tmp/t"))
+    variables = environment.variables(ServeConfig(SPECS, settings), Path("/tmp/t"))
     assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert float(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 100
     files = [value for name, value in variables.items() if name.endswith(("_LOC", "_PATH", "_FILE", "_BASE"))]
-    assert [value for value in files if not value.startswith("/tmp/t/h")] == ["service.edge:middlewares"]
+    assert [value for value in files if not value.startswith("/tmp/t/h")] == [
+        "service.runtimes.ray_serve.edge:middlewares"
+    ]
 
 
 # HAProxy as Serve starts it, without a cluster: before a replica that is gone, below /two before a pair of which one
@@ -180,9 +182,9 @@ def replicas() -> Iterator[dict[str, ThreadingHTTPServer]]:
 @pytest.fixture(scope="module")
 def haproxy(replicas: dict[str, ThreadingHTTPServer]) -> Iterator[tuple[str, int]]:
     """Its address, with heads of 1 s and 64 KiB."""
-    port = ray_environment._free_port()  # seconds pass until HAProxy has it
+    port = environment._free_port()  # seconds pass until HAProxy has it
     before = dict(os.environ)
-    with ray_environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))):
+    with environment.prepared(ServeConfig(SPECS, ServiceSettings(limits=Limits(receive_s=1.0)))):
         ports = (str(port), *(str(replica.server_port) for replica in replicas.values()))
         command = [sys.executable, "-W", "ignore", "-c", HAPROXY, *ports]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
@@ -298,14 +300,14 @@ def test_without_haproxy_serves_own_proxy_listens(clean: pytest.MonkeyPatch, why
         clean.setitem(os.environ, "RAY_SERVE_ENABLE_HA_PROXY", "0")
     settings = ServiceSettings(host="::" if why == "address" else "127.0.0.1")
     config = ServeConfig(SPECS, settings, haproxy=why != "asked for")
-    variables = ray_environment.variables(config, Path("/tmp/t"))
+    variables = environment.variables(config, Path("/tmp/t"))
     assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == variables["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
     assert not any("HAPROXY" in name for name in variables)
 
 
 def test_a_variable_that_the_user_has_set_stays(clean: pytest.MonkeyPatch) -> None:
     clean.setitem(os.environ, "RAY_SERVE_THROUGHPUT_OPTIMIZED", "0")
-    with ray_environment.prepared(ServeConfig(SPECS)) as folder:
+    with environment.prepared(ServeConfig(SPECS)) as folder:
         assert os.environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "0"
         assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -318,16 +320,16 @@ def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
 ) -> None:
     sessions, file = tmp_path_factory.mktemp("s"), tmp_path / "file"  # a short name: sockets are below it
     file.touch()
-    clean.setattr(ray_environment, "_temp_dir", lambda: str(sessions))
+    clean.setattr(environment, "_temp_dir", lambda: str(sessions))
     clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(file / "below"))
     with (
         pytest.raises(ConfigError, match=f"{MULTIPROCESS_FOLDER} {file}/below: Not a directory"),
-        ray_environment.prepared(ServeConfig(SPECS)),
+        environment.prepared(ServeConfig(SPECS)),
     ):
         pass
     assert not list(sessions.iterdir())
     clean.setitem(os.environ, MULTIPROCESS_FOLDER, str(tmp_path / "not" / "there"))
-    with ray_environment.prepared(ServeConfig(SPECS)):
+    with environment.prepared(ServeConfig(SPECS)):
         assert (tmp_path / "not" / "there").is_dir()
 
 
@@ -337,7 +339,7 @@ def test_until_an_application_runs_haproxy_has_our_503(clean: pytest.MonkeyPatch
     assert found is not None and found.origin is not None
     template = (Path(found.origin).parent / "serve" / "_private" / "haproxy_templates.py").read_text()
     (refusal,) = re.findall(r"^ *http-request return status 404 content-type text/plain .*$", template, re.MULTILINE)
-    with ray_environment.prepared(ServeConfig(SPECS)) as folder:
+    with environment.prepared(ServeConfig(SPECS)) as folder:
         written = tmp_path / "haproxy.cfg"
         page = f"    errorfile 503 {folder}/h/503.http\n    mode http\n"
         times = "".join(f"    timeout {what} 1s\n" for what in ("connect", "client", "server"))
@@ -351,34 +353,35 @@ def test_until_an_application_runs_haproxy_has_our_503(clean: pytest.MonkeyPatch
 
 def test_a_session_that_has_no_room_is_said(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clean.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 9)))  # too long for sockets, though it is not there
-    with ray_environment.prepared(ServeConfig(SPECS)) as folder:
+    with environment.prepared(ServeConfig(SPECS)) as folder:
         assert folder.parent == Path("/tmp")
     clean.setattr(tempfile, "tempdir", "/proc")  # where nobody can make a folder
     with (
         pytest.raises(ConfigError, match=r"no folder for Ray can be made as /proc/triptych-.*; set TMPDIR to a folder"),
-        ray_environment.prepared(ServeConfig(SPECS)),
+        environment.prepared(ServeConfig(SPECS)),
     ):
         pass
     clean.setattr(tempfile, "tempdir", "/" + "é" * 12)
-    assert ray_environment._temp_dir() == "/tmp"  # bytes count, not characters
+    assert environment._temp_dir() == "/tmp"  # bytes count, not characters
 
 
 def test_a_socket_with_too_long_a_path_is_said_before_haproxy_starts(clean: pytest.MonkeyPatch) -> None:
     clean.setitem(os.environ, "RAY_SERVE_HAPROXY_SOCKET_PATH", "/tmp/" + "x" * 93)
     with (
         pytest.raises(ConfigError, match=r"RAY_SERVE_HAPROXY_SOCKET_PATH: .* 97 bytes, found 98"),
-        ray_environment.prepared(ServeConfig(SPECS)),
+        environment.prepared(ServeConfig(SPECS)),
     ):
         pass
 
 
 def test_the_log_pipe_joins_stderr_of_other_processes() -> None:
-    child = "import sys; from pathlib import Path; from service import log_pipe; log_pipe.adopt(Path(sys.argv[1])); "
+    child = "import sys; from pathlib import Path; from service.observability import log_pipe; "
+    child += "log_pipe.adopt(Path(sys.argv[1])); "
     child += "import os; os.write(2, b'from the child\\n')"
     parent = f"""
 import subprocess, sys, tempfile
 from pathlib import Path
-from service import log_pipe
+from service.observability import log_pipe
 with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "log")):
     for _ in range(3):
         subprocess.run([sys.executable, "-c", {child!r}, str(Path(folder, "log"))], check=True)
@@ -391,7 +394,7 @@ def test_the_log_pipe_prints_any_byte_and_ends_though_writers_stay() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
-from service import log_pipe
+from service.observability import log_pipe
 with tempfile.TemporaryDirectory() as folder:
     with log_pipe.printing(Path(folder, "log")):
         pipe = os.open(Path(folder, "log"), os.O_WRONLY)
@@ -408,7 +411,7 @@ def test_a_full_disk_for_logs_does_not_block_who_writes_them() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
-from service import log_pipe
+from service.observability import log_pipe
 with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "log")):
     pipe = os.open(Path(folder, "log"), os.O_WRONLY)
     for _ in range(1000):
@@ -419,20 +422,20 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
 
 
 def test_ports_of_haproxy_are_none_that_a_connection_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = ray_environment._first_ephemeral()
-    ports = {ray_environment._free_port() for _ in range(50)}
+    first = environment._first_ephemeral()
+    ports = {environment._free_port() for _ in range(50)}
     assert len(ports) > 25  # sessions that start together choose differently
-    assert all(ray_environment._PORTS_FROM <= port < first for port in ports)
+    assert all(environment._PORTS_FROM <= port < first for port in ports)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports.pop()))
-        monkeypatch.setattr(ray_environment, "_PORTS_FROM", taken.getsockname()[1])
-        monkeypatch.setattr(ray_environment, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
-        assert ray_environment._free_port() not in (0, taken.getsockname()[1])
+        monkeypatch.setattr(environment, "_PORTS_FROM", taken.getsockname()[1])
+        monkeypatch.setattr(environment, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
+        assert environment._free_port() not in (0, taken.getsockname()[1])
 
 
 _ORPHANS = """
 import subprocess, time
-from service.descendants import _descendants, _name, adopt_orphans, end_descendants
+from service.runtimes.ray_serve.descendants import _descendants, _name, adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.run(["sh", "-c", "sleep 61 & (trap '' TERM; sleep 62) &"])  # which ends and leaves them
 while [_name(pid) for pid in _descendants()].count("sleep") < 2:  # on a busy machine they begin later than it ends

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from model.config import ConfigError
-from model.engine.admission import Admission
-from model.engine.config import EngineConfig
-from model.engine.stats import EngineStats
-from service import options, serving
-from service.scaling import SATURATION, SaturationPolicy, Scaling
+from model.api.engine_config import EngineConfig
+from model.api.stats import EngineStats
+from model.client.admission import Admission
+from model.config.model import ConfigError
+from service.cli import serve
+from service.runtimes.ray_serve.autoscaling_policy import SATURATION, SaturationPolicy, Scaling
+from service.settings import option_table
 
 
 @dataclass
@@ -65,9 +66,9 @@ def test_saturation_of_an_encoder_is_how_full_its_queue_is() -> None:
 
 def parse(*arguments: str) -> Scaling:
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser, options.OPTIONS)
-    settings = options.from_arguments(parser.parse_args(arguments), options.OPTIONS)
-    return serving.configuration({"m": {"path": "/nowhere"}}, settings).scaling
+    option_table.add_arguments(parser, option_table.OPTIONS)
+    settings = option_table.from_arguments(parser.parse_args(arguments), option_table.OPTIONS)
+    return serve.configuration({"m": {"path": "/nowhere"}}, settings).scaling
 
 
 def test_settings() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from model.config import ConfigError
-from service.config import ServiceSettings
+from model.config.model import ConfigError
+from service.settings.service_settings import ServiceSettings
 from tests import checkpoints
 from tests.service.processes import running
 from tests.service.support import events

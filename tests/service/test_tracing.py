@@ -13,8 +13,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from model.config import ConfigError
-from service.config import ServiceSettings
+from model.config.model import ConfigError
+from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.test_huggingface import judging
 from tests.service.support import make_app, run
 

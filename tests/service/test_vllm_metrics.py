@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.config import ServiceSettings
+from service.settings.service_settings import ServiceSettings
 from tests.service.support import App, make_app, run
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
-from model.config import AttentionConfig, PositionConfig, PositionKind
-from model.kv_cache import LayerCache
-from model.positions import BucketBias
+from model.cache.paged import LayerCache
+from model.config.model import AttentionConfig, PositionConfig, PositionKind
+from model.network.score_bias import BucketBias
 
 
 @dataclass(frozen=True, slots=True)

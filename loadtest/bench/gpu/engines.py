@@ -10,23 +10,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench.floors import Costs, Floor
 from loadtest.bench.gpu.cases import Found, Stop
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers
 from loadtest.bench.models import random_model
+from loadtest.bench.roofline import Costs, Floor
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import Request, SamplingParams, TokenOutput
+from model.api.stats import StepStats
 from model.attention.selection import Selection, select_backend
-from model.checkpoint import Checkpoint
-from model.engine import loading
-from model.engine.config import EngineConfig
-from model.engine.engine import Engine
-from model.engine.loading import LoadedModel
-from model.engine.model_runner import ModelRunner
-from model.engine.pacing import LEAST_GPU_TOKENS, LEAST_TOKENS, StepPacer, StepWork
-from model.engine.protocol import ModelSpec
-from model.engine.stats import StepStats
-from model.request import Request, SamplingParams, TokenOutput
-from model.transformer import Transformer
+from model.checkpoint.folder import Checkpoint
+from model.engine import builder
+from model.engine.builder import LoadedModel
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import Engine
+from model.engine.step_pacer import LEAST_GPU_TOKENS, LEAST_TOKENS, StepPacer, StepWork
+from model.network.transformer import Transformer
 
 Step = Callable[[], tuple[list[TokenOutput], StepStats | None]]
 GREEDY = SamplingParams(ignore_eos=True)
@@ -107,9 +107,9 @@ def assembled(name: str, model: Transformer, selection: Selection, config: Engin
     """The engines of a network, its capture and warm-up timed."""
     checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."))
     began, timers = time.perf_counter(), Timers()
-    parts = [(loading, name, f"{name}_s") for name in ("pool_memory", "recorded", "warm_up")]
+    parts = [(builder, name, f"{name}_s") for name in ("pool_memory", "recorded", "warm_up")]
     with timers.on(*parts):
-        loaded = loading.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
+        loaded = builder.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
     seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}
     return Ready(loaded, model, seconds)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from loadtest.bench.floors import Ceilings
 from loadtest.bench.gpu.cases import Case, Found, Stop
+from loadtest.bench.roofline import Ceilings
 from model.attention.selection import select_backend
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pytest")

@@ -21,11 +21,11 @@ from loadtest.bench.gpu.engines import GREEDY, Ask, Done, Ready, add, asks, asse
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
 from loadtest.bench.models import random_model
+from model.api.engine_config import EngineConfig
+from model.api.request import EncodeRequest, EncodeTask, SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend
-from model.engine.config import EngineConfig
-from model.request import EncodeRequest, EncodeTask, SamplingParams
-from model.transformer import Transformer
+from model.network.transformer import Transformer
 
 CPU = torch.device("cpu")
 _CONTEXT = 256

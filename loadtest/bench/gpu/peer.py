@@ -64,8 +64,8 @@ def _against(bench: Bench) -> Found:
 def main() -> None:
     """The peer alone: its second run counts, as the first compiles."""
     task: dict[str, Any] = json.load(sys.stdin)
+    from loadtest.bench.batches import Ask, Workload
     from loadtest.bench.peers.continuous import random_engine
-    from loadtest.bench.workloads import Ask, Workload
 
     peer = random_engine(task["raw"], getattr(torch, task["dtype"]), torch.device(task["device"]))
     workload = Workload("streams", tuple(Ask(tuple(ids), wanted) for ids, wanted in task["asks"]))

@@ -16,9 +16,10 @@ from loadtest.bench.gpu.cases import Found
 from loadtest.bench.gpu.engines import Ready
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers, Where
-from model import transfer
-from model.engine import decode_graph, encode_engine, model_runner
-from model.request import FinishReason
+from model.api.request import FinishReason
+from model.engine import encode_engine
+from model.engine.execution import cuda_graphs, model_runner
+from model.system import transfer
 
 STEPS = 20
 _SHOWN = 5  # kernels in the results; the text has more
@@ -30,7 +31,7 @@ def generating(ready: Ready) -> list[Where]:
     return [
         (ready.engine.scheduler, "schedule", "schedule"),
         (model_runner, "pack", "pack"),
-        (decode_graph, "pack", "pack"),
+        (cuda_graphs, "pack", "pack"),
         (ready.engine.runner, "launch", "launch"),
         (model_runner.Launched, "collect", "collect"),
         (transfer.Fetched, "get", "wait"),

@@ -14,7 +14,7 @@ from typing import Any
 from loadtest.bench.gpu.cases import Found
 from loadtest.bench.gpu.supervisor import read, shown
 from loadtest.bench.gpu.targets import TARGETS, Target, stated
-from loadtest.report import style
+from loadtest.results.report import style
 
 Cells = Sequence[str]
 _VERBS = ("schedule", "pack", "launch", "wait", "collect", "update", "rest")

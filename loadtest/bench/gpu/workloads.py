@@ -26,7 +26,7 @@ from loadtest.bench.gpu.engines import (
 )
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
-from model.request import EncodeRequest, SamplingParams
+from model.api.request import EncodeRequest, SamplingParams
 
 _DRAWN = replace(GREEDY, temperature=0.6)
 Lengths = Sequence[tuple[int, int]]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
-from loadtest.bench.workloads import Workload
 
 
 class Unable(Exception):

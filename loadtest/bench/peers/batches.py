@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from loadtest.bench.workloads import Ask, Workload
+from loadtest.bench.batches import Ask, Workload
 
 _BATCH = 32
 

@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers import Unable
 from loadtest.bench.peers.static import load_model
-from loadtest.bench.workloads import Workload
 
 _PAGE = 256  # tokens; its default
 _STEP_TOKENS = 512

@@ -14,10 +14,10 @@ import ctranslate2
 import torch
 from ctranslate2.converters import TransformersConverter
 
+from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches
-from loadtest.bench.workloads import Workload
-from model.checkpoint import read_json
+from model.checkpoint.folder import read_json
 
 
 class Engine:

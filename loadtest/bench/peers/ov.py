@@ -16,10 +16,10 @@ import openvino
 import openvino_genai
 import torch
 
+from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers import Unable
 from loadtest.bench.peers.batches import batches, padded
-from loadtest.bench.workloads import Workload
 
 _CACHE_GB = 3  # as much as ours
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 
+from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches, padded
-from loadtest.bench.workloads import Workload
-from model.checkpoint import read_json
+from model.checkpoint.folder import read_json
 
 _AUTO = {"llama": "CausalLM", "gpt2": "CausalLM", "t5": "Seq2SeqLM", "bart": "Seq2SeqLM"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.chat import ChatTemplate
-from service.registry import ServedModel
+from service.core.chat_template import ChatTemplate
+from service.core.model_registry import ServedModel
 from tests.service.support import App, byte_tokenizer, make_app, served
 
 # In the style of those that published models have; the words are ours.

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from service.chat_process import RenderPool
-from service.config import Limits, ServiceSettings
-from service.structure import GrammarTrials
-from service.tokenizing import TokenizerThreads
+from service.planning.response_format import GrammarTrials
+from service.planning.tokenization import TokenizerThreads
+from service.sandbox.chat_pool import RenderPool
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import BRACKETS, chat_app, talker
 from tests.service.support import App, ask, check_accounts, events, make_app, run, samples, served, word_tokenizer
 from tests.service.test_bad_requests import check_error

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from model.config import ConfigError
-from service.chat import ChatTemplate
-from service.chat_process import RenderError, RenderPool, RenderWorker
-from service.config import Limits, ServiceSettings
+from model.config.model import ConfigError
+from service.core.chat_template import ChatTemplate
+from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
+from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app
 from tests.service.support import ask, check_accounts, run
 from tests.service.test_bad_requests import check_error

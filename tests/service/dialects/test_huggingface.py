@@ -13,11 +13,11 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerationError
 
-from model.config import ClassifierConfig, ClassifierInput
-from service.config import ServiceSettings
+from model.config.model import ClassifierConfig, ClassifierInput
 from service.dialects import huggingface
 from service.dialects.huggingface_bodies import PredictBody, RerankBody
-from service.encode_plan import EncodePlan
+from service.planning.encode import EncodePlan
+from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from model.grammar import choice_grammar, json_grammar, regex_grammar
-from service.config import ServiceSettings
+from model.text.grammar import choice_grammar, json_grammar, regex_grammar
+from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.processes import eventually
 from tests.service.support import App, byte_tokenizer, check_accounts, let_time_pass, live

@@ -1,0 +1,144 @@
+"""What a workload must cost at least on this machine: bytes over the measured bandwidth, FLOPs over the measured rate.
+
+A decode step reads every weight once and all keys and values of its sequences; a product takes two FLOPs a weight and
+row. The floor of a workload is that of an ideal engine: all requests run from the start, nothing is computed twice, and
+each step takes the larger of its memory and its arithmetic time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from loadtest.bench.batches import Workload
+from model.checkpoint.folder import read_checkpoint
+from model.config.model import ModelConfig, StackConfig
+from model.linear.native import PackedLinear
+from model.native.library import Kind, Library, native
+
+_READ_BYTES = 512 << 20  # far beyond every cache
+_SIZE = 2048  # of the matrices of the product
+_PATIENCE_S = 1.0
+_FORMATS = (("float32", Kind.F32), ("bfloat16", Kind.BF16), ("int8", Kind.INT8))  # from wide to narrow
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this machine does at best, measured in this run."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    kernel: str = ""  # that multiplied so fast
+
+    @classmethod
+    def measure(cls, number_format: str) -> Ceilings:
+        """With weights of `number_format` (float32, bfloat16, int8), by the fastest kernel that can take them."""
+        data = torch.ones(_READ_BYTES // 4)
+        seconds = {name: _best(product) for name, product in _kernels(number_format).items()}
+        kernel = min(seconds, key=seconds.__getitem__)
+        return cls(_READ_BYTES / _best(lambda: data.sum()), 2 * _SIZE**3 / seconds[kernel], kernel)
+
+
+def _kernels(number_format: str) -> dict[str, Callable[[], object]]:
+    """Square products by torch and by this project's own library, in `number_format` and in all wider ones: weights can
+    be widened first, which is the faster way on a CPU that only emulates the narrow format.
+    """
+    library = native()
+    found: dict[str, Callable[[], object]] = {}
+    rows = torch.ones(_SIZE, _SIZE)
+    for name, kind in _FORMATS[: 1 + [name for name, _ in _FORMATS].index(number_format)]:
+        if kind is not Kind.INT8:  # torch multiplies integers behind private names only
+            a = rows.to(getattr(torch, name))
+            found[f"torch {name}"] = partial(torch.matmul, a, a)
+        if isinstance(library, Library):
+            found[f"native {name}"] = partial(PackedLinear(library, rows, None, kind), rows)
+    return found
+
+
+def _best(work: Callable[[], object], runs: int = 7) -> float:
+    """The least seconds of `runs`, or of as many as begin within `_PATIENCE_S`."""
+    seconds: list[float] = []
+    while len(seconds) < runs and sum(seconds) < _PATIENCE_S:
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """One model in elements: what its products multiply and what a token keeps."""
+
+    encoder: int  # weights that each source token (or text token) meets
+    decoder: int  # weights that each decoder token meets, the head not counted
+    head: int
+    cross: int  # weights that each source token meets once for the decoder's cross attention
+    kv_per_token: int  # elements, also of a source token in the cross cache
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Costs:
+        decoder = config.decoder
+        cross = 0
+        if decoder is not None and _crosses(decoder):
+            cross = 2 * decoder.num_layers * decoder.attention.kv_size * decoder.hidden_size
+        head = config.embedding.vocab_size * decoder.hidden_size if decoder is not None and config.head else 0
+        return cls(
+            encoder=_weights(config.encoder),
+            decoder=_weights(decoder),
+            head=head,
+            cross=cross,
+            kv_per_token=config.kv_elements_per_token,
+        )
+
+
+def _crosses(stack: StackConfig | None) -> bool:
+    return stack is not None and stack.cross_attention
+
+
+def _weights(stack: StackConfig | None) -> int:
+    """Elements of a stack's matrices, cross attention's keys and values left out: sources meet those."""
+    if stack is None:
+        return 0
+    attention, hidden = stack.attention, stack.hidden_size
+    block = hidden * (2 * attention.query_size + 2 * attention.kv_size)
+    block += hidden * stack.mlp.intermediate_size * (3 if stack.mlp.gated else 2)
+    if stack.cross_attention:
+        block += 2 * hidden * attention.query_size
+    return block * stack.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Least seconds of one model's work, with weights and cache of `weight_bytes` and `kv_bytes` an element."""
+
+    costs: Costs
+    ceilings: Ceilings
+    weight_bytes: float
+    kv_bytes: float
+
+    @classmethod
+    def of(cls, path: Path, ceilings: Ceilings, weight_bytes: float, kv_bytes: float) -> Floor:
+        return cls(Costs.of(read_checkpoint(path).config), ceilings, weight_bytes, kv_bytes)
+
+    def step(self, rows: int, kv_tokens: int) -> float:
+        """A step of `rows` decoding tokens over `kv_tokens` cached ones."""
+        weights = self.costs.decoder + self.costs.head
+        read = weights * self.weight_bytes + kv_tokens * self.costs.kv_per_token * self.kv_bytes
+        return max(read / self.ceilings.bytes_per_second, 2 * rows * weights / self.ceilings.flops_per_second)
+
+    def workload(self, workload: Workload) -> float:
+        flops = 2.0 * workload.input_tokens * (self.costs.encoder or self.costs.decoder)
+        if self.costs.encoder and self.costs.decoder:
+            flops += 2.0 * workload.input_tokens * self.costs.cross
+        seconds = flops / self.ceilings.flops_per_second
+        longest = max((ask.output_tokens for ask in workload.asks), default=0)
+        for at in range(longest):
+            alive = [len(ask.ids) + at for ask in workload.asks if ask.output_tokens > at]
+            # Beams share what they have in common; at least one copy of it is read.
+            seconds += self.step(len(alive) * workload.beams, sum(alive))
+        return seconds

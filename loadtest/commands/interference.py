@@ -1,0 +1,230 @@
+"""What the workloads of a plan cost each other: each alone, then each of the plan's combinations, in turns.
+
+A workload's share is that of its output tokens a second (of what makes none, of its input tokens) beside the others to
+those that it makes alone in the same turn; figures are medians over the turns. Every run has prompts of its own, so
+that none finds another's in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.results import machine, statistics, tables
+from loadtest.results.statistics import Sample
+from loadtest.runs import flags, mix, output, plan
+from loadtest.runs.plan import Bound, Plan
+from loadtest.runs.progress import Progress
+from loadtest.runs.run import SCHEMA, Load, Measured
+from loadtest.server.target_server import Server
+
+PLAN = Path(__file__).with_suffix(".toml")
+
+Json = dict[str, Any]
+_HEADS = (
+    *("run", "work", "ITL p50 ms", "ITL p99 ms", "/ alone", "out tok/s", "in tok/s", "req/s", "share of alone"),
+    "bounds",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One workload in one run. Latencies are None where nothing is streamed."""
+
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    ttft_p99_ms: float | None
+    output_tokens_per_s: float
+    input_tokens_per_s: float
+    requests_per_s: float
+    error_rate: float
+    doubts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, measured: Measured) -> Figures:
+        run = measured.document
+        gaps = statistics.describe(_gaps(measured))
+        rate = {name: found["value"] or 0.0 for name, found in run["throughput"].items()}
+        return cls(
+            itl_p50_ms=gaps.get("p50"),
+            itl_p99_ms=gaps.get("p99"),
+            ttft_p99_ms=run["latency_ms"].get("ttft", {}).get("p99"),
+            output_tokens_per_s=rate["output_throughput"],
+            input_tokens_per_s=rate["total_throughput"] - rate["output_throughput"],
+            requests_per_s=rate["request_throughput"],
+            error_rate=run["shares"]["error_rate"] or 0.0,
+            doubts=tuple(run["doubts"]),
+        )
+
+    @property
+    def work(self) -> float:
+        """What it did a second, in the tokens that it is for."""
+        return self.output_tokens_per_s or self.input_tokens_per_s
+
+
+def _gaps(measured: Measured) -> Sample:
+    """Milliseconds between tokens within the window, also of requests that began before it or end after it: a stream
+    that is held up for long is not to be left out for that, nor to be measured once the others have gone.
+    """
+    start, end = measured.document["window_s"]
+    return Sample.of([[1e3 * gap for gap in record.gaps_from(start, end)] for record in measured.records])
+
+
+def add_command(commands: Any) -> None:
+    text = "Measure each workload of a plan alone and beside others, on a running service."
+    parser = commands.add_parser("interference", help="what workloads cost each other", description=text)
+    help_text = "TOML with [work.NAME], [together] and [bounds]"
+    parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help=help_text)
+    parser.add_argument("--turns", type=flags.positive, default=1, metavar="N", help="of all the runs")
+    flags.add_shared(parser)
+    parser.set_defaults(command=_command, duration=20.0, warmup=3.0)
+
+
+def _command(asked: argparse.Namespace) -> int:
+    from loadtest.commands.main import api_key
+
+    what = plan.read(asked.plan, asked)
+    progress = Progress(quiet=asked.quiet)
+    found: dict[tuple[str, str], list[Figures]] = {}
+    interrupted = False
+    with Server(asked.url.rstrip("/"), api_key(asked)) as server:
+        loads = {load.name: load for load in mix.meet(server, what.chosen(""), progress)}
+        about = server.about()
+        folder = output.folder(asked.out, "interference")
+        for number, (name, chosen) in enumerate(_runs(what, loads, asked.turns)):
+            progress.say(f"{name} ...")
+            mixed = mix.measure(mix.seeded(chosen, number), api_key(asked), progress)
+            (folder / name).mkdir(exist_ok=True)
+            output.write_mix(mixed, folder / name)
+            for work, measured in mixed.works.items():
+                found.setdefault((name, work), []).append(Figures.of(measured))
+            if interrupted := mixed.interrupted:
+                break
+    rows = _rows(found, what) if not interrupted else []
+    document = _document(found, rows, about, asked, interrupted)
+    (folder / "interference.json").write_text(output.line(document), encoding="utf-8")
+    (folder / "interference.md").write_text(markdown(rows), encoding="utf-8")
+    _show(document, tables.console())
+    output.print_end(document, None, Console())
+    return 130 if interrupted else int(not document["valid"] or any(row["missed"] for row in rows))
+
+
+def _runs(what: Plan, loads: dict[str, Load], turns: int) -> Iterable[tuple[str, list[Load]]]:
+    """Name and loads of every run, in the order of measuring."""
+    for _ in range(turns):
+        for name, load in loads.items():
+            yield _alone(name), [load]
+        for name, works in what.together.items():
+            yield name, [loads[work] for work in works]
+
+
+def _alone(work: str) -> str:
+    return f"{work} alone"  # no name of a combination has a space
+
+
+def _rows(found: dict[tuple[str, str], list[Figures]], what: Plan) -> list[Json]:
+    """One for each run and workload: medians, and the ratios to alone of the same turns."""
+    rows = []
+    for (run, work), turns in found.items():
+        alone = found[_alone(work), work]
+        row = {"run": run, "work": work, **_medians(turns)}
+        if turns is not alone:
+            pairs = list(zip(turns, alone, strict=True))
+            row["kept"] = _median([one.work / base.work if base.work else None for one, base in pairs])
+            row["itl_ratio"] = _median([_ratio(one.itl_p99_ms, base.itl_p99_ms) for one, base in pairs])
+            row["missed"] = _missed(row, _median([base.itl_p99_ms for base in alone]), what.bounds.get(work, Bound()))
+            row["bounded"] = work in what.bounds
+        else:
+            row |= {"kept": None, "itl_ratio": None, "missed": [], "bounded": False}
+        rows.append(row)
+    return rows
+
+
+def _missed(row: Json, alone_itl_ms: float | None, bound: Bound) -> list[str]:
+    """The bounds that `row` does not keep; what was not measured keeps none."""
+    missed = []
+    if bound.kept is not None and not (row["kept"] is not None and row["kept"] >= bound.kept):
+        missed.append(f"share < {bound.kept:g}")
+    if bound.itl_ratio is not None:
+        most = None if alone_itl_ms is None else bound.itl_ratio * alone_itl_ms + bound.itl_slack_ms
+        if most is None or row["itl_p99_ms"] is None or row["itl_p99_ms"] > most:
+            missed.append("p99 not known" if most is None else f"p99 > {tables.milliseconds(most)} ms")
+    return missed
+
+
+def _medians(turns: Sequence[Figures]) -> Json:
+    names = ("itl_p50_ms", "itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s", "input_tokens_per_s", "requests_per_s")
+    return {name: _median([getattr(turn, name) for turn in turns]) for name in names}
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def _document(
+    found: dict[tuple[str, str], list[Figures]], rows: list[Json], about: Json, asked: argparse.Namespace, cut: bool
+) -> Json:
+    doubts = sorted(
+        {f"{run}: {work}: {doubt}" for (run, work), turns in found.items() for turn in turns for doubt in turn.doubts}
+    )
+    names = ("turns", *(name for name in plan.SHARED if name not in ("api_key", "out", "quiet")))
+    return {
+        "schema": SCHEMA,
+        "kind": "interference",
+        "commit": machine.commit(),
+        "machine": machine.describe(),
+        "server": about,
+        "plan": asked.plan.read_text(encoding="utf-8"),
+        "settings": {name: getattr(asked, name) for name in names},
+        "interrupted": cut,
+        "valid": not doubts,
+        "doubts": doubts,
+        "rows": rows,
+        "turns": [{"run": run, "work": work, **asdict(one)} for (run, work), all_ in found.items() for one in all_],
+    }
+
+
+def markdown(rows: Iterable[Json]) -> str:
+    """The table as documents have it."""
+    lines = [_HEADS, ["---"] * 2 + ["---:"] * (len(_HEADS) - 3) + ["---"], *map(_cells, rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _show(document: Json, to: Console) -> None:
+    table = Table(*_HEADS, title="workloads alone and beside others", title_justify="left")
+    for column in table.columns[2:-1]:
+        column.justify = "right"
+    for row in document["rows"]:
+        table.add_row(*_cells(row))
+    to.print(table)
+    for doubt in document["doubts"]:
+        to.print(f"[red]INVALID[/] {doubt}")
+    if document["interrupted"]:
+        to.print("[yellow]interrupted[/]: not every run was made, so nothing can be set against it")
+
+
+def _cells(row: Json) -> list[str]:
+    verdict = ", ".join(row["missed"]) or ("kept" if row["bounded"] else "")
+    return [
+        row["run"],
+        row["work"],
+        *("" if row[name] is None else tables.milliseconds(row[name]) for name in ("itl_p50_ms", "itl_p99_ms")),
+        "" if row["itl_ratio"] is None else f"{row['itl_ratio']:.2f}",
+        f"{row['output_tokens_per_s']:,.0f}",
+        f"{row['input_tokens_per_s']:,.0f}",
+        f"{row['requests_per_s']:,.2f}",
+        "" if row["kept"] is None else f"{row['kept']:.0%}",
+        verdict,
+    ]

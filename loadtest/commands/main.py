@@ -1,0 +1,253 @@
+"""`python -m loadtest COMMAND`. Usage errors are one line and exit 2; a missed SLO, a regression or a server that does
+not serve exit 1; an interrupted run writes what it has and exits 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from loadtest.errors import ServerError, UsageError
+from loadtest.results.slo import Limit
+from loadtest.runs import flags
+from loadtest.settings import Settings
+
+PROG = "python -m loadtest"
+_APART = (
+    ("interference", "loadtest.commands.interference", "what workloads cost each other"),
+    ("offline", "loadtest.commands.offline", "engines without a server"),
+    ("quality", "loadtest.commands.quality", "what narrow numbers cost"),
+    ("overhead", "loadtest.commands.overhead", "what the service adds to the engine"),
+    ("faults", "loadtest.faults.command", "what clients see when something goes wrong"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors of one line and defaults in its help."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **arguments})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Says nothing of a default that is none: the text does."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default in (None, "", False, [])
+        return action.help if silent else super()._get_help_string(action)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        arguments = _parser(argv).parse_args(argv)
+        code = arguments.command(arguments) or 0
+    except UsageError as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        code = 2
+    except ServerError as error:
+        print(f"loadtest: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROG, description="Measure engines and services.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_run(commands)
+    _add_sweep(commands)
+    _add_compare(commands)
+    _add_report(commands)
+    _add_engine_commands(commands, argv)
+    return parser
+
+
+def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
+    """Most of their modules import what the rest has no use for: torch, Ray."""
+    for name, module, text in _APART:
+        if name in argv[:1]:
+            import_module(module).add_command(commands)
+        else:
+            commands.add_parser(name, help=text)
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser("run", help="one load on a server", description="Put one load on a server.")
+    flags.add(parser)
+    group = parser.add_argument_group("several workloads at the same time")
+    group.add_argument("--plan", type=Path, default=None, metavar="FILE", help="a TOML file that has them")
+    group.add_argument("--only", default="", metavar="NAME,...", help="of the plan's workloads; none: all")
+    parser.set_defaults(command=_run)
+
+
+def _add_sweep(commands: Any) -> None:
+    text = "Raise the load step by step until the server saturates, then find the highest that keeps the SLO."
+    parser = commands.add_parser("sweep", help="find the knee", description=text)
+    flags.add(parser)
+    group = parser.add_argument_group("sweep (each point takes --duration)")
+    group.add_argument("--over", choices=("rate", "concurrency"), default="rate", help="what is raised")
+    group.add_argument("--points", default="", metavar="X,Y,...", help="loads to begin with; none: doubled from --from")
+    group.add_argument("--from", dest="first", type=flags.above_zero, default=1.0, metavar="X", help="first load")
+    group.add_argument("--to", type=flags.above_zero, default=1024.0, metavar="X", help="never more than this")
+    group.add_argument("--bisect", type=flags.whole, default=4, metavar="N", help="points between met and missed")
+    parser.set_defaults(command=_sweep)
+
+
+def _add_compare(commands: Any) -> None:
+    text = "Ratios of B to A with bootstrap intervals; exit 1 where B is worse beyond the tolerance."
+    parser = commands.add_parser("compare", help="one result against another", description=text)
+    parser.add_argument("a", metavar="A.json", help="run.json, sweep.json or mix.json of the baseline")
+    parser.add_argument("b", metavar="B.json", help="the same to judge; of sweeps and mixes, what both measured")
+    parser.add_argument(
+        "--tolerance", type=flags.amount, default=0.05, metavar="SHARE", help="worse by so much is none"
+    )
+    parser.set_defaults(command=_compare)
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="the HTML page of a result", description="Draw a result again.")
+    parser.add_argument("result", metavar="FILE", help="run.json, sweep.json or mix.json")
+    parser.add_argument("--out", default="report.html", metavar="FILE", help="the page")
+    parser.set_defaults(command=_report)
+
+
+def api_key(arguments: argparse.Namespace) -> str:
+    """Of the flag, else of the environment."""
+    return str(arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Settings, list[Limit], str, Path | None]:
+    """What both `run` and `sweep` need: settings, limits, key, tokenizer."""
+    from loadtest.results import slo
+
+    key = api_key(arguments)
+    tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
+    return flags.settings(arguments), slo.parse(arguments.slo), key, tokenizer
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.plan is not None:
+        return _run_plan(arguments)
+    if arguments.only:
+        raise UsageError(f"--only: found {arguments.only!r} without --plan, expected a plan with it")
+    from loadtest.generator.worker import due
+    from loadtest.results import tables
+    from loadtest.runs import output, run
+    from loadtest.runs.progress import Progress
+    from loadtest.server.target_server import Server
+
+    settings, limits, key, tokenizer = _asked(arguments)
+    due(settings)  # raises what is wrong with the schedule before anything is sent
+    progress = Progress(quiet=arguments.quiet)
+    with Server(settings.url, key) as server:
+        subject = run.meet(server, settings, tokenizer, progress)
+        folder = output.folder(arguments.out, "run")
+        measured = run.measure(subject, subject.settings, limits, key, progress)
+    console = tables.console()
+    tables.run(measured.document, console)
+    output.write_run(measured, folder)
+    output.print_end(measured.document, folder, console)
+    return 130 if measured.interrupted else _verdict(measured.document) if limits else 0
+
+
+def _run_plan(arguments: argparse.Namespace) -> int:
+    from loadtest.results import tables
+    from loadtest.runs import mix, output, plan
+    from loadtest.runs.progress import Progress
+    from loadtest.server.target_server import Server
+
+    plan.check_beside(arguments)
+    works = plan.read(arguments.plan, arguments).chosen(arguments.only)
+    progress = Progress(quiet=arguments.quiet)
+    with Server(arguments.url.rstrip("/"), api_key(arguments)) as server:
+        loads = mix.meet(server, works, progress)
+        folder = output.folder(arguments.out, "mix")
+        mixed = mix.measure(loads, api_key(arguments), progress)
+    console = tables.console()
+    tables.mix(mixed.document, console)
+    output.write_mix(mixed, folder)
+    output.print_end(mix.without_columns(mixed.document), folder, console)
+    return 130 if mixed.interrupted else _verdict(mixed.document) if mixed.document["slo"] else 0
+
+
+def _verdict(document: dict[str, Any]) -> int:
+    """An SLO is kept only by a run that can be believed."""
+    return 0 if document["valid"] and all(one["met"] for one in document["slo"]) else 1
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from loadtest.results import tables
+    from loadtest.runs import output, run, sweep
+    from loadtest.runs.progress import Progress
+    from loadtest.server.target_server import Server
+
+    plan = sweep.Plan.parse(arguments.over, arguments.points, arguments.first, arguments.to, arguments.bisect)
+    _set_load(arguments, plan.loads[0], sweep.ARRIVALS[plan.over])
+    settings, limits, key, tokenizer = _asked(arguments)
+    progress = Progress(quiet=arguments.quiet)
+    with Server(settings.url, key) as server:
+        subject = run.meet(server, settings, tokenizer, progress)
+        folder = output.folder(arguments.out, "sweep")
+        found = sweep.Sweep(subject, limits, key, progress, plan)
+        document = found.run()
+    console = tables.console()
+    tables.sweep(document, console)
+    output.write_sweep(document, found.requests, folder)
+    output.print_end(sweep.without_columns(document), folder, console)
+    return 130 if document["interrupted"] else 0 if not limits or sweep.keeps_slo(document) else 1
+
+
+def _set_load(arguments: argparse.Namespace, load: float, kinds: Sequence[str]) -> None:
+    """The first load of a sweep; raises `UsageError` where another one is given, or arrivals that no load changes."""
+    for name in ("rate", "concurrency", "ramp_to", "stages"):
+        if (found := getattr(arguments, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: found {found}, expected --points or --from: a sweep sets its loads itself")
+    if arguments.arrivals not in (None, *kinds):
+        wanted = f"{', '.join(kinds)} with --over {arguments.over}"
+        raise UsageError(f"--arrivals: found {arguments.arrivals}, expected {wanted}")
+    if arguments.over == "rate":
+        arguments.rate = load
+    else:
+        arguments.arrivals, arguments.concurrency = "closed", int(load)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from loadtest.results import compare, tables
+    from loadtest.runs import output
+
+    a, b = (output.read(path, "run", "sweep", "mix") for path in (arguments.a, arguments.b))
+    document = compare.compare(a, b, arguments.tolerance)
+    console = tables.console()
+    tables.compare(document["rows"], console)
+    for warning in document["warnings"]:
+        console.print(f"[yellow]note[/] {warning}")
+    output.print_end(document, None, console)
+    return 1 if document["regressions"] else 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from loadtest.results import report
+    from loadtest.runs import output
+
+    document = output.read(arguments.result, "run", "sweep", "mix")
+    try:
+        Path(arguments.out).write_text(report.page(document), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out: {arguments.out}: {error.strerror}") from None
+    print(arguments.out)
+    return 0

@@ -1,0 +1,254 @@
+"""Engines measured without a server: a table for people, then one JSON line.
+
+Without names it takes the embedded models, which is quick; `--models D1,D2,...` builds the benchmark models and takes
+them through their workloads. Work is seeded and lengths are forced, so that two runs, and two engines, do the same.
+Engines take turns, run by run; beside each rate stands the floor that this machine's measured bandwidth and matrix rate
+allow, and the share of it that was reached. Every row is printed and, with `--json`, written as soon as it is known, so
+that a run which ends early leaves what it measured. What others did on the machine stands beside each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from loadtest.bench.batches import QUICK, Scale, Workload, workloads
+from loadtest.bench.engine_process import Worker
+from loadtest.bench.host import step_milliseconds
+from loadtest.bench.models import CONFIGS, built
+from loadtest.bench.peers import PEERS
+from loadtest.bench.roofline import Ceilings, Floor
+from loadtest.bench.tables import Row, StepRow, brief, row, steps_table, table
+from loadtest.errors import UsageError
+from loadtest.runs import flags
+from model.api.engine_config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from model.pretrained import embedded_models
+
+OURS = "triptych"
+BATCHES = (1, 8, 16, 32, 64)
+CONTEXT = 256  # tokens of each sequence where steps are timed
+_WIDTH = 180  # of the table in a file or pipe
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
+_FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
+_NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders"}
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("offline", help="an engine without a server")
+    parser.add_argument("--models", default="", help=f"of {', '.join(CONFIGS)} (default: the embedded models)")
+    parser.add_argument("--only", default="", help="workloads whose name has this in it, or `steps`")
+    parser.add_argument("--runs", type=flags.positive, default=3, help="counted runs of each row")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the requests, half of the lengths")
+    parser.add_argument("--requests", type=flags.positive, help="only the first so many of those that come at once")
+    parser.add_argument(
+        "--peer", action="append", default=[], choices=list(PEERS), help="take turns with it; repeatable"
+    )
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="number format")
+    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of matrices")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="number format of KV")
+    parser.add_argument("--attention-backend", default="auto", choices=ATTENTION_BACKENDS, help="what computes it")
+    parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
+    parser.add_argument("--json", type=Path, help="append each workload's rows to this file as soon as they are known")
+    parser.add_argument("--seed", type=flags.whole, default=0, help="of the workload")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the tables and the JSON line; 1 if our own engine failed at something."""
+    missing = sorted({package for peer in arguments.peer for package in PEERS[peer].missing})
+    if missing:
+        raise UsageError(f"not installed: {', '.join(missing)}; python -m pip install {' '.join(missing)}")
+    names = [name for name in arguments.models.split(",") if name]
+    for name in names:
+        if name not in CONFIGS:
+            raise UsageError(f"--models: found {name!r}, expected some of {', '.join(CONFIGS)}")
+    if arguments.json is not None:
+        _check_writable(arguments.json)
+    bench = Bench(arguments)
+    try:
+        for name in names:
+            bench.measure(name, built(name, arguments.cache), name)
+        if not names:
+            for name, path in embedded_models().items():
+                bench.measure(name, path, None)
+    finally:  # what an interrupted run has is worth its line
+        bench.report()
+    if not bench.rows and not bench.steps:
+        raise UsageError(f"--only: found {arguments.only!r}, expected part of a workload's name, or `steps`")
+    return int(any(row.engine == OURS and row.unable is not None for row in bench.rows))
+
+
+def _check_writable(path: Path) -> None:
+    """Before hours of measuring, not after."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--json: {path}: {error.strerror}") from None
+
+
+class Bench:
+    """One run of the command."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rows: list[Row] = []
+        self.steps: list[StepRow] = []
+        base = QUICK if arguments.quick or not arguments.models else Scale()
+        self.scale = Scale(base.requests, base.lengths, arguments.seed, arguments.requests)
+        self.ceilings: dict[str, Ceilings] = {}
+        self.versions: dict[str, Any] = {}
+        self.console = Console(stderr=True)
+
+    def measure(self, name: str, path: Path, benchmark: str | None) -> None:
+        """All of one model's rows; the embedded models have no peers."""
+        self.console.print(f"{name} ...")
+        workers = {OURS: Worker(OURS, path, self._settings(benchmark))}
+        try:
+            info = workers[OURS].info
+            if "unable" in info:
+                return self._keep([Row(name, OURS, "", unable=info["unable"])])
+            form = (benchmark or _FORMS[info["form"]])[0]
+            for peer in self.arguments.peer if benchmark else ():
+                if form in PEERS[peer].forms:
+                    workers[peer] = Worker(peer, path, {"dtype": info["dtype"], "form": form})
+                    self.versions[peer] = workers[peer].info
+                else:
+                    self._keep([Row(name, peer, "", unable=f"no {_NAMES[form]}")])
+            floor = self._floor(path, info)
+            for number, workload in enumerate(workloads(form, info["vocab_size"], self.scale)):
+                if self.arguments.only in workload.name:
+                    self._take_turns(name, form, number, workload, workers, floor)
+            if form == "D" and (not self.arguments.only or self.arguments.only == "steps"):
+                self._time_steps(name, workers[OURS], floor)
+        finally:
+            for worker in workers.values():
+                worker.close()
+
+    def _settings(self, benchmark: str | None) -> dict[str, Any]:
+        names = ("dtype", "quantization", "kv_cache_dtype", "attention_backend")
+        settings = {name: getattr(self.arguments, name) for name in names}
+        return {**settings, "kv_cache_memory": 3 << 30} if benchmark else settings
+
+    def _floor(self, path: Path, info: dict[str, Any]) -> Floor:
+        weights = info["dtype"]
+        if weights not in self.ceilings:
+            self.ceilings[weights] = Ceilings.measure(weights)
+        kv = "float32" if weights == "float32" else "bfloat16"
+        kv_bytes = _BYTES["int8" if self.arguments.kv_cache_dtype == "int8" else kv]
+        return Floor.of(path, self.ceilings[weights], _BYTES[weights], kv_bytes)
+
+    def _take_turns(
+        self, name: str, form: str, number: int, workload: Workload, workers: dict[str, Worker], floor: Floor
+    ) -> None:
+        """One uncounted run of everyone, then A B A B; who cannot do it once is not asked again."""
+        task = {"form": form, "workload": number, "scale": asdict(self.scale)}
+        found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in workers}
+        unable: dict[str, str] = {}
+        for turn in range(self.arguments.runs + 1):
+            for engine in found:
+                if engine in unable:
+                    continue
+                answer = workers[engine].ask(**task)
+                if "unable" in answer:
+                    unable[engine] = answer["unable"]
+                found[engine] += [answer] if turn else []
+        least = floor.workload(workload)
+        rows = []
+        for engine, answers in found.items():
+            if engine in unable:
+                rows.append(Row(name, engine, workload.name, unable=unable[engine]))
+                continue
+            ours = None if engine == OURS or OURS in unable else found[OURS]
+            rows.append(row(name, engine, workload, answers, least, ours))
+        self._keep(rows)
+
+    def _time_steps(self, name: str, ours: Worker, floor: Floor) -> None:
+        answer = ours.ask(step={"batches": BATCHES, "context": CONTEXT, "steps": 20})
+        if "unable" in answer:
+            return self._keep([Row(name, OURS, "steps", unable=answer["unable"])])
+        steps = []
+        for batch in BATCHES:
+            seconds = statistics.median(answer["seconds"][str(batch)])
+            least = floor.step(batch, batch * CONTEXT)
+            times = (seconds * 1e3, least * 1e3, least / seconds)
+            steps.append(StepRow(name, batch, *times, foreign_cores=answer["foreign_cores"]))
+        self._keep([], steps)
+
+    def _keep(self, rows: Sequence[Row], steps: Sequence[StepRow] = ()) -> None:
+        """Say and write what is known now: a line of JSON for a workload, with all that a whole run's has."""
+        self.rows += rows
+        self.steps += steps
+        for found in rows:
+            self.console.print("  " + brief(found), soft_wrap=True, highlight=False)
+        if self.arguments.json:
+            with self.arguments.json.open("a") as file:
+                print(json.dumps({**self._context(), **_results(rows, steps)}), file=file)
+
+    def report(self) -> None:
+        """The tables, then one JSON line."""
+        console = Console()
+        if not console.is_terminal:
+            console.width = _WIDTH
+        if self.rows:
+            console.print(table(self.rows))
+        if self.steps:
+            console.print(steps_table(self.steps, CONTEXT))
+        host = {str(batch): step_milliseconds(batch) for batch in (1, 64)}
+        console.print("Python a step: " + ", ".join(f"{ms:.2f} ms at {batch}" for batch, ms in host.items()))
+        for dtype, found in self.ceilings.items():
+            console.print(
+                f"this machine: {found.bytes_per_second / 1e9:.1f} GB/s read, "
+                f"{found.flops_per_second / 1e9:,.0f} GFLOP/s for {dtype} ({found.kernel})"
+            )
+        print(json.dumps({**self._context(), "python_ms": host, **_results(self.rows, self.steps)}))
+
+    def _context(self) -> dict[str, Any]:
+        machine = {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "commit": _commit(),
+        }
+        left_out = ("command", "cache", "json")
+        settings = {key: value for key, value in vars(self.arguments).items() if key not in left_out}
+        ceilings = {dtype: asdict(found) for dtype, found in self.ceilings.items()}
+        return {
+            "schema": 3,
+            "machine": machine,
+            "settings": settings,
+            "peers": self.versions,
+            "ceilings": ceilings,
+        }
+
+
+def _results(rows: Sequence[Row], steps: Sequence[StepRow]) -> dict[str, Any]:
+    return {"rows": [asdict(row) for row in rows], "steps": [asdict(row) for row in steps]}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,1 @@
+"""Clients, connections and the processes that drive them."""

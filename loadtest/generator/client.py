@@ -1,0 +1,159 @@
+"""One request as a client makes it: send, read as it comes, note every time, and its habit (cancel, slow, retry)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from loadtest.generator import targets
+from loadtest.generator.connections import Connection, Connections, Sink
+from loadtest.generator.sse import EventParser
+from loadtest.generator.targets import Reply
+from loadtest.records import Outcome, Record
+from loadtest.settings import Settings
+from loadtest.workload.items import Item, Turn
+
+REJECTIONS = (429, 503)
+_LONGEST_WAIT_S = 60.0  # of a Retry-After
+_UNSTREAMED_PATIENCE_S = 1.0  # a canceller of an unstreamed reply leaves within
+
+
+class _LeftError(Exception):
+    """The client left, as is its habit."""
+
+
+class Client:
+    """Makes requests and fills their records. `now` gives seconds since the run's start."""
+
+    def __init__(self, settings: Settings, connections: Connections, now: Callable[[], float]) -> None:
+        self._settings = settings
+        self._connections = connections
+        self.now = now
+
+    async def request(self, record: Record, item: Item, turn: Turn, history: list[str]) -> str:
+        """Make one request until it has ended, retries included; the text that was said."""
+        body = targets.body(self._settings, turn, history, stream=self._settings.streams)
+        said: list[str] = []
+        try:
+            for attempt in range(self._attempts(record)):
+                wait_s = await self._attempt(record, item, body, said)
+                if wait_s is None or attempt + 1 == self._attempts(record):
+                    break
+                await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:
+            record.outcome = Outcome.UNFINISHED
+            raise
+        finally:
+            record.ended = self.now()
+        return "".join(said)
+
+    def _attempts(self, record: Record) -> int:
+        return 1 + self._settings.clients.max_retries if record.habit == "retry" else 1
+
+    async def _attempt(self, record: Record, item: Item, body: bytes, said: list[str]) -> float | None:
+        """Seconds to wait before another one; None: it is over."""
+        record.attempts += 1
+        record.sent = self.now()
+        try:
+            async with self._patience(record, item), self._connections.post(body) as reply:
+                record.status = reply.status
+                if reply.status != 200:
+                    return await self._refused(record, reply)
+                await self._read(record, item, reply, said)
+                record.outcome = Outcome.ERROR if record.error else Outcome.OK
+        except (_LeftError, TimeoutError):
+            record.outcome = Outcome.CANCELLED
+        except httpx.HTTPError as error:
+            record.outcome, record.error = Outcome.ERROR, type(error).__name__
+        except msgspec.DecodeError:
+            record.outcome, record.error = Outcome.ERROR, "unreadable reply"
+        return None
+
+    def _patience(self, record: Record, item: Item) -> asyncio.Timeout:
+        leaves = record.habit == "cancel" and not self._settings.streams
+        return asyncio.timeout(item.leave_at * _UNSTREAMED_PATIENCE_S if leaves else None)
+
+    async def _refused(self, record: Record, reply: Connection) -> float | None:
+        content = await reply.read()
+        seconds = self.now() - record.sent
+        rejected = reply.status in REJECTIONS
+        record.retry_after = "retry-after" in reply.headers
+        record.outcome = Outcome.REJECTED if rejected else Outcome.ERROR
+        record.rejects.append((reply.status, seconds))
+        try:
+            record.error = targets.decode(content).failure or f"HTTP {reply.status}"
+        except msgspec.DecodeError:
+            record.error = f"HTTP {reply.status}"
+        return _retry_after(reply) if rejected else None
+
+    async def _read(self, record: Record, item: Item, reply: Connection, said: list[str]) -> None:
+        record.error = ""
+        if "text/event-stream" not in reply.headers.get("content-type", ""):
+            self._absorb(record, targets.decode(await reply.read()), said, None)
+            return
+        if not self._settings.streams:  # it may have no end
+            record.error = "a stream that was not asked for"
+            return
+        await reply.each(self._sink(record, item, said))  # to its end behind [DONE]: the connection can be used again
+        if not record.done and not record.error:
+            record.error = "stream ended without [DONE]"
+
+    def _sink(self, record: Record, item: Item, said: list[str]) -> Sink:
+        """What takes a stream's pieces, in whatever sizes they come."""
+        feed = EventParser().feed
+        since = time.monotonic() - self.now()  # of the run's start, by the clock of the pieces
+        leave_after = 1 + int(item.leave_at * max(0, record.planned_output_tokens - 1))
+        cancels = record.habit == "cancel"
+        pause = 1 / self._settings.clients.slow_rate if record.habit == "slow" else 0.0
+
+        def take(piece: bytes, at: float) -> float:
+            events = 0
+            for data in feed(piece):
+                if data == b"[DONE]":
+                    record.done = True
+                    continue
+                events += 1
+                self._absorb(record, targets.decode(data), said, at - since)
+                if cancels and len(record.token_times) >= leave_after:
+                    raise _LeftError
+            return pause * events
+
+        return take
+
+    def _absorb(self, record: Record, reply: Reply, said: list[str], at: float | None) -> None:
+        """Note what a reply or event says; `at`: when an event came, None of an unstreamed reply."""
+        record.error = reply.failure or record.error
+        text, tokens = reply.said, reply.num_tokens
+        if text:
+            said.append(text)
+        if at is not None and (text if tokens is None else tokens):
+            record.token_times.append(at)
+            if tokens is not None:
+                record.token_counts.append(tokens)
+                record.silent_tokens += 0 if text else tokens
+        record.finish_reason = reply.finish_reason or record.finish_reason
+        if reply.usage is not None:
+            record.has_usage = True
+            record.prompt_tokens, record.completion_tokens = reply.usage.prompt_tokens, reply.usage.completion_tokens
+            record.cached_tokens = reply.usage.cached
+        if reply.timings is not None:
+            times = reply.timings
+            record.queue_ms, record.prefill_ms, record.decode_ms = times.queue_ms, times.prefill_ms, times.decode_ms
+            record.server_ttft_ms, record.server_total_ms = times.ttft_ms, times.total_ms
+
+
+def _retry_after(reply: Connection) -> float:
+    """Seconds to wait before a refused request is sent again, a little spread so that not all come back at once."""
+    text = reply.headers.get("retry-after", "1")
+    seconds = float(text) if text.isdigit() else 1.0
+    return min(seconds, _LONGEST_WAIT_S) * random.uniform(1.0, 1.1)
+
+
+def clock(start: float) -> Callable[[], float]:
+    """Seconds since `start`, which is a time of `time.monotonic`."""
+    return lambda: time.monotonic() - start

@@ -1,0 +1,132 @@
+"""Sends items when they are due, however the server does.
+
+Open arrivals follow their schedule: a late answer delays no send, and latency counts from the schedule, so a stalled
+server cannot hide its stall (coordinated omission). In a closed loop a client sends when its last answer came, so what
+is due depends on the server; that is what a closed loop means, and why it cannot show an overload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+
+from loadtest.generator.client import Client
+from loadtest.records import Outcome, Record
+from loadtest.settings import Settings
+from loadtest.workload.items import Item, Source
+
+PREPARE_S = 3.0
+
+
+class Driver:
+    """The share of worker `number`: items number, number + W, number + 2 W, ..."""
+
+    def __init__(self, settings: Settings, source: Source, times: Sequence[float], number: int) -> None:
+        self._settings = settings
+        self._source = source
+        self._due = list(enumerate(times))[number :: settings.workers]
+        self._number = number
+        self._prepared: dict[int, Item] = {}
+        self._ended: list[Record] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        bound = settings.clients.max_concurrency
+        self._places = asyncio.Semaphore(_share(bound, number, settings.workers)) if bound else None
+        self.sent = 0
+        self.in_flight = 0
+
+    def prepare(self, most: int) -> None:
+        """Make the first items now, as far as `PREPARE_S` goes."""
+        count = len(self._due)
+        if not count:
+            count = _share(self._settings.requests, self._number, self._settings.workers) or most
+        end = time.monotonic() + PREPARE_S
+        for k in range(min(most, count)):
+            if time.monotonic() > end:
+                return
+            index = self._number + k * self._settings.workers
+            self._prepared[index] = self._source.item(index)
+
+    def take(self) -> list[Record]:
+        """What ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def run(self, client: Client) -> None:
+        """Send everything and wait for the answers; cancelled, it ends what is under way and keeps its records."""
+        try:
+            if self._settings.arrivals.kind == "closed":
+                await self._closed(client)
+            else:
+                await self._open(client)
+            await self._drain()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _open(self, client: Client) -> None:
+        for index, at in self._due:
+            while (wait_s := at - client.now()) > 0:
+                await asyncio.sleep(wait_s)
+            self._start(self._item(client, index, at))
+
+    async def _closed(self, client: Client) -> None:
+        settings = self._settings
+        indexes = iter(range(self._number, settings.requests or 10**12, settings.workers))
+        for _ in range(_share(settings.arrivals.concurrency, self._number, settings.workers)):
+            self._start(self._user(client, indexes))
+        if settings.duration_s:
+            await asyncio.wait(self._tasks, timeout=settings.duration_s)
+        elif self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _user(self, client: Client, indexes: Iterator[int]) -> None:
+        """One client of a closed loop."""
+        end = self._settings.duration_s or float("inf")
+        for index in indexes:
+            if client.now() >= end:
+                return
+            await self._item(client, index, client.now())
+
+    async def _item(self, client: Client, index: int, at: float) -> None:
+        """One item, its turns one after the other."""
+        begun = client.now()
+        item = self._prepared.pop(index, None) or self._source.item(index)
+        history: list[str] = []
+        for number, turn in enumerate(item.turns):
+            record = Record(index, number, item.habit, at, turn.prompt_tokens, turn.output_tokens, begun=begun)
+            said = await self._request(client, record, item, history)
+            if record.outcome is not Outcome.OK or number + 1 == len(item.turns):
+                return
+            history += [turn.text, said]
+            at = record.ended + item.turns[number + 1].think_s
+            await asyncio.sleep(at - client.now())
+            begun = client.now()
+
+    async def _request(self, client: Client, record: Record, item: Item, history: list[str]) -> str:
+        self.sent += 1
+        self.in_flight += 1
+        try:
+            if self._places is None:
+                return await client.request(record, item, item.turns[record.turn], history)
+            async with self._places:
+                return await client.request(record, item, item.turns[record.turn], history)
+        finally:
+            self.in_flight -= 1
+            record.ended = record.ended or client.now()
+            self._ended.append(record)
+
+    async def _drain(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._settings.drain_s)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _share(total: int, number: int, workers: int) -> int:
+    """Of `total` places, those of worker `number`."""
+    return total // workers + (number < total % workers)

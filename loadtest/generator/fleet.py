@@ -1,0 +1,127 @@
+"""The worker processes of a run, seen from the parent: start, go, gather, stop.
+
+They stand in sessions of their own, so that a Ctrl-C reaches the parent alone, which tells them; when it dies their
+input ends and so do they.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from loadtest.generator.worker import Job, Message, Report
+from loadtest.records import Record
+from loadtest.settings import Settings
+from loadtest.workload.prompts import Vocabulary
+
+_ROOT = Path(__file__).parents[2]
+START_S = 0.3  # from the go to the run's start, so that every worker has heard it
+_LONGEST_LINE = 1 << 28
+_LEAVE_S = 5.0  # of a worker, once its input has ended
+
+
+@dataclass(slots=True)
+class Gathered:
+    """All that the workers told, and the state they last reported, by worker."""
+
+    records: list[Record] = field(default_factory=list)
+    beats: list[float] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def add(self, number: int, report: Report) -> None:
+        self.records += report.records
+        self.beats += report.beats
+        self.in_flight[number], self.sent[number] = report.in_flight, report.sent
+        self.cpu_s[number] = report.cpu_s
+
+
+class Fleet:
+    """`settings.workers` processes and what they have told so far (`gathered`)."""
+
+    def __init__(self, settings: Settings, vocabulary: Vocabulary, api_key: str) -> None:
+        self._jobs = [Job(settings, vocabulary, api_key, number) for number in range(settings.workers)]
+        self._processes: list[asyncio.subprocess.Process] = []
+        count = settings.workers
+        self.gathered = Gathered(in_flight=[0] * count, sent=[0] * count, cpu_s=[0.0] * count)
+
+    async def start(self) -> None:
+        """Start the processes and wait until each has made its items."""
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+        for job in self._jobs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "loadtest.generator.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+                limit=_LONGEST_LINE,
+            )
+            self._processes.append(process)
+            self._tell(process, msgspec.json.encode(job))
+        for process in self._processes:
+            if not (await self._report(process)).ready:
+                raise RuntimeError("a worker did not begin with ready")
+
+    def go(self, start: float = 0.0) -> float:
+        """Begin at `start`, a time of `time.monotonic`; 0: in `START_S`. Returns it."""
+        start = start or time.monotonic() + START_S
+        for process in self._processes:
+            self._tell(process, msgspec.json.encode(Message(start=start)))
+        return start
+
+    def stop(self) -> None:
+        """End early: what is under way is given up, its records come all the same."""
+        for process in self._processes:
+            if process.returncode is None:
+                self._tell(process, msgspec.json.encode(Message(stop=True)))
+
+    async def gather(self, on_report: Callable[[], None]) -> None:
+        """Until every worker has ended; `on_report` after each report."""
+        await asyncio.gather(*(self._follow(n, process, on_report) for n, process in enumerate(self._processes)))
+
+    async def aclose(self) -> None:
+        """End the processes: without input they end by themselves, and what does not is killed.
+
+        Not killed at once: that would ask the system for the status of one that has just ended, which asyncio's own
+        watcher then misses ("Unknown child process pid").
+        """
+        await asyncio.gather(*(self._end(process) for process in self._processes))
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _LEAVE_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):  # it has ended by now
+                process.kill()
+            await process.wait()
+
+    async def _follow(self, number: int, process: asyncio.subprocess.Process, on_report: Callable[[], None]) -> None:
+        while True:
+            report = await self._report(process)
+            self.gathered.add(number, report)
+            on_report()
+            if report.end:
+                return
+
+    async def _report(self, process: asyncio.subprocess.Process) -> Report:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a worker process ended with {await process.wait()} before its work was done")
+        return msgspec.json.decode(line, type=Report)
+
+    def _tell(self, process: asyncio.subprocess.Process, message: bytes) -> None:
+        assert process.stdin is not None
+        process.stdin.write(message + b"\n")

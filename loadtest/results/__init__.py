@@ -1,0 +1,1 @@
+"""What was measured: statistics, objectives, tables, the page."""

@@ -1,0 +1,1 @@
+"""Runs and sweeps over a service, and where their files go."""

@@ -1,0 +1,181 @@
+"""Plan files: several workloads for one run, in TOML.
+
+A table `[work.NAME]` is one workload; its keys are the flags of `run` without their dashes (`prompt-tokens` or
+`prompt_tokens`), and what is not in it has the flag's default. `[together]` names combinations of them, `[bounds]` what
+each must keep beside others; both are for `interference`. What all workloads of a run share (`SHARED`) comes from the
+command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from loadtest.errors import UsageError
+from loadtest.generator.worker import due
+from loadtest.results import slo
+from loadtest.results.slo import Limit
+from loadtest.runs import flags
+from loadtest.settings import Settings
+
+SHARED: Final = ("url", "api_key", "duration", "warmup", "drain", "workers", "max_lag", "seed", "out", "quiet")
+"""Flags that are given on the command line beside a plan; of these a workload may set its own `OWN`."""
+OWN: Final = ("workers", "seed")
+SEED_STEP: Final = 1000  # between workloads: two that draw alike are not to find each other's prompts in a cache
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of files too
+_TABLES = ("work", "together", "bounds")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One workload of a plan."""
+
+    name: str
+    settings: Settings
+    limits: tuple[Limit, ...]
+    tokenizer: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a workload must keep beside others, against itself alone."""
+
+    kept: float | None = None  # share of its output tokens a second; of what makes none, of its input tokens
+    itl_ratio: float | None = None  # its p99 between tokens is at most `itl_ratio` times that of alone
+    itl_slack_ms: float = 0.0  # and so much more
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    works: Mapping[str, Work]
+    together: Mapping[str, tuple[str, ...]]
+    bounds: Mapping[str, Bound]
+
+    def chosen(self, names: str) -> list[Work]:
+        """The workloads of a comma-separated list; all of an empty one. Raises `UsageError`."""
+        found = [name.strip() for name in names.split(",") if name.strip()]
+        _check_names(found, self.works, "--only")
+        return [work for name, work in self.works.items() if not found or name in found]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def read(path: Path, shared: argparse.Namespace) -> Plan:
+    """The plan of a file. Raises `UsageError` naming file, table, key, found and expected."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--plan: {path}: {error.strerror}") from None
+    except ValueError as error:  # of TOML or of UTF-8
+        raise UsageError(f"--plan: {path}: expected TOML ({error})") from None
+    try:
+        return _plan(found, shared)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def check_beside(asked: argparse.Namespace) -> None:
+    """Raises `UsageError` where a flag beside `--plan` says what the plan says."""
+    for name, value in vars(_flags().parse_args([])).items():
+        if name not in SHARED and (found := getattr(asked, name)) != value:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: found {found} beside --plan, expected it in the plan's workloads")
+
+
+def _plan(found: dict[str, Any], shared: argparse.Namespace) -> Plan:
+    _check_names(found, _TABLES, "tables")
+    tables = {name: _table(found.get(name, {}), f"[{name}]") for name in _TABLES}
+    if not tables["work"]:
+        raise UsageError("found no [work.NAME], expected at least one")
+    works = {
+        name: _work(name, _table(table, f"[work.{name}]"), shared, place)
+        for place, (name, table) in enumerate(tables["work"].items())
+    }
+    for name in (*works, *tables["together"]):
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"found the name {name!r}, expected letters, digits, dots, dashes and underscores")
+    together = {name: _names(value, works, f"[together] {name}") for name, value in tables["together"].items()}
+    _check_names(tables["bounds"], works, "[bounds]")
+    bounds = {name: _bound(value, f"[bounds] {name}") for name, value in tables["bounds"].items()}
+    return Plan(works, together, bounds)
+
+
+def _work(name: str, table: dict[str, Any], shared: argparse.Namespace, place: int) -> Work:
+    where = f"[work.{name}]"
+    parser = _flags()
+    given = {key.replace("-", "_"): value for key, value in table.items()}
+    if everyones := [flag for flag in given if flag in SHARED and flag not in OWN]:
+        raise UsageError(f"{where}: found {everyones[0]!r}, expected it on the command line: all workloads share it")
+    _check_names(given, vars(parser.parse_args([])), where)
+    try:
+        asked = parser.parse_args([part for key, value in given.items() for part in _typed(parser, key, value)])
+        for flag in SHARED:
+            if flag not in given:
+                setattr(asked, flag, getattr(shared, flag))
+        if "seed" not in given:
+            asked.seed += SEED_STEP * place
+        settings = flags.settings(asked)
+        due(settings)  # raises what is wrong with the schedule before anything is sent
+        limits = tuple(slo.parse(asked.slo))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return Work(name, settings, limits, Path(asked.tokenizer) if asked.tokenizer else None)
+
+
+def _flags() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    flags.add(parser)
+    return parser
+
+
+def _typed(parser: argparse.ArgumentParser, name: str, value: object) -> list[str]:
+    """A key and its value as they would be typed."""
+    flag = "--" + name.replace("_", "-")
+    switch = isinstance(parser.get_default(name), bool)
+    if switch != isinstance(value, bool) or not isinstance(value, bool | str | int | float | dict):
+        raise UsageError(f"{flag}: found {value!r}, expected {'true or false' if switch else 'a text or a number'}")
+    if switch:
+        return [flag] if value else []
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def _bound(value: object, where: str) -> Bound:
+    table = _table(value, where)
+    _check_names(table, ("kept", "itl_ratio", "itl_slack_ms"), where)
+    for key, number in table.items():
+        if not isinstance(number, int | float) or isinstance(number, bool) or number < 0:
+            raise UsageError(f"{where}: {key}: found {number!r}, expected a number, 0 or more")
+    return Bound(**table)
+
+
+def _names(value: object, works: Mapping[str, Work], where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(one, str) for one in value):
+        raise UsageError(f"{where}: found {value!r}, expected a list of two or more names of workloads")
+    _check_names(value, works, where)
+    return tuple(value)
+
+
+def _table(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{where}: found {value!r}, expected a table")
+    return value
+
+
+def _check_names(found: Iterable[str], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]}?" if near else f"expected some of {', '.join(known)}"
+            raise UsageError(f"{where}: found {name!r}, {meant}")

@@ -1,0 +1,109 @@
+"""How an engine shares its machine: limits and memory, validated. Stdlib only."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+from model.config.model import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
+KV_CACHE_DTYPES = ("auto", "int8")
+ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
+SLOW_FALLBACKS = ("allow", "refuse")
+
+_CPU_BATCH = (64, 2048)  # sequences at once, tokens of a step
+_GPU_BATCHES = (  # the same by bytes of the card, as vendors count: what a step of so many tokens holds must fit too
+    (40e9, (256, 8192)),
+    (20e9, (256, 4096)),
+    (0, (128, 2048)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How many sequences and tokens of one model run in a step, and how many may wait."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one model's engine; `None` is decided from the checkpoint and the machine when it is loaded."""
+
+    device: str = "auto"  # auto | cpu | cuda[:N]
+    dtype: str = "auto"
+    quantization: str = "none"  # of the stacks' matrices and the head
+    attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
+    tensor_parallel_size: int = 1  # processes, on a GPU each with its own, that share the model's matrices
+    batch_invariant: bool = False  # refuse what could make an answer's bits depend on its neighbours
+    max_model_len: int | None = None  # tokens of prompt and output together; None: what positions and memory allow
+    max_num_seqs: int | None = None  # None: by the device, see `limits`
+    max_num_batched_tokens: int | None = None  # per step: so many of decoders, and as many of new sources
+    block_size: int = 16  # tokens of one KV block
+    kv_cache_memory: int | None = None  # bytes, of each rank
+    gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True  # on a GPU: record decode steps at start, which takes seconds and some memory
+    slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, graphs or fused kernels do not work
+    prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
+    model_weight: float = 1.0  # share of the time that the model gets beside others in its process, relative to theirs
+    max_queued_requests: int | None = None  # None: 4 x max_num_seqs
+    max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("quantization", QUANTIZATIONS),
+            ("attention_backend", ATTENTION_BACKENDS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("slow_fallbacks", SLOW_FALLBACKS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, found {getattr(self, name)!r}")
+        for name in ("block_size", "tensor_parallel_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, found {value}")
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} must not be negative, found {value}")
+        if not 0 < self.model_weight < math.inf:
+            raise ConfigError(f"model_weight must be a positive number, found {self.model_weight}")
+        if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence gets a token a step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], found {self.gpu_memory_utilization}")
+
+    def limits(self, gpu_memory: int | None = None) -> BatchLimits:
+        """What is set, the rest decided for a GPU of so many bytes, or for a CPU (None).
+
+        Of sequences and tokens one that is decided gives way to the other: each sequence gets a token a step.
+        """
+        seqs, tokens = _CPU_BATCH
+        if gpu_memory is not None:
+            seqs, tokens = next(batch for least, batch in _GPU_BATCHES if gpu_memory >= least)
+        seqs = self.max_num_seqs or min(seqs, self.max_num_batched_tokens or seqs)
+        tokens = self.max_num_batched_tokens or max(tokens, seqs)
+        return BatchLimits(
+            seqs,
+            tokens,
+            4 * seqs if self.max_queued_requests is None else self.max_queued_requests,
+            8 * tokens if self.max_queued_tokens is None else self.max_queued_tokens,
+        )
+
+    def largest_limits(self) -> BatchLimits:
+        """What `limits` gives at most, for who must know a bound before the device is known."""
+        return self.limits(None if self.device == "cpu" else sys.maxsize)

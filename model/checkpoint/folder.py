@@ -1,0 +1,230 @@
+"""A Hugging Face checkpoint folder as data: what it is, how it samples and pools. Reads no tensor, needs no torch.
+
+`model.network.weights` reads the weights. A folder that cannot be served raises `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from model.api.request import Pooling
+from model.config.model import ConfigError, ModelConfig
+from model.families import config_from_raw
+from model.media.images import ImageProcessing, processing
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # where the folder samples
+_GENERATION = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "repetition_penalty", "no_repeat_ngram_size"),
+    *("max_length", "min_length", "max_new_tokens", "min_new_tokens"),
+    *("num_beams", "length_penalty", "early_stopping"),
+)
+_ALWAYS_DEFAULTS = (
+    *("repetition_penalty", "no_repeat_ngram_size", "max_length"),
+    *("num_beams", "length_penalty", "early_stopping"),
+)
+# What else of generation_config.json changes an output and is not served; at 1, or at 0 and empty, it changes nothing.
+_NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
+_NOT_SERVED = (
+    "constraints",
+    "diversity_penalty",
+    "dola_layers",
+    "encoder_no_repeat_ngram_size",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "penalty_alpha",
+    "sequence_bias",
+    "stop_strings",
+    "top_h",
+    "watermarking_config",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a folder says before any weight is read."""
+
+    path: Path
+    config: ModelConfig
+    weight_files: tuple[Path, ...]
+    dtype: str  # of the stored weights as config.json names it, or float32
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by SamplingParams' names
+    pooling: Pooling = Pooling.MEAN
+    normalize: bool = False
+    images: ImageProcessing | None = None  # how an image is brought into the model's shape
+    max_input_tokens: int | None = None  # what an input of /encode may have; None: what the positions allow
+    not_served: tuple[str, ...] = ()  # settings of generation_config.json that would change outputs and are passed over
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Describe the folder `path`; raises `ConfigError`."""
+    if not path.is_dir():
+        raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder")
+    raw = read_json(path / "config.json", required=True)
+    # Older folders keep generation settings in config.json, and the oldest call one of them by another name.
+    newer = read_json(path / "generation_config.json")
+    if raw.get("force_bos_token_to_be_generated") and not newer:
+        raw["forced_bos_token_id"] = raw.get("bos_token_id")
+    generation = {key: raw[key] for key in _GENERATION if key in raw} | newer
+    files = _weight_files(path)
+    config = config_from_raw({**raw, **_token_ids(generation)}, tensor_names(files))
+    try:
+        pooling, normalize = _pooling(path, config)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{path.name}: modules.json has a value of the wrong kind: {error}") from None
+    limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+    return Checkpoint(
+        path=path,
+        config=config,
+        weight_files=files,
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        sampling_defaults=_sampling_defaults(generation, config.form == "encoder-decoder"),
+        pooling=pooling,
+        normalize=normalize,
+        images=processing(read_json(path / "preprocessor_config.json"), config.image) if config.image else None,
+        max_input_tokens=limit,
+        not_served=_not_served(generation) if config.can_generate else (),
+    )
+
+
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """The object in `path`; {} where an optional file is absent."""
+    if not path.is_file():
+        if required:
+            raise ConfigError(f"{path.parent.name}: {path.name} is missing")
+        return {}
+    value = _parse(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.parent.name}: {path.name} must hold an object, found {type(value).__name__}")
+    return value
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None
+
+
+def tensor_names(files: Iterable[Path]) -> frozenset[str]:
+    """Names of all stored tensors; reads headers only."""
+    names: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                names.update(tensors.keys())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file.parent.name}: {file.name} is not a valid safetensors file: {error}") from None
+    return frozenset(names)
+
+
+def _token_ids(generation: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json overrules config.json on ids, as it does in the reference library."""
+    names = (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "bad_words_ids"),
+        *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    )
+    return {name: generation[name] for name in names if generation.get(name) is not None}
+
+
+def _sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dict[str, Any]:
+    """Defaults for fields a client leaves out: greedy unless the folder asks for sampling."""
+    for name in set(_GENERATION) - {"do_sample", "early_stopping"}:
+        value = generation.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"generation_config.json: {name} must be a number, found {value!r}")
+    sampled = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
+    wanted = (*_ALWAYS_DEFAULTS, *sampled)
+    chosen = {name: generation[name] for name in wanted if generation.get(name) is not None}
+    if sampled:
+        chosen.setdefault("temperature", 1.0)
+    if generation.get("max_new_tokens"):
+        chosen["max_tokens"] = generation["max_new_tokens"]
+    if generation.get("min_new_tokens"):
+        chosen["min_tokens"] = generation["min_new_tokens"]
+    elif generation.get("min_length") and encoder_decoder:
+        chosen["min_tokens"] = generation["min_length"] - 1  # the start token counts
+    return chosen
+
+
+def _not_served(generation: dict[str, Any]) -> tuple[str, ...]:
+    asked = {name for name in _NOT_SERVED if generation.get(name)}
+    asked |= {name for name in _NOT_SERVED_UNLESS_ONE if generation.get(name) not in (None, 1)}
+    return tuple(sorted(asked))
+
+
+def _pooling(path: Path, config: ModelConfig) -> tuple[Pooling, bool]:
+    """sentence-transformers' modules where listed; else mean over an encoder, last token of a decoder."""
+    modules = {module.get("type", "").rpartition(".")[2]: module for module in _modules(path)}
+    served = {"Transformer", "Pooling", "Normalize"}
+    if modules.keys() - served:
+        raise ConfigError(
+            f"{path.name}: modules.json asks for {', '.join(sorted(modules.keys() - served))}; served are "
+            f"{', '.join(sorted(served))}"
+        )
+    normalize = "Normalize" in modules
+    if "Pooling" not in modules:
+        return _default_pooling(config), normalize
+    name = modules["Pooling"].get("path", "1_Pooling")
+    modes = read_json(path / name / "config.json", required=True)
+    known = {
+        "pooling_mode_mean_tokens": Pooling.MEAN,
+        "pooling_mode_cls_token": Pooling.CLS,
+        "pooling_mode_lasttoken": Pooling.LAST,
+    }
+    active = [mode for mode, on in modes.items() if mode.startswith("pooling_mode_") and on is True]
+    if len(active) != 1 or active[0] not in known:
+        found = ", ".join(active) or "none"
+        raise ConfigError(f"{path.name}/{name}: exactly one of {', '.join(known)} must be on, found {found}")
+    return known[active[0]], normalize
+
+
+def _default_pooling(config: ModelConfig) -> Pooling:
+    """The last token of a decoder has seen the whole text; a vision model is trained on its first."""
+    if config.encoder is None:
+        return Pooling.LAST
+    return Pooling.CLS if config.image is not None else Pooling.MEAN
+
+
+def _modules(path: Path) -> list[dict[str, Any]]:
+    """What modules.json chains, in order; [] where the folder is no sentence-transformers model."""
+    if not (path / "modules.json").is_file():
+        return []
+    modules = _parse(path / "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ConfigError(f"{path.name}: modules.json must hold a list of objects")
+    return modules
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{path.name}: {index.name}: weight_map must map tensor names to file names")
+        names = sorted(set(weight_map.values()))
+        files = [path / name for name in names]
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ConfigError(f"{path.name}: the index names files outside the folder: {', '.join(outside)}")
+        missing = [file.name for file in files if not file.is_file()]
+        if missing or not files:
+            raise ConfigError(f"{path.name}: the index names shards that are missing: {', '.join(missing) or 'none'}")
+        return tuple(files)
+    if (path / "model.safetensors").is_file():
+        return (path / "model.safetensors",)
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ConfigError(
+            f"{path.name}: {', '.join(pickles)}: pickled weights can run code when they are read and are refused; "
+            "convert them to model.safetensors with the library that wrote them"
+        )
+    raise ConfigError(f"{path.name}: no model.safetensors and no model.safetensors.index.json")

@@ -1,0 +1,1 @@
+"""The front's side of the engine: admission, streams, the engine's process. No torch."""

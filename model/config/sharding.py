@@ -1,0 +1,151 @@
+"""Which part of every parameter a rank holds, as data (Shoeybi et al. 2019, section 3). Pure; opens no file, no torch.
+
+Matrices that make heads or MLP columns are split by rows, those that read them by columns: between the two a rank needs
+nothing of the others, and a sum over ranks ends each sublayer. The token table and the head are split by vocabulary.
+What is not in `_SPLITS` (norms, positions, classifiers, biases of sums) every rank holds whole.
+
+A rank's network is the same network of a smaller configuration (`Shard.config`); only its sums are not its own
+(`model.network.sharded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from model.config.model import ConfigError, ModelConfig, StackConfig
+
+Shape = tuple[int, ...]
+Range = tuple[int, int]
+Index = tuple[slice, ...]
+
+# Parameter, the dimension that is split, and what lies along it: parts one after the other, each split for itself.
+_SPLITS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("*.attn.qkv.*", 0, ("queries", "keys", "keys")),
+    ("*.attn.out.weight", 1, ("queries",)),
+    ("*.attn.offset", 0, ("heads",)),
+    ("*.cross.q.*", 0, ("queries",)),
+    ("*.cross.kv.*", 0, ("keys", "keys")),
+    ("*.cross.out.weight", 1, ("queries",)),
+    ("*.mlp.up.*", 0, ("columns",)),  # gated: twice, [gate; up]
+    ("*.mlp.down.weight", 1, ("columns",)),
+    ("*.bias.weight", 1, ("heads",)),  # T5's buckets
+    ("*.relative.project.weight", 0, ("queries",)),
+    ("*.relative.*_offset", 0, ("heads",)),
+    ("*.relative.segments", 1, ("heads",)),
+    ("tokens.weight", 0, ("vocabulary",)),
+    ("head.*", 0, ("vocabulary",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a rank keeps of a parameter: `ranges` of dimension `dim`, one after the other."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise `ConfigError` for a model that cannot be split so."""
+        for name, stack in config.stacks.items() if self.size > 1 else ():
+            heads, kv_heads = stack.attention.num_heads, stack.attention.num_kv_heads
+            if heads % self.size:
+                raise ConfigError(f"tensor_parallel_size {self.size} must divide the {heads} heads of the {name}")
+            if kv_heads % self.size and self.size % kv_heads:
+                raise ConfigError(
+                    f"tensor_parallel_size {self.size} must divide the {kv_heads} key and value heads of the {name}, "
+                    "or be a multiple of them"
+                )
+            if stack.mlp.intermediate_size < self.size:
+                raise ConfigError(f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP")
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The network that this rank holds."""
+        first, last = self.share(whole.embedding.vocab_size)
+        return replace(
+            whole,
+            embedding=replace(whole.embedding, vocab_size=last - first),
+            encoder=whole.encoder and self._stack(whole.encoder),
+            decoder=whole.decoder and self._stack(whole.decoder),
+        )
+
+    def share(self, count: int) -> Range:
+        """This rank's of `count` things, as even as they come; fewer than ranks are held by several ranks each."""
+        first, last = self.rank * count // self.size, (self.rank + 1) * count // self.size
+        return (first, max(last, first + 1)) if count else (0, 0)
+
+    def piece(self, config: ModelConfig, name: str, shape: Shape) -> Piece | None:
+        """Of the parameter `name`, whose whole shape is given; None: all of it."""
+        found = next(((dim, kinds) for pattern, dim, kinds in _SPLITS if fnmatchcase(name, pattern)), None)
+        if found is None or self.size == 1:
+            return None
+        dim, kinds = found
+        parts = [_part(config, name, kind) for kind in kinds]
+        length = sum(count * width for count, width in parts)
+        ranges = []
+        for repeat in range(shape[dim] // length):
+            begin = repeat * length
+            for count, width in parts:
+                first, last = self.share(count)
+                ranges.append((begin + first * width, begin + last * width))
+                begin += count * width
+        return Piece(dim, tuple(ranges))
+
+    def _stack(self, stack: StackConfig) -> StackConfig:
+        queries, keys = self.share(stack.attention.num_heads), self.share(stack.attention.num_kv_heads)
+        columns = self.share(stack.mlp.intermediate_size)
+        attention = replace(stack.attention, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
+        return replace(stack, attention=attention, mlp=replace(stack.mlp, intermediate_size=columns[1] - columns[0]))
+
+
+WHOLE = Shard()
+
+
+def local_shape(shape: Shape, piece: Piece | None) -> Shape:
+    """What is left of a parameter of this shape."""
+    if piece is None:
+        return shape
+    length = sum(stop - start for start, stop in piece.ranges)
+    return (*shape[: piece.dim], length, *shape[piece.dim + 1 :])
+
+
+def cuts(shape: Shape, rows: Range, piece: Piece | None) -> Iterator[tuple[Index, Index]]:
+    """How a tensor that holds rows `[start, stop)` of a parameter fills a rank's piece of it: (from, to) indices."""
+    start, stop = rows
+    if piece is None:
+        yield (slice(0, stop - start),), (slice(start, stop),)
+        return
+    filled = 0
+    for first, last in piece.ranges:
+        if piece.dim == 0:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield (slice(low - start, high - start),), (slice(filled + low - first, filled + high - first),)
+        else:
+            whole = tuple(slice(0, size) for size in shape[1 : piece.dim])
+            source, target = slice(first, last), slice(filled, filled + last - first)
+            yield (slice(0, stop - start), *whole, source), (slice(start, stop), *whole, target)
+        filled += last - first
+
+
+def _part(config: ModelConfig, name: str, kind: str) -> tuple[int, int]:
+    """(how many things are shared out, elements of one)."""
+    if kind == "vocabulary":
+        return config.embedding.vocab_size, 1
+    stack = config.stacks[name.partition(".")[0]]
+    attention = stack.attention
+    return {
+        "queries": (attention.num_heads, attention.head_dim),
+        "keys": (attention.num_kv_heads, attention.head_dim),
+        "heads": (attention.num_heads, 1),
+        "columns": (stack.mlp.intermediate_size, 1),
+    }[kind]

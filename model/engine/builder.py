@@ -1,0 +1,418 @@
+"""A checkpoint folder and settings become running engines: device, dtype and pool size are decided here, once."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.messages import ModelSpec
+from model.api.stats import ModelInfo
+from model.attention.selection import Selection, select_backend
+from model.cache.paged import KVCache
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.config.model import ConfigError, ModelConfig, PositionKind
+from model.config.sharding import Shard
+from model.engine.dtypes import choose_dtype
+from model.engine.encode_engine import EncodeEngine
+from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.execution.warmup import warm_up
+from model.engine.generate_engine import Engine
+from model.engine.gpu_memory import Card, CudaMemory, pool_memory
+from model.engine.memory_plan import (
+    Context,
+    KVLayout,
+    NumberFormat,
+    fit_context,
+    kv_bytes_per_token,
+    kv_dtype,
+    most_context,
+    plan_memory,
+    plan_pool,
+)
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler
+from model.inspection.anatomy import dissect
+from model.linear.native import PackedLinear
+from model.native.library import Kind
+from model.network.native_scratch import planned_scratch
+from model.network.native_stack import NativeStack, Packing, pack_model
+from model.network.transformer import Transformer
+from model.network.weights import load_model
+from model.parallel.rank0 import LeadingCache, LeadingTransformer, load_leader
+from model.system import fallbacks
+from model.system.fallbacks import summary
+from model.system.host_memory import available_memory
+from model.text.grammar_matcher import Grammars
+from model.text.token_bytes import TokenBytes, token_bytes
+from model.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from model.parallel.rank_processes import Followers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to work; `generate` is None where it cannot."""
+
+    info: ModelInfo
+    encode: EncodeEngine
+    generate: Engine | None
+    followers: Followers | None = None  # the processes of the model's other ranks
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` if another rank is gone: what was computed since is worth nothing."""
+        if self.followers is not None:
+            self.followers.check()
+
+    def close(self) -> None:
+        """End what was started for it; the model computes nothing any more then."""
+        if self.followers is not None:
+            self.followers.close()
+
+
+def load(spec: ModelSpec) -> LoadedModel:
+    """Read the folder and build its engines; raises `ConfigError` if it cannot be served as asked."""
+    began = time.monotonic()
+    checkpoint = read_checkpoint(Path(spec.path))
+    device = resolve_device(spec.engine.device)
+    dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
+    _check_ranks(spec.engine, checkpoint.config, device)
+    selection = _select(spec.engine, device, dtype)
+    _check_native(spec.engine, checkpoint.config, selection)
+    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
+    limits = batch_limits(spec.engine, device)
+    most = most_context(spec.engine, checkpoint.config, limits).tokens
+    checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
+    if checkpoint.not_served:
+        logger.warning(
+            "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
+        )
+    pool = _plan_for_cpu(spec, checkpoint, selection, dtype, limits, most) if device.type == "cpu" else None
+    model = _load_model(spec, checkpoint, selection, dtype, device, most)
+    loaded = assemble(spec, checkpoint, model, selection, pool)
+    loaded.info.load_seconds = time.monotonic() - began
+    return loaded
+
+
+def assemble(
+    spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection, pool: int | None = None
+) -> LoadedModel:
+    """The engines of a network that has its weights; `pool` bytes of each rank are KV, None: by what is free."""
+    dtype, device = model.dtype, next(model.parameters()).device
+    limits = batch_limits(spec.engine, device)
+    context = most_context(spec.engine, checkpoint.config, limits)
+    packing = packing_of(spec.engine, selection)
+    if packing is not None:
+        pack_model(model, packing.library, packing.kind, batch_invariant=packing.batch_invariant)
+    encode = EncodeEngine(
+        spec.name,
+        model,
+        device,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        pooling=checkpoint.pooling,
+        normalize=checkpoint.normalize,
+        images=checkpoint.images,
+    )
+    generate = None
+    if checkpoint.config.can_generate:
+        if pool is None:
+            pool = _pool_memory(spec.engine, model, context.tokens, device)
+        context = fit_context(spec.engine, context, KVLayout.of(spec.engine, checkpoint.config, dtype), pool)
+        generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pool, dtype, device)
+    if device.type == "cuda":
+        warm_up(encode, generate, context.tokens)
+    slow = slow_ways(spec.engine, selection, generate, device)
+    for way in slow:
+        logger.warning("%s is slower than it could be: %s", spec.name, way)
+    try:
+        _check_fallbacks(spec.engine, slow)
+    except ConfigError:
+        if (followers := _followers(model)) is not None:
+            followers.close()
+        raise
+    info = _info(spec, checkpoint, model, selection, limits, context, generate)
+    info.fallbacks = slow
+    return LoadedModel(info, encode, generate, _followers(model))
+
+
+def slow_ways(
+    engine: EngineConfig, selection: Selection, generate: Engine | None, device: torch.device
+) -> tuple[str, ...]:
+    """What was to run faster on this GPU than it does, and why; what was asked for is no such thing."""
+    if device.type != "cuda":
+        return ()
+    slow = list(fallbacks.found())
+    if engine.attention_backend == "auto" and selection.backend.name != "triton":
+        slow.append(f"attention is not Triton's: {selection.reason}")
+    if generate is not None and isinstance(generate.runner, ModelRunner) and generate.runner.unrecorded:
+        slow.append(f"decode steps are launched kernel by kernel: {generate.runner.unrecorded}")
+    return tuple(slow)
+
+
+def _check_fallbacks(engine: EngineConfig, slow: tuple[str, ...]) -> None:
+    if slow and engine.slow_fallbacks == "refuse":
+        raise ConfigError(f"slow_fallbacks is refuse, and {slow[0]}")
+
+
+def packing_of(engine: EngineConfig, selection: Selection) -> Packing | None:
+    """How matrices are packed for the native stacks; None where those do not run."""
+    if selection.library is None:
+        return None
+    kind = Kind.INT8 if engine.quantization == "int8" else None
+    return Packing(selection.library, kind, engine.batch_invariant)
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu or cuda[:N], found {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
+    return device
+
+
+def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
+    """Of an engine on this device: what is not set follows from a GPU's memory."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return engine.limits(memory)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """What the model takes, packed matrices as they are and a tied table twice where the head has a packed copy."""
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    return packed + sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
+    """Refuse what cannot be split, before anything is read or started."""
+    size = engine.tensor_parallel_size
+    Shard(0, size).check(config)
+    first, visible = device.index or 0, torch.cuda.device_count()
+    if size > 1 and device.type == "cuda" and first + size > visible:
+        raise ConfigError(f"tensor_parallel_size {size} from {device} on needs more than the {visible} visible GPUs")
+
+
+def _select(engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> Selection:
+    """The backend; stacks in C have no sums over ranks in them."""
+    if engine.tensor_parallel_size == 1 or device.type != "cpu":
+        return select_backend(device, dtype, engine.attention_backend)
+    reason = f"the native stacks run on one rank, tensor_parallel_size is {engine.tensor_parallel_size}"
+    if engine.attention_backend == "native":
+        raise ConfigError(f"attention_backend native cannot be had: {reason}")
+    return replace(select_backend(device, dtype, "sdpa"), reason=f"torch scaled_dot_product_attention: {reason}")
+
+
+def _plan_for_cpu(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    selection: Selection,
+    dtype: torch.dtype,
+    limits: BatchLimits,
+    context: int,
+) -> int:
+    """Bytes of each rank's KV pool; raises `ConfigError` where the model does not fit, before a weight is read."""
+    kept = NumberFormat(dtype, selection.library is not None, spec.engine.quantization == "int8")
+    scratch = 0
+    if selection.library is not None:
+        kind, rows = Kind.INT8 if kept.int8 else None, limits.max_num_batched_tokens
+        scratch = planned_scratch(selection.library, checkpoint.config, dtype, kind, rows=rows, context=context)
+    return plan_memory(spec.name, spec.engine, checkpoint, kept, limits, available_memory(), scratch)
+
+
+def _load_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    selection: Selection,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Transformer:
+    """The network, or rank 0 of it with the others beside it."""
+    size = spec.engine.tensor_parallel_size
+    if size == 1:
+        return load_model(checkpoint, selection.backend, dtype, device, packing_of(spec.engine, selection))
+    return load_leader(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
+
+
+def _followers(model: Transformer) -> Followers | None:
+    return model.followers if isinstance(model, LeadingTransformer) else None
+
+
+def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
+    """Refuse what only the native kernels can do where they are not, or do not compute the model."""
+    if selection.library is not None:
+        left = [name for name, stack in config.stacks.items() if not NativeStack.supports(stack)]
+        if left and engine.quantization != "none":
+            raise ConfigError(
+                f"quantization {engine.quantization}: the native kernels do not compute the {' and the '.join(left)} "
+                f"of {config.model_type}, whose matrices would stay as they are; leave it at none for this model"
+            )
+        return
+    if engine.quantization != "none":
+        raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")
+    if engine.batch_invariant:
+        raise ConfigError(f"batch_invariant needs the native backend; {selection.reason}")
+
+
+def _generate_engine(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    limits: BatchLimits,
+    max_model_len: int,
+    pool: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    config = checkpoint.config
+    assert config.decoder is not None
+    kv = KVLayout.of(spec.engine, config, dtype)
+    num_blocks = min(kv.blocks_in(pool), kv.blocks_for(max_model_len) * limits.max_num_seqs)  # no more could be used
+    dtype = kv_dtype(spec.engine, dtype)
+    block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
+    cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
+    scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
+    graphs, unrecorded = None, ""
+    if can_record(spec.engine, model, device):
+        seqs, record = limits.max_num_seqs, CudaRecorder(device)
+        graphs, unrecorded = recorded(
+            DecodeGraphs(model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=record)
+        )
+    runner = ModelRunner(model, cache, block_manager, graphs)
+    runner.unrecorded = unrecorded
+    return Engine(
+        spec.name,
+        runner,
+        scheduler,
+        max_model_len=max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        grammars=_grammars(checkpoint),
+        overlap=_overlaps(spec.engine, config, device),
+    )
+
+
+def _cache(model: Transformer, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """The pool, of the heads that this rank has."""
+    assert model.decoder is not None
+    followers = _followers(model)
+    if followers is None:
+        return KVCache(model.decoder.config, num_blocks, block_size, dtype, device)
+    return LeadingCache(model.decoder.config, num_blocks, block_size, dtype, device, followers)
+
+
+def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
+    """Whether a step is launched before the last one's tokens are known; a CPU computes where it would be prepared."""
+    alone = engine.tensor_parallel_size == 1  # the other ranks are told each call when it is made
+    return device.type == "cuda" and alone and not config.generation.banned_sequences
+
+
+def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
+    """Whether decode steps run from graphs: the Triton kernels read every length where a replay finds it."""
+    assert model.decoder is not None
+    relative = model.decoder.config.position.kind is PositionKind.XLNET_RELATIVE
+    alone = engine.tensor_parallel_size == 1  # sums over ranks are not recorded
+    return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.name == "triton" and not relative
+
+
+def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
+    """All sizes recorded; None and the reason where that does not work: steps are then launched one by one."""
+    try:
+        graphs.record_all()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of CUDA, or of a compiler
+        logger.warning("decode steps could not be recorded, so they run launch by launch", exc_info=True)
+        return None, summary(error)
+    return graphs, ""
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars | None:
+    """None for a model without a tokenizer; the tokenizer is read when a grammar is first asked for."""
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        return None
+
+    def tokens() -> TokenBytes:
+        tokenizer = Tokenizer.from_folder(checkpoint.path)
+        assert tokenizer is not None
+        return token_bytes(tokenizer, checkpoint.config.embedding.vocab_size)
+
+    return Grammars(tokens)
+
+
+def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, device: torch.device) -> int:
+    """Of each rank: what was asked for, what the fullest GPU has left, or its part of what all ranks share."""
+    if engine.kv_cache_memory is not None:
+        return engine.kv_cache_memory
+    if device.type == "cuda":
+        limits = batch_limits(engine, device)
+        return pool_memory(
+            model,
+            limits,
+            max_model_len,
+            engine.gpu_memory_utilization,
+            CudaMemory(device),
+            [Card(*one) for one in model.memory] if isinstance(model, LeadingTransformer) else (),
+            recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
+        )
+    return plan_pool(engine, available_memory())
+
+
+def _info(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    selection: Selection,
+    limits: BatchLimits,
+    context: Context,
+    generate: Engine | None,
+) -> ModelInfo:
+    config = checkpoint.config
+    device = next(model.parameters()).device
+    quantized = spec.engine.quantization == "int8"
+    return ModelInfo(
+        name=spec.name,
+        form=config.form,
+        model_type=config.model_type,
+        parameters=dissect(config).total_parameters,
+        weight_bytes=weight_bytes(model),
+        dtype="int8" if quantized else str(model.dtype).removeprefix("torch."),
+        dtype_reason="asked for" if quantized else choose_dtype(spec.engine.dtype, config, device).reason,
+        device=str(device),
+        attention_backend=selection.backend.name,
+        attention_reason=selection.reason,
+        max_model_len=context.tokens,
+        max_model_len_reason=context.reason,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_queued_requests=limits.max_queued_requests,
+        max_queued_tokens=limits.max_queued_tokens,
+        block_size=spec.engine.block_size,
+        num_blocks=generate.block_manager.num_blocks if generate else 0,
+        kv_bytes_per_token=kv_bytes_per_token(
+            Shard(0, spec.engine.tensor_parallel_size).config(config), kv_dtype(spec.engine, model.dtype)
+        ),
+        embedding_size=next(iter(config.stacks.values())).hidden_size,
+        load_seconds=0.0,
+        tensor_parallel_size=spec.engine.tensor_parallel_size,
+        recorded_sizes=_recorded_sizes(generate),
+        versions={"torch": str(torch.__version__), "python": platform.python_version()},
+    )
+
+
+def _recorded_sizes(generate: Engine | None) -> int:
+    graphs = generate.runner.graphs if generate is not None and isinstance(generate.runner, ModelRunner) else None
+    return len(graphs.sizes) if graphs is not None else 0

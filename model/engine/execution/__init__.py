@@ -1,0 +1,1 @@
+"""A scheduled step on the device: batches, CUDA graphs, sampling, warm-up."""

@@ -1,0 +1,158 @@
+"""Decode steps recorded once and replayed: on a GPU one launch for the thousand small ones of a step.
+
+A step in which every sequence has one token has the same shape whatever the tokens are. It is recorded for some batch
+sizes, reading one row of integers (`model.engine.execution.batch`) that lies where it lies; a step is then that row
+filled anew and a replay of the next larger size, the places beyond its sequences having no keys and no slot to write
+to. The lengths are read by the kernels, so the backend must be one that looks at `AttentionMetadata.device_lengths`
+only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata, DeviceLengths
+from model.cache.paged import KVCache
+from model.engine.execution.batch import Layout, PackedStep, pack
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import ScheduledSequence
+from model.network.transformer import CrossInput, StackInput, Transformer
+from model.system.transfer import sent
+
+SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
+REGULAR = 16
+
+# Takes what is to be recorded; gives its result, which is written anew by each call of the second.
+Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], object]]]
+
+logger = logging.getLogger(__name__)
+
+
+class CudaRecorder:
+    """CUDA graphs of one device that share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            # One stream for all: cuBLAS keeps a work space for each that it was used on.
+            self._side = torch.cuda.Stream()
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        with torch.cuda.device(self._device):  # streams are the current device's
+            here = torch.cuda.current_stream()
+            self._side.wait_stream(here)
+            with torch.cuda.stream(self._side):  # kernels are compiled and handles made before anything is recorded
+                run()
+            here.wait_stream(self._side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+                result = run()
+        return result, graph.replay
+
+
+class DecodeGraphs:
+    """The recorded decode steps of one model over its pool."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        record: Recorder,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._blocks = blocks
+        self._longest = max_model_len
+        self._record = record
+        self.sizes = sizes_up_to(max_num_seqs)
+        width = blocks.blocks_for(max_model_len)
+        cross = width if model.encoder is not None else 0
+        self._layouts = {size: Layout(size, size, width, cross) for size in self.sizes}
+        # One row for all sizes: they never run at the same time.
+        self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
+        self._recorded: dict[int, tuple[Tensor, Callable[[], object]]] = {}
+
+    def record_all(self) -> None:
+        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        began = time.monotonic()
+        for size in reversed(self.sizes):
+            self._recorded[size] = self._recording(size)
+        logger.info("recorded decode steps of %d sizes in %.1f s", len(self.sizes), time.monotonic() - began)
+
+    def fits(self, steps: Rows[ScheduledSequence]) -> bool:
+        """Whether this is a step of single tokens of no more sequences than were recorded."""
+        return len(steps) <= self.sizes[-1] and all(step.num_tokens == 1 for step in steps)
+
+    def run(self, steps: Rows[ScheduledSequence], awaited: Mapping[int, int], tokens: Tensor | None) -> Tensor:
+        """Hidden states `[B, d]` of a step that fits, valid until the next run; `tokens` are those of the step
+        before."""
+        size = next(size for size in self.sizes if size >= len(steps))
+        used = replace(Layout.of(steps), tokens=size, segments=size)  # tables as long as they are, not as they may be
+        host = pack(used, steps, self._blocks, awaited, pinned=self._cache.device.type == "cuda")
+        step = self._fill(self._layouts[size], used, sent(host, self._cache.device))
+        if awaited and tokens is not None:
+            fill_awaited(step, tokens)
+        hidden, replay = self._recorded[size]
+        replay()
+        return hidden[: len(steps)]
+
+    def _fill(self, layout: Layout, used: Layout, packed: Tensor) -> PackedStep:
+        """Put a step of the recorded `layout`, but shorter tables, where it is read; what no length reaches stays."""
+        row = self._row[: sum(layout.sizes)]
+        step, new = layout.split(row), used.split(packed)
+        row[: layout.before_tables].copy_(packed[: layout.before_tables])
+        step.tables[:, : used.blocks].copy_(new.tables)
+        if layout.cross_blocks:
+            step.cross_lens.copy_(new.cross_lens)
+            step.cross_tables[:, : used.cross_blocks].copy_(new.cross_tables)
+        return step
+
+    @torch.inference_mode()
+    def _recording(self, size: int) -> tuple[Tensor, Callable[[], object]]:
+        layout = self._layouts[size]
+        row = self._row[: sum(layout.sizes)]
+        empty = pack(layout, [], self._blocks, {})
+        row.copy_(empty)
+        inputs, cross = self._inputs(layout.split(row), size)
+        return self._record(lambda: self._model.decode(inputs, self._cache, cross))
+
+    def _inputs(self, step: PackedStep, size: int) -> tuple[StackInput, CrossInput | None]:
+        def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> AttentionMetadata:
+            return AttentionMetadata(
+                q_lens=(1,) * size,
+                kv_lens=(self._longest,) * size,
+                causal=slots is not None,
+                device=self._cache.device,
+                block_tables=tables,
+                slot_mapping=slots,
+                device_lengths=DeviceLengths(step.cu_seqlens, lens, 1, self._longest),
+            )
+
+        inputs = StackInput(step.ids, step.positions, metadata(step.kv_lens, step.tables, step.slots))
+        if self._model.encoder is None:
+            return inputs, None
+        return inputs, CrossInput(metadata(step.cross_lens, step.cross_tables, None))
+
+
+def fill_awaited(step: PackedStep, tokens: Tensor) -> None:
+    """Put what the step before sampled, which only the device knows, where it is waited for."""
+    known = step.awaited < 0
+    step.ids.copy_(torch.where(known, step.ids, tokens[step.awaited.clamp(min=0)]))
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """The batch sizes that are recorded: few enough to be quick, near enough to waste little."""
+    regular = range(REGULAR, most + REGULAR, REGULAR)
+    return sorted({min(size, most) for size in (*SMALL, *regular)})

@@ -1,0 +1,272 @@
+"""A scheduled step as tensors: packs it, runs the Transformer, samples. Keeps no state of requests.
+
+SchedulerOutput -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> next tokens
+
+A step is launched, then collected. On a GPU the next one may be launched between the two: the tokens that it needs of
+the one before are taken where they are, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.api.request import TokenLogprob
+from model.attention.base import AttentionMetadata, DeviceLengths
+from model.cache.paged import KVCache
+from model.config.model import GenerationRules
+from model.engine.execution.batch import Layout, PackedStep, pack
+from model.engine.execution.cuda_graphs import DecodeGraphs, fill_awaited
+from model.engine.scheduling.beam_search import Candidates
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
+from model.network.transformer import CrossInput, StackInput, Transformer
+from model.sampling.sampler import SamplingRow, likeliest, logprobs_of, sample
+from model.system.transfer import Fetched, on_device, sent
+
+_NO_RULES = GenerationRules()
+LOGPROB_ROWS = 256  # rows of prompt logits held at once
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device may still be busy with."""
+
+    steps: list[ScheduledSequence]
+    rows: dict[int, int]  # place among `tokens` by the `id` of a sequence that samples
+    tokens: Tensor  # [S] on the device
+    arriving: Fetched  # the same
+    forced: list[bool]  # of each row: the checkpoint's rules left no other token
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+
+    def collect(self) -> list[SampledToken | None]:
+        """The next token of each scheduled sequence, None where its prompt is not computed to the end yet."""
+        tokens = self.arriving.get().tolist() if self.rows else []
+        found: list[SampledToken | None] = []
+        for step in self.steps:
+            row = self.rows.get(id(step.sequence))
+            if row is None:
+                found.append(None)
+                continue
+            logprob, candidates = self.logprobs.get(row), self.candidates.get(row, ())
+            found.append(SampledToken(tokens[row], logprob, self.forced[row], candidates))
+        return found
+
+
+class ModelRunner:
+    """One model with its pool."""
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, block_manager: BlockManager, graphs: DecodeGraphs | None = None
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.block_manager = block_manager
+        self.graphs = graphs
+        self.unrecorded = ""  # why there are no graphs, though there should be
+        self.device = cache.device
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        """Launch a step and wait for its tokens."""
+        return self.launch(output).collect()
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
+        """Start a step; `before` is the one whose tokens are not collected yet, if there is one.
+
+        Appends prompt log-probabilities to the sequences that ask for them.
+        """
+        steps = decodes_first(output.scheduled)
+        if output.copies:
+            self.cache.copy_blocks(output.copies)
+        new_sources = [step for step in steps if step.encode_source]
+        if new_sources:
+            self._encode_sources(new_sources)
+        hidden = self._decode(steps, before)  # [T, d]
+        self._prompt_logprobs(steps, hidden)
+        sampling = [step for step in steps if step.samples]
+        for step in steps:
+            if step.sequence.history is not None and not step.samples:
+                step.sequence.history.read(step.sequence.token_ids[: step.start + step.num_tokens])
+        return self._sample(output.scheduled, sampling, self._last_rows(steps, hidden))
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """The smallest pass there is, without the cache; raises if not even that works."""
+        smallest = packed_input([[0]], self.device, causal=self.model.encoder is None)
+        (self.model.decode if self.model.encoder is None else self.model.encode)(smallest)
+
+    def _encode_sources(self, steps: Rows[ScheduledSequence]) -> None:
+        sources = [step.sequence.source_ids for step in steps]
+        memory = self.model.encode(packed_input(sources, self.device, causal=False))  # [S, d]
+        slots = chain.from_iterable(
+            self.block_manager.slots(step.sequence.cross_block_table, 0, len(source))
+            for step, source in zip(steps, sources, strict=True)
+        )
+        self.model.write_memory(memory, self.cache, self._tensor(slots))
+
+    def _decode(self, steps: Rows[ScheduledSequence], before: Launched | None) -> Tensor:
+        """Hidden states `[T, d]` of all scheduled tokens, recorded where that fits."""
+        awaited: dict[int, int] = {}
+        tokens = None
+        if before is not None:
+            tokens = before.tokens
+            awaited = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.awaits}
+        if self.graphs is not None and self.graphs.fits(steps):
+            return self.graphs.run(steps, awaited, tokens)
+        layout = Layout.of(steps)
+        host = pack(layout, steps, self.block_manager, awaited, pinned=self.device.type == "cuda")
+        packed = layout.split(sent(host, self.device))
+        if awaited and tokens is not None:
+            fill_awaited(packed, tokens)
+        return self.model.decode(self._decoder_input(packed, steps), self.cache, self._cross_input(packed, steps))
+
+    def _decoder_input(self, packed: PackedStep, steps: Rows[ScheduledSequence]) -> StackInput:
+        kv_lens = tuple(step.start + step.num_tokens for step in steps)
+        metadata = self._metadata(steps, kv_lens, packed, causal=True)
+        return StackInput(packed.ids, packed.positions, metadata)
+
+    def _cross_input(self, packed: PackedStep, steps: Rows[ScheduledSequence]) -> CrossInput | None:
+        if self.model.encoder is None:
+            return None
+        kv_lens = tuple(len(step.sequence.source_ids) for step in steps)
+        return CrossInput(self._metadata(steps, kv_lens, packed, causal=False))
+
+    def _metadata(
+        self, steps: Rows[ScheduledSequence], kv_lens: tuple[int, ...], packed: PackedStep, *, causal: bool
+    ) -> AttentionMetadata:
+        """Of self attention, or of cross attention (not causal), over the pool."""
+        q_lens = tuple(step.num_tokens for step in steps)
+        lens = packed.kv_lens if causal else packed.cross_lens
+        singles = q_lens.count(1) if max(q_lens) > 1 else 0
+        return AttentionMetadata(
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            causal=causal,
+            device=self.device,
+            block_tables=packed.tables if causal else packed.cross_tables,
+            slot_mapping=packed.slots if causal else None,
+            device_lengths=DeviceLengths(
+                packed.cu_seqlens,
+                lens,
+                max(q_lens),
+                max(kv_lens),
+                singles=singles,
+                max_single_kv_len=max(kv_lens[:singles], default=0),
+            ),
+        )
+
+    def _last_rows(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> Tensor:
+        """Hidden states `[S, d]` of the last tokens of the sequences that sample."""
+        rows: list[int] = []
+        end = 0
+        for step in steps:
+            end += step.num_tokens
+            if step.samples:
+                rows.append(end - 1)
+        return hidden if len(rows) == len(hidden) else hidden[self._tensor(rows)]
+
+    def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], hidden: Tensor) -> Launched:
+        places = {id(step.sequence): row for row, step in enumerate(steps)}
+        if not steps:
+            nothing = hidden.new_empty(0, dtype=torch.int64)
+            return Launched(all_steps, places, nothing, Fetched(nothing), [])
+        logits = self.model.logits(hidden)  # [S, V]
+        rules = self.model.config.generation
+        ruled = rules != _NO_RULES
+        rows = [self._sampling_row(step.sequence, rules, ruled=ruled) for step in steps]
+        wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
+        searching = not wanted and all(step.sequence.beams is not None for step in steps)
+        # A beam's own next token is nobody's: its search decides among the candidates.
+        tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else sample(logits, rows)
+        arriving = Fetched(tokens)
+        logprobs: dict[int, TokenLogprob] = {}
+        if wanted:
+            at = self._tensor(wanted) if len(wanted) < len(rows) else slice(None)
+            tops = [steps[i].sequence.params.logprobs or 0 for i in wanted]
+            logprobs = dict(zip(wanted, logprobs_of(logits[at], tokens[at], tops), strict=True))
+        forced = [row.forced_token_id is not None for row in rows]
+        return Launched(all_steps, places, tokens, arriving, forced, logprobs, self._candidates(steps, rows, logits))
+
+    def _candidates(
+        self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: Tensor
+    ) -> dict[int, Candidates]:
+        """The likeliest continuations of each beam among the rows."""
+        beams = [i for i, step in enumerate(steps) if step.sequence.beams is not None]
+        if not beams:
+            return {}
+        counts = [s.beams.search.num_candidates for i in beams if (s := steps[i].sequence).beams is not None]
+        if len(beams) < len(rows):
+            logits = logits[self._tensor(beams)]
+        found = likeliest(logits, [rows[i] for i in beams], counts)
+        return dict(zip(beams, found, strict=True))
+
+    def _sampling_row(self, sequence: Sequence, rules: GenerationRules, *, ruled: bool) -> SamplingRow:
+        if not ruled and sequence.may_say_anything:
+            return SamplingRow(sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens)
+        banned = banned_tokens(sequence, rules)
+        allowed = allowed_tokens(sequence, banned)
+        return SamplingRow(
+            params=sequence.params,
+            index=sequence.index,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            banned_token_ids=banned if allowed is None else (),
+            forced_token_id=forced_token(sequence, rules),
+            allowed=allowed,
+            history=sequence.history,
+        )
+
+    def _prompt_logprobs(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> None:
+        """Log-probabilities of prompt tokens from the rows before them, a slice of rows at a time."""
+        first = 0
+        for step in steps:
+            sequence, top = step.sequence, step.sequence.params.prompt_logprobs
+            if top is not None:
+                known = len(sequence.prompt_logprobs)  # a recomputed prompt is scored only once
+                stop = min(step.start + step.num_tokens + 1, sequence.num_prompt_tokens)
+                for begin in range(max(known, step.start + 1), stop, LOGPROB_ROWS):
+                    end = min(begin + LOGPROB_ROWS, stop)
+                    rows = hidden[first + begin - 1 - step.start : first + end - 1 - step.start]
+                    tokens = self._tensor(sequence.token_ids[begin:end])
+                    sequence.prompt_logprobs += logprobs_of(self.model.logits(rows), tokens, [top] * len(rows))
+            first += step.num_tokens
+
+    def _tensor(self, values: Iterable[int]) -> Tensor:
+        return on_device(list(values), self.device, torch.int64)
+
+
+def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:
+    """The order in which they are packed: attention may launch what decodes apart from prompts."""
+    return sorted(steps, key=lambda step: step.num_tokens > 1)
+
+
+def packed_input(
+    segments: Rows[Rows[int]],
+    device: torch.device,
+    *,
+    causal: bool,
+    token_types: Rows[Rows[int]] | None = None,
+) -> StackInput:
+    """Whole segments, one after the other, attending to themselves without a cache."""
+    lens = tuple(map(len, segments))
+
+    def flat(rows: Rows[Rows[int]]) -> Tensor:
+        return sent(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
+
+    types = flat(token_types) if token_types is not None else None
+    return StackInput(
+        input_ids=flat(segments),
+        positions=flat([range(length) for length in lens]),
+        metadata=AttentionMetadata(lens, lens, causal=causal, device=device),
+        token_types=types,
+    )

@@ -1,0 +1,172 @@
+"""What a GPU does for the first time takes seconds: kernels are compiled, handles made. So it does it at start.
+
+Kernels of attention are compiled by kind of launch, and which kinds there are is known (`CompiledBackend`): each is
+launched over a token or two that see nothing. A few requests then meet the rest: products, small fused steps, sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
+from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
+from model.cache.paged import KVCache
+from model.config.model import PositionKind
+from model.engine.encode_engine import EncodeEngine
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import Engine
+from model.network.fused_ops import release_compilers
+from model.network.transformer import CrossInput, Stack, StackInput, Transformer
+from model.sampling.sampler import SamplingRow, sample
+
+LENGTHS = (3, 40, 200)  # tokens of the requests
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(encode: EncodeEngine, generate: Engine | None, max_model_len: int) -> None:
+    """Compile every kernel of attention that a request can need, then run some requests; nothing of them is left."""
+    began = time.monotonic()
+    cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
+    launched = compile_attention(encode.model, cache, min(max_model_len, encode.max_num_batched_tokens), max_model_len)
+    if generate is not None:
+        compile_drawing(encode.model)
+    if encode.model.config.image is None:
+        for length in LENGTHS:
+            tokens = (0,) * min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
+            encode.add(EncodeRequest("warm-up", encode.name, tokens, EncodeTask.TOKENS))
+            encode.step()
+    if generate is not None:
+        for together in (LENGTHS[:1], LENGTHS[1:], LENGTHS):
+            for number, length in enumerate(together):
+                generate.add(_request(generate, encode, length, number))
+            while generate.has_work:
+                generate.step()
+        generate.block_manager.forget()
+    release_compilers()
+    logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
+
+
+@torch.inference_mode()
+def compile_attention(model: Transformer, cache: KVCache | None, most_queries: int, most_keys: int) -> int:
+    """Launch attention for each kind of launch; how many kinds that were. `cache`: the pool of a model that generates.
+
+    Once with one token and once with two: a tensor of one row says nothing of the distance between rows, which a
+    kernel is compiled for. Nothing is written: the tokens' slots are nobody's, and they see no key of the pool.
+    """
+    if not isinstance(model.backend, CompiledBackend):
+        return 0
+    launches = 0
+    encoder, decoder = model.encoder, model.decoder
+    stack = encoder if encoder is not None else decoder
+    assert stack is not None
+    reached = dict.fromkeys(_bounds(model, stack, most_queries, most_queries))
+    if model.config.image is not None:  # its inputs have one length; only into how many parts keys are split varies
+        length = model.config.image.num_tokens
+        reached = dict.fromkeys((length, keys) for _, keys in _bounds(model, stack, length, length))
+    for bounds in reached:
+        if model.config.image is not None:
+            _encode_image(model, bounds)
+        else:
+            _encode_tokens(model, stack, bounds)
+        launches += 1
+    if cache is not None and decoder is not None:
+        reached = dict.fromkeys(_bounds(model, decoder, most_queries, most_keys, cache))
+        if encoder is not None:
+            reached |= dict.fromkeys(_bounds(model, decoder, most_queries, most_keys, cache, cross=True))
+        for bounds in reached:
+            _decode_tokens(model, cache, bounds)
+            launches += 1
+    return launches
+
+
+@torch.inference_mode()
+def compile_drawing(model: Transformer) -> None:
+    """Draw from logits as the network gives them, and as penalties and grammars leave them."""
+    device, vocabulary = next(model.parameters()).device, model.config.embedding.vocab_size
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (0,), 1)] * 2
+    for dtype in dict.fromkeys((model.dtype, torch.float32)):
+        sample(torch.zeros(2, vocabulary, dtype=dtype, device=device), rows)
+
+
+def _bounds(
+    model: Transformer,
+    stack: Stack,
+    most_queries: int,
+    most_keys: int,
+    cache: KVCache | None = None,
+    *,
+    cross: bool = False,
+) -> Iterable[tuple[int, int]]:
+    assert isinstance(model.backend, CompiledBackend)
+    kind = stack.config.position.kind
+    if kind is PositionKind.XLNET_RELATIVE:  # its bias depends on more than the distance: torch computes it
+        return ()
+    return model.backend.launch_bounds(
+        stack.config.attention,
+        model.dtype,
+        next(model.parameters()).device,
+        most_queries=most_queries,
+        most_keys=most_keys,
+        biased=kind is PositionKind.T5_BUCKETS and not cross,
+        paged=cache is not None,
+    )
+
+
+def _encode_image(model: Transformer, bounds: tuple[int, int]) -> None:
+    image, device = model.config.image, next(model.parameters()).device
+    assert image is not None
+    inputs = _packed(image.num_tokens, [image.num_tokens], bounds, device, causal=False)
+    pixels = torch.zeros(1, image.channels, image.size, image.size, device=device)
+    model.encode(replace(inputs, pixels=pixels))
+
+
+def _encode_tokens(model: Transformer, stack: Stack, bounds: tuple[int, int]) -> None:
+    """Without a cache: each a text of its own where the bounds are a single query's, else one of two."""
+    device = next(model.parameters()).device
+    for tokens in (1, 2):
+        lengths = [1] * tokens if bounds[0] == 1 else [tokens]
+        inputs = _packed(tokens, lengths, bounds, device, causal=stack.config.causal)
+        if model.encoder is None:
+            model.decode(inputs)
+        else:
+            model.encode(inputs)
+
+
+def _packed(tokens: int, lens: list[int], bounds: tuple[int, int], device: torch.device, *, causal: bool) -> StackInput:
+    metadata = AttentionMetadata(tuple(lens), tuple(lens), causal, device)
+    known = metadata.on_device()
+    metadata.device_lengths = replace(known, max_q_len=bounds[0], max_kv_len=bounds[1])
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return StackInput(zeros, zeros, metadata)
+
+
+def _decode_tokens(model: Transformer, cache: KVCache, bounds: tuple[int, int]) -> None:
+    """Over the pool, each a sequence of its own where the bounds are a single query's."""
+    device = cache.device
+    for tokens in (1, 2):
+        lens = (1,) * tokens if bounds[0] == 1 else (tokens,)
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+        starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int64, device=device)
+        lengths = DeviceLengths(starts, zeros[: len(lens)], *bounds)
+        slots, tables = zeros - 1, zeros[: len(lens), None]
+        cross = None
+        if model.encoder is not None:
+            cross = CrossInput(AttentionMetadata(lens, lens, False, device, tables, None, lengths))
+        inputs = StackInput(zeros, zeros, AttentionMetadata(lens, lens, True, device, tables, slots, lengths))
+        model.decode(inputs, cache, cross)
+
+
+def _request(generate: Engine, encode: EncodeEngine, length: int, number: int) -> Request:
+    most = min(generate.max_model_len - 2, encode.max_num_batched_tokens)
+    prompt = (0,) * max(1, min(length, most))
+    start = encode.model.config.decoder_start_token_id
+    begins = (start,) if encode.model.config.encoder is not None and start is not None else ()
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=float(number % 2), top_p=0.9)
+    return Request(f"warm-up-{number}", generate.name, prompt, params, begins, cache_salt=f"warm-up-{length}")

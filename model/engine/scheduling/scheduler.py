@@ -1,0 +1,269 @@
+"""Which sequences compute how many tokens in the next step. Policy only: no tensors, no clock.
+
+No prefill phase and no decode phase: every sequence catches up with its own tokens within the step's budget, the oldest
+of the highest priority first. A running sequence that gets no block takes those of the youngest of the lowest priority,
+which is computed anew later (preemption by recompute). New sequences are admitted strictly in order, and only when
+their whole prompt fits, so what fits in an empty engine always finishes. What an older one is just computing, whose
+tokens are the same so far, a sequence lets it compute: it goes on behind it, or by itself once the older one is gone.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from model.api.request import FinishReason, TokenLogprob
+from model.engine.scheduling.beam_search import Candidates
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.sequence import Beams, Sequence, SequenceStatus
+from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
+
+
+class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    start: int  # tokens computed before this step
+    num_tokens: int  # computed in this step, from `start`
+    encode_source: bool  # the encoder runs first and its keys and values are written
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last token is computed, so that the model says what comes next."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The seam between policy and tensors: all that a step computes, in packed order."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copies: dict[int, int] = field(
+        default_factory=dict
+    )  # block to be filled: block it is copied from, before any write
+
+    @property
+    def num_tokens(self) -> int:
+        """Decoder and encoder tokens of the step."""
+        return sum(s.num_tokens + len(s.sequence.source_ids) * s.encode_source for s in self.scheduled)
+
+
+class SampledToken(NamedTuple):
+    """What the model says next of one sequence."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    forced: bool = False  # the checkpoint's rules left no other
+    candidates: Candidates = ()  # of a beam, whose next token its search decides
+
+
+class Scheduler:
+    """Waiting and running sequences of one model."""
+
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Sequence] = []  # by Sequence.order
+        self.running: list[Sequence] = []  # by Sequence.order
+        self.num_preemptions = 0
+        self._frontiers: set[bytes] = set()  # blocks that running prompts will make known next
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence wherever it stands; its blocks are free at once."""
+        sequence.finish(reason)
+        self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished sequence: the only place where one leaves and its blocks return."""
+        queue = self.running if sequence in self.running else self.waiting
+        queue.remove(sequence)
+        self.block_manager.free(sequence)
+
+    def reset(self) -> None:
+        """Forget every sequence and what any block holds."""
+        self.waiting.clear()
+        self.running.clear()
+        self.block_manager.reset()
+
+    def demand(self) -> StepDemand:
+        """What the next step could compute; of the waiting sequences only those that may begin."""
+        lefts = [len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running]
+        decodes = lefts.count(1)
+        prompt_tokens = sum(lefts) - decodes
+        streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, self.running, strict=True))
+        sources: list[int] = []
+        places = self.max_num_seqs - len(self.running)
+        for sequence in self.waiting:
+            if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
+                break  # enough for one step
+            if sequence.is_prepared:
+                places -= 1
+                prompt_tokens += sequence.num_uncomputed_tokens
+                sources += [len(sequence.source_ids)] if sequence.needs_source else []
+        first = sources[0] if sources else 0
+        return StepDemand(decodes, streams, len(self.waiting), prompt_tokens, first, sum(sources))
+
+    def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
+        """The next step within `budget`; every sequence in it has its blocks. Empty only if nothing can run.
+
+        Prompts take at most `budget.prompt_tokens` together, sources at most `budget.whole_tokens`, but for a single
+        source, which is never split.
+        """
+        output = SchedulerOutput()
+        left, preempted = self._schedule_running(output, budget)
+        if not preempted:
+            self._admit(output, left, budget.whole_tokens)
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput, limits: StepBudget) -> tuple[int, bool]:
+        """Continue what runs, oldest first; returns the tokens left and whether someone was preempted.
+
+        A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
+        """
+        before = self.num_preemptions
+        uncomputed = self._catch_up()
+        if not limits.decodes:
+            uncomputed = [left if left > 1 else 0 for left in uncomputed]
+        decoding = uncomputed.count(1)  # one token kept for each of them
+        budget = self.max_num_batched_tokens
+        if limits.prompt_tokens is not None:
+            budget = min(budget, decoding + limits.prompt_tokens)
+        prompts = sum(left > 1 for left in uncomputed)
+        contested = prompts > 1 or (prompts == 1 and not all(map(self._waits, self.waiting)))
+        self._frontiers.clear()
+        for sequence, left in zip(list(self.running), uncomputed, strict=True):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted by an older one in this very loop
+            decoding -= left == 1
+            available = budget - decoding
+            if contested and left > 1:
+                available = -(-available // 2)
+            num_tokens = min(left, available)
+            if num_tokens <= 0:
+                continue
+            if not self.block_manager.holds(sequence, num_tokens):  # it nearly always does: a block takes many tokens
+                if not self._make_room(sequence, num_tokens):
+                    continue
+                output.copies.update(self.block_manager.allocate(sequence, num_tokens))
+            self._put(output, sequence, num_tokens)
+            budget -= num_tokens
+        # A search that was preempted because of its last beam takes the others with it.
+        output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
+        return budget, self.num_preemptions > before
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Preempt the youngest until `sequence` fits; False if that was itself."""
+        while not self.block_manager.can_allocate(sequence, num_tokens):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if sequence.status is not SequenceStatus.RUNNING:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Let a running sequence, or all beams of its search, wait again, without blocks."""
+        for victim in self._together(sequence):
+            self.running.remove(victim)
+            self.block_manager.free(victim)
+            victim.restart()
+            self.add(victim)
+        self.num_preemptions += 1
+
+    def _catch_up(self) -> list[int]:
+        """Tokens that each running sequence could compute in this step, once it has taken what others computed of its
+        prompt; none for one that lets an older one compute the next of it.
+        """
+        uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        self._frontiers.clear()
+        for place, left in enumerate(uncomputed):
+            if left > 1:
+                sequence = self.running[place]
+                self.block_manager.reuse(sequence)
+                uncomputed[place] = 0 if self._follows(sequence) else sequence.num_uncomputed_tokens
+                self._lead(sequence)
+        return uncomputed
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether a running prompt that is served before this one computes the next of it."""
+        return self.block_manager.frontier(sequence) in self._frontiers
+
+    def _lead(self, sequence: Sequence) -> None:
+        frontier = self.block_manager.frontier(sequence)
+        if frontier is not None:
+            self._frontiers.add(frontier)
+
+    def _admit(self, output: SchedulerOutput, budget: int, source_limit: int | None) -> None:
+        """Start waiting sequences in order until one does not fit."""
+        most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
+        source_budget = most  # of its own: a long source must not wait for an idle decoder
+        places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
+        for sequence in list(self.waiting):
+            if budget < 1 or places < 1:
+                return
+            if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
+                continue  # admitted with its other beams, or later
+            together = self._together(sequence)
+            places -= sum(one.width for one in together)
+            begun = source_budget < most  # a source is never split: the first goes, however long
+            encodes = self.block_manager.must_encode(sequence)
+            source_budget -= len(sequence.source_ids) * encodes
+            if encodes and most <= 0:
+                return
+            if places < 0 or not self.block_manager.can_admit(together) or (begun and source_budget < 0):
+                return
+            for one in together:
+                self.waiting.remove(one)
+                one.status = SequenceStatus.RUNNING
+                insort(self.running, one, key=lambda s: s.order)
+                budget -= self._begin(output, one, budget)
+
+    def _begin(self, output: SchedulerOutput, sequence: Sequence, budget: int) -> int:
+        """Give a sequence that was just admitted its first tokens; how many. A beam may get none in this step."""
+        self.block_manager.reuse(sequence)
+        num_tokens = 0 if self._follows(sequence) else min(sequence.num_uncomputed_tokens, budget)
+        if num_tokens:
+            encode_source = sequence.needs_source
+            output.copies.update(self.block_manager.allocate(sequence, num_tokens))
+            self._put(output, sequence, num_tokens, encode_source=encode_source)
+        return num_tokens
+
+    def _together(self, sequence: Sequence) -> list[Sequence]:
+        """The sequence, or all beams of its search: they go nowhere alone."""
+        return list(sequence.beams.members) if sequence.beams is not None else [sequence]
+
+    def replace_beams(self, beams: Beams, children: list[Sequence]) -> None:
+        """Let the running members of a search be followed by their continuations."""
+        for parent in beams.members:
+            self.running.remove(parent)
+            self.block_manager.free(parent)
+        beams.members[:] = children
+        beams.candidates.clear()
+        for child in children:
+            insort(self.running, child, key=lambda s: s.order)
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence's grammar is not compiled, or a running prompt computes the next of its tokens."""
+        if not sequence.is_prepared:
+            return True
+        return bool(self._frontiers) and self.block_manager.frontier_found(sequence) in self._frontiers
+
+    def _put(
+        self, output: SchedulerOutput, sequence: Sequence, num_tokens: int, *, encode_source: bool = False
+    ) -> None:
+        """Let a sequence that has the blocks compute so many tokens; those behind it may use what it fills."""
+        start = sequence.num_computed_tokens
+        output.scheduled.append(ScheduledSequence(sequence, start, num_tokens, encode_source))
+        if (start + num_tokens) // self.block_manager.block_size > sequence.num_remembered_blocks:
+            self.block_manager.remember(sequence, num_tokens)
+        if start + num_tokens < sequence.num_tokens:
+            self._lead(sequence)

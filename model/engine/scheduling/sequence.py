@@ -1,0 +1,229 @@
+"""A request being done: its tokens, how many of them are computed, the blocks they lie in, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from model.api.request import FinishReason, Request, SamplingParams, TokenLogprob
+from model.api.token_history import History
+from model.engine.scheduling.beam_search import BeamSearch, Candidates
+from model.engine.scheduling.block_table import BlockTable
+
+if TYPE_CHECKING:
+    from model.text.grammar_matcher import Matcher
+
+
+AWAITED = -1  # stands for a token that is sampled already but that only the device knows
+
+
+@dataclass(slots=True, eq=False)
+class Beams:
+    """The sequences of a beam search; they are admitted, preempted and ended together."""
+
+    search: BeamSearch
+    members: list[Sequence] = field(default_factory=list)
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # by place among the members, for the next step
+    forced: bool = False  # the checkpoint's rules chose the next step's tokens
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of the `n` continuations of a request.
+
+    There are no phases: each step computes some of the tokens that are not computed yet, and when none is left the
+    model says what comes next. `source_ids` is what an encoder reads, empty for a decoder-only model.
+    """
+
+    request: Request
+    index: int
+    arrival: int  # order of arrival in the engine (beams: of their request)
+    token_ids: list[int]
+    source_ids: tuple[int, ...]
+    stop_token_ids: frozenset[int]
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of them, found in the cache
+    num_remembered_blocks: int = 0  # of its full blocks, offered to the cache
+    root_hash: bytes | None = None  # of what its blocks depend on before its first token
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    block_table: BlockTable = field(default_factory=BlockTable)
+    cross_block_table: BlockTable = field(default_factory=BlockTable)
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    scheduled_time: float | None = None
+    restarted: bool = False  # it was preempted once
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    beams: Beams | None = None
+    matcher: Matcher | None = None  # of an output that has a grammar
+    is_prepared: bool = True  # False while that is compiled
+    history: History | None = None  # of one that is penalised or banned by what it said
+    error: str | None = None  # why it could not go on
+    samples_blindly: bool = False  # the token after the next can be sampled before the next one is known here
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        p = self.params
+        history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
+        looked_at = p.logprobs is not None or p.prompt_logprobs is not None
+        self.samples_blindly = not (history or looked_at or p.num_beams > 1 or p.grammar)
+        self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
+
+    @classmethod
+    def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> Sequence:
+        """The request's sequence `index`; with a decoder beginning, the prompt is the encoder's."""
+        begins = request.decoder_token_ids
+        stops = frozenset(request.params.stop_token_ids)
+        return cls(
+            request=request,
+            index=index,
+            arrival=arrival,
+            token_ids=list(begins or request.prompt_token_ids),
+            source_ids=request.prompt_token_ids if begins else (),
+            stop_token_ids=stops if request.params.ignore_eos else stops.union(eos_token_ids),
+        )
+
+    def searching(self) -> Sequence:
+        """The same as the only beam, so far, of a search."""
+        params = self.params
+        search = BeamSearch(
+            num_beams=params.num_beams,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_tokens=params.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
+        self.beams = Beams(search, [self])
+        return self
+
+    def fork(self, token_id: int, *, forced: bool = False) -> Sequence:
+        """The same with one token more, without blocks: a beam's continuation."""
+        child = replace(self, token_ids=[*self.token_ids, token_id])
+        child.block_table, child.cross_block_table = BlockTable(), BlockTable()
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.history = self.history.fork() if self.history is not None else None
+        child.block_hashes = list(self.block_hashes)
+        if self.matcher is not None:
+            child.matcher = self.matcher.fork()
+            if not forced:
+                child.matcher.accept(token_id)
+        return child
+
+    @property
+    def width(self) -> int:
+        """Places among the running sequences: the first beam of a search holds all that the search may ever take."""
+        if self.beams is None:
+            return 1
+        return self.beams.search.num_beams if self.beams.members[0] is self else 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether somebody reads its tokens as they come; a search has none before its end."""
+        return self.request.streams and self.beams is None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who is served first: priority, then arrival."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def may_say_anything(self) -> bool:
+        """Whether its request neither bans nor forces any next token, now and later."""
+        return not (self.history or self.matcher or self.request.params.min_tokens)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_source(self) -> bool:
+        """Whether the encoder still has to run for it."""
+        return bool(self.source_ids) and not self.cross_block_table
+
+    @property
+    def awaits(self) -> bool:
+        """Whether its last token is one that only the device knows."""
+        return self.token_ids[-1] == AWAITED
+
+    def await_token(self) -> None:
+        """Go on before the token that is being sampled is known, unless that is sure to be the last."""
+        if self.num_output_tokens + 1 < self.params.max_tokens:
+            self.token_ids.append(AWAITED)
+
+    def drop_awaited(self, at: int) -> int:
+        """Forget the tokens from `at` on, all of them unknown here, and say how many there were."""
+        count = len(self.token_ids) - at
+        del self.token_ids[at:]
+        return count
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether what others computed will do: its own prompt's scores need all of its rows."""
+        return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append(self, token_id: int, *, forced: bool = False) -> None:
+        """Take the next token and end where it says so; a stop id `forced` upon the last token ends nothing early.
+
+        A forced token is not the model's, and no part of what a grammar judges.
+        """
+        self.token_ids.append(token_id)
+        spent = self.num_output_tokens >= self.params.max_tokens
+        imposed = forced and spent
+        if token_id in self.stop_token_ids and (imposed or self.num_output_tokens > self.params.min_tokens):
+            self.stop_token_id = token_id
+            self.finish(FinishReason.LENGTH if imposed else FinishReason.STOP)
+            return
+        if self.matcher is not None and not forced:
+            self.matcher.accept(token_id)
+            if self.matcher.is_exhausted and self.matcher.is_complete:
+                self.finish(FinishReason.STOP)
+                return
+        if spent:
+            self.finish(FinishReason.LENGTH)
+        elif self.matcher is not None and self.matcher.is_exhausted:
+            self.fail(self.matcher.failure)
+
+    def fail(self, error: str) -> None:
+        self.error = error
+        self.finish(FinishReason.ERROR)
+
+    def finish(self, reason: FinishReason) -> None:
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+
+    def restart(self) -> None:
+        """Back to waiting after its blocks were taken; everything is computed anew."""
+        self.restarted = True
+        self.num_computed_tokens = 0
+        self.num_remembered_blocks = 0
+        if self.beams is not None:
+            self.beams.candidates.clear()
+        self.status = SequenceStatus.WAITING

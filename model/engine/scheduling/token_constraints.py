@@ -1,0 +1,58 @@
+"""Which tokens a sequence must or must not take next, by its checkpoint's rules and its request. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
+
+from model.config.model import GenerationRules
+from model.engine.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from model.text.grammar_matcher import Mask
+
+
+def forced_token(sequence: Sequence, rules: GenerationRules) -> int | None:
+    """The only token allowed: the first of a translation, or the end where the length is used up."""
+    if rules.forced_last is not None and sequence.num_output_tokens == sequence.params.max_tokens - 1:
+        return rules.forced_last
+    return rules.forced_first if sequence.num_tokens == 1 else None
+
+
+def banned_tokens(sequence: Sequence, rules: GenerationRules) -> list[int]:
+    """Tokens that must not come next; may repeat."""
+    banned = list(rules.suppressed)
+    if sequence.num_output_tokens == _begin(sequence, rules):
+        banned += rules.suppressed_first
+    if sequence.num_output_tokens < sequence.params.min_tokens:
+        banned += sequence.stop_token_ids
+    banned += _completing(sequence.token_ids, rules.banned_sequences)
+    if sequence.history is not None:
+        banned += sequence.history.repeating(sequence.token_ids)
+    return banned
+
+
+def allowed_tokens(sequence: Sequence, banned: Iterable[int]) -> Mask | None:
+    """The tokens that its grammar leaves, as a mask over the vocabulary; None where it has none.
+
+    What ends the output is left where the grammar is complete. Bans give way where nothing else is left, and so does
+    `min_tokens` where nothing can follow.
+    """
+    if sequence.matcher is None:
+        return None
+    may_stop = sequence.num_output_tokens >= sequence.params.min_tokens
+    allowed = sequence.matcher.allowed(may_stop=may_stop)
+    left = allowed.copy()
+    left[list(banned)] = False
+    return left if left.any() else allowed
+
+
+def _begin(sequence: Sequence, rules: GenerationRules) -> int:
+    """Output tokens before the first that is free to be chosen."""
+    return int(rules.forced_first is not None and sequence.num_prompt_tokens == 1)
+
+
+def _completing(token_ids: list[int], sequences: Iterable[Rows[int]]) -> list[int]:
+    """Last tokens of the sequences whose beginning the tokens end with."""
+    return [words[-1] for words in sequences if token_ids[len(token_ids) - len(words) + 1 :] == list(words[:-1])]

@@ -1,0 +1,106 @@
+"""torch.nn.Transformer's weights: the 2017 encoder-decoder as people train it with PyTorch (Vaswani et al.).
+
+The folder's config.json says `"model_type": "transformer"` and holds the arguments of `nn.Transformer` by their names,
+plus `vocab_size`, `scale_embedding` and the special ids. Its tensors are the module's state_dict under `transformer.`,
+beside `embedding.weight`, `generator.weight` and `generator.bias`; without a generator's weight the output is tied.
+Positions are the paper's: sine and cosine in turn, computed, never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config.model import (
+    AttentionConfig,
+    EmbeddingConfig,
+    HeadConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
+from model.families.table.helpers import activation, affine, ids, refuse_unless, split_width, tied
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, WeightRule
+
+_HEAD = "generator.weight"
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, bias=True, batch_first=raw.get("batch_first"))
+    size, heads = raw.get("d_model", 512), raw.get("nhead", 8)
+    dim = split_width(size, heads)
+    pre_norm = bool(raw.get("norm_first", False))
+
+    def stack(side: str) -> StackConfig:
+        return StackConfig(
+            num_layers=raw.get(f"num_{side}_layers", 6),
+            hidden_size=size,
+            attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
+            mlp=MLPConfig(raw.get("dim_feedforward", 2048), activation(raw, "activation", "relu")),
+            norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5)),
+            position=PositionConfig(PositionKind.SINUSOIDAL, interleaved=True),
+            causal=side == "decoder",
+            pre_norm=pre_norm,
+            post_norm=not pre_norm,
+            final_norm=True,  # nn.Transformer norms behind both stacks, whatever norm_first says
+            cross_attention=side == "decoder",
+        )
+
+    return ModelConfig(
+        model_type="transformer",
+        embedding=EmbeddingConfig(
+            raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding", True) else 1.0
+        ),
+        encoder=stack("encoder"),
+        decoder=stack("decoder"),
+        head=HeadConfig(tied=tied(raw, names, _HEAD), bias=names is None or "generator.bias" in names),
+        max_positions=raw.get("max_position_embeddings"),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=ids(raw.get("eos_token_id")),
+        pad_token_id=raw.get("pad_token_id"),
+        decoder_start_token_id=raw.get("decoder_start_token_id", raw.get("bos_token_id")),
+    )
+
+
+def rules(config: ModelConfig) -> Iterator[WeightRule]:
+    assert config.head is not None
+    yield WeightRule("embedding.weight", "tokens.weight")
+    for side, stack in config.stacks.items():
+        for i in range(stack.num_layers):
+            here, there = f"transformer.{side}.layers.{i}", f"{side}.layers.{i}"
+            yield from _packed(f"{here}.self_attn.in_proj_", f"{there}.attn.qkv.")
+            yield from affine(f"{here}.self_attn.out_proj", f"{there}.attn.out")
+            slots = ["attn", "ffn"]
+            if stack.cross_attention:
+                slots.insert(1, "cross")
+                yield from _cross(f"{here}.multihead_attn", f"{there}.cross", stack)
+            for number, slot in enumerate(slots, 1):
+                yield from affine(f"{here}.norm{number}", f"{there}.{slot}_{'in' if stack.pre_norm else 'out'}")
+            yield from affine(f"{here}.linear1", f"{there}.mlp.up")
+            yield from affine(f"{here}.linear2", f"{there}.mlp.down")
+        yield from affine(f"transformer.{side}.norm", f"{side}.final_norm")
+    if config.head.bias:
+        yield WeightRule("generator.bias", "head.bias")
+    if not config.head.tied:
+        yield WeightRule(_HEAD, "head.weight")
+
+
+def _packed(source: str, target: str) -> Iterator[WeightRule]:
+    for kind in ("weight", "bias"):
+        yield WeightRule(f"{source}{kind}", f"{target}{kind}")
+
+
+def _cross(source: str, target: str, stack: StackConfig) -> Iterator[WeightRule]:
+    """One matrix holds q, k and v; q is apart from the others here, since it reads another sequence."""
+    size = stack.hidden_size
+    for kind, shape in (("weight", (3 * size, size)), ("bias", (3 * size,))):
+        yield WeightRule(f"{source}.in_proj_{kind}", f"{target}.q.{kind}", shape=shape, part=(0, size))
+        yield WeightRule(f"{source}.in_proj_{kind}", f"{target}.kv.{kind}", shape=shape, part=(size, 3 * size))
+    yield from affine(f"{source}.out_proj", f"{target}.out")
+
+
+FAMILIES = {"transformer": Family(config, rules)}

@@ -1,0 +1,1 @@
+"""What a family's table is written with: weight rules, checked settings, shared parts."""

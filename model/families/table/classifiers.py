@@ -1,0 +1,84 @@
+"""Classification heads: where each family reads, through what, and how its tensors are named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from model.config.model import (
+    Activation,
+    ClassifierConfig,
+    ClassifierInput,
+    ConfigError,
+    ModelConfig,
+)
+from model.families.table.helpers import affine
+from model.families.table.raw_config import Settings
+from model.families.table.rules import ClassifierTable, WeightRule
+
+_MOST_LABELS = 1_000_000  # a number beyond is a mistake, and would be counted up to
+_FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
+_ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
+_DECODER = ClassifierTable("score", _LAST, bias=False)
+
+_SCORING = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma")  # their heads for tokens are called `score` too
+
+# One decision for a text. For tokens it is `classifier` in every other family.
+_SEQUENCE: dict[str, ClassifierTable] = {
+    "albert": ClassifierTable("classifier", _POOLER),
+    "bert": ClassifierTable("classifier", _POOLER),
+    "distilbert": ClassifierTable("classifier", _FIRST, "pre_classifier", Activation.RELU),
+    "electra": ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.GELU),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
+    "vit": ClassifierTable("classifier", _FIRST),
+    **dict.fromkeys(("gpt2", "gpt_neox", *_SCORING), _DECODER),
+}
+
+
+def _head(model_type: str, per_token: bool) -> ClassifierTable | None:
+    if not per_token:
+        return _SEQUENCE.get(model_type)
+    return ClassifierTable("score" if model_type in _SCORING else "classifier", ClassifierInput.EVERY)
+
+
+def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig | None:
+    """The head that `architectures` names, or None for a model without one."""
+    architecture = (raw.get("architectures") or [""])[0] or ""
+    per_token = architecture.endswith("ForTokenClassification")
+    if not per_token and not architecture.endswith(("ForSequenceClassification", "ForImageClassification")):
+        return None
+    head = _head(raw["model_type"], per_token)
+    if head is None:
+        raise ConfigError(f"{architecture} is not served")
+    bias = head.bias if names is None else f"{head.out}.bias" in names
+    multi_label = raw.get("problem_type") == "multi_label_classification"
+    return ClassifierConfig(_labels(raw), head.input, head.activation, bias, multi_label)
+
+
+def has_pooler(head: ClassifierConfig | None, names: Collection[str] | None, weight: str) -> bool:
+    """Whether there is a pooler: the tensors say, or else whether the head reads it."""
+    if names is not None:
+        return weight in names
+    return head is None or head.input is ClassifierInput.POOLER
+
+
+def _labels(raw: Settings) -> tuple[str, ...]:
+    """Names in the order of ids; two where the folder names none, as the reference library has it."""
+    names = raw.get("id2label")
+    if names:
+        return tuple(str(names[key]) for key in sorted(names, key=int))
+    count = raw.get("num_labels", 2)
+    if not 0 < count <= _MOST_LABELS:
+        raise ConfigError(f"num_labels must be from 1 to {_MOST_LABELS}, found {count}")
+    return tuple(f"LABEL_{i}" for i in range(count))
+
+
+def classifier_rules(config: ModelConfig) -> Iterator[WeightRule]:
+    if config.classifier is None:
+        return
+    head = _head(config.model_type, config.classifier.per_token)
+    assert head is not None
+    if config.classifier.dense is not None:
+        yield from affine(head.dense, "classifier.dense")
+    yield from affine(head.out, "classifier.out", bias=config.classifier.bias)

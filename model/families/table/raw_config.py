@@ -1,0 +1,83 @@
+"""config.json as a family reads it: remembers what was looked at, so that what was not can be refused.
+
+A setting that nobody reads could change the mathematics unnoticed. `refuse_unread` therefore raises for every key that
+the family's table did not look at, unless it is one of those known to be about training, bookkeeping or generation, or
+is switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from model.config.model import ConfigError
+
+# What config.json may hold that changes no number in the network: bookkeeping, training, and generation, which
+# `model.checkpoint.folder` takes care of. Names are whole; patterns are for words that mean one thing at the end of any
+# name: dropout is for training, and which id a token has is the tokenizer's.
+_PATTERNS = ("*dropout", "*dropout_prob", "*dropout_rate", "*_pdrop", "*layerdrop", "*_token_id")
+_HARMLESS = frozenset(
+    """
+    architectures auto_map model_type _name_or_path name_or_path transformers_version _commit_hash torch_dtype dtype
+    torchscript attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    use_cache is_encoder_decoder finetuning_task tokenizer_class task_specific_params id2label label2id num_labels
+    _num_labels chunk_size_feed_forward chunk_size_lm_head pruned_heads tf_legacy_loss use_bfloat16 prefix n_ctx
+    language model_max_length tie_encoder_decoder tie_word_embeddings tie_weights_
+    output_attentions output_hidden_states output_past return_dict keys_to_ignore_at_inference
+
+    gradient_checkpointing initializer_range initializer_factor init init_range init_std embedding_init_std dropatt
+    summary_type summary_use_proj summary_activation summary_proj_to_labels start_n_top end_n_top
+    mem_len reuse_len use_mems use_mems_eval use_mems_train untie_r encoder_stride generator_size
+    force_bos_token_to_be_generated save_step directionality pooler_fc_size pooler_num_attention_heads
+    pooler_num_fc_layers pooler_size_per_head pooler_type
+    net_structure_type down_scale_factor gap_size num_memory_blocks vocab_size_or_config_json_file
+
+    bad_words_ids suppress_tokens begin_suppress_tokens max_length min_length max_new_tokens min_new_tokens num_beams
+    num_beam_groups do_sample temperature top_k top_p typical_p early_stopping length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size repetition_penalty diversity_penalty num_return_sequences remove_invalid_values
+    exponential_decay_length_penalty cache_implementation output_scores return_dict_in_generate
+    """.split()  # noqa: SIM905 (a literal would be four pages)
+)
+
+
+class Settings(Mapping[str, Any]):
+    """A raw config.json."""
+
+    def __init__(self, raw: Mapping[str, Any], read: set[str] | None = None) -> None:
+        self._raw = dict(raw)
+        self._read = set() if read is None else read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._raw[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def but(self, **changes: Any) -> Settings:
+        """The same with other values; what is read there counts as read here."""
+        return Settings({**self._raw, **changes}, self._read)
+
+    def otherwise(self, **defaults: Any) -> Settings:
+        """The same with values for keys that are absent."""
+        return Settings({**defaults, **self._raw}, self._read)
+
+    def refuse_unread(self) -> None:
+        """Raise `ConfigError` naming every setting that was not looked at and might matter."""
+        unknown = sorted(
+            key
+            for key, value in self._raw.items()
+            if key not in self._read and value not in (None, False, {}, []) and not _harmless(key)
+        )
+        if unknown:
+            raise ConfigError(
+                f"config.json of a {self._raw.get('model_type')} has unknown settings: {', '.join(unknown)}"
+            )
+
+
+def _harmless(key: str) -> bool:
+    return key in _HARMLESS or any(fnmatchcase(key, pattern) for pattern in _PATTERNS)

@@ -1,0 +1,70 @@
+"""How folders write rotary settings: in `rope_parameters`, older ones in `rope_scaling` beside `rope_theta`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from model.config.model import ConfigError, RopeScaling, RotaryConfig
+from model.families.table.raw_config import Settings
+
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+_KNOWN = {
+    "default": _COMMON,
+    "linear": _COMMON,
+    "dynamic": _COMMON | {"original_max_position_embeddings"},
+    "llama3": _COMMON | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": _COMMON
+    | {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate"},
+}
+
+
+def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 10_000.0) -> RotaryConfig:
+    """The rotary settings of a raw config.json; `share` of a head turns where the folder does not say."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"rope settings must be an object, found {scaling!r}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _KNOWN:
+        raise ConfigError(f"rope type {kind!r} is not served; served are {', '.join(_KNOWN)}")
+    unknown = sorted(scaling.keys() - _KNOWN[kind])
+    if unknown:
+        raise ConfigError(f"rope settings {', '.join(unknown)} are not known for rope type {kind!r}")
+    outside = raw.get("partial_rotary_factor")
+    share = scaling.get("partial_rotary_factor") or outside or share
+    dim, theta = int(head_dim * share), float(scaling.get("rope_theta") or raw.get("rope_theta") or theta)
+    if kind == "default":
+        return RotaryConfig(dim, theta)
+    longest = raw["max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings") or longest
+    factor = scaling.get("factor")
+    if factor is None:
+        raise ConfigError(f"rope type {kind!r} lacks its factor")
+    return RotaryConfig(
+        dim,
+        theta,
+        RopeScaling(kind),
+        factor=float(factor),
+        original_max_positions=longest if kind == "dynamic" else original,
+        length=longest if kind == "dynamic" else 0,
+        low_freq_factor=scaling.get("low_freq_factor", 1.0),
+        high_freq_factor=scaling.get("high_freq_factor", 4.0),
+        beta_fast=scaling.get("beta_fast") or 32.0,
+        beta_slow=scaling.get("beta_slow") or 1.0,
+        truncate=scaling.get("truncate", True),
+        attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+    )
+
+
+def _attention_factor(scaling: dict[str, Any], factor: float) -> float:
+    """YaRN's temperature, `0.1 ln(factor) + 1` unless the folder sets it (Peng et al. 2023, section 3.3)."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
+    return temperature(1.0)

@@ -1,0 +1,1 @@
+"""What `triptych inspect` shows: a model's parts, and its attention."""

@@ -1,0 +1,115 @@
+"""The attention weights of every layer and head over one text, for people to look at.
+
+Computed by the reference backend in float32, without a cache: slow and exact. An encoder-decoder answers greedily
+first, so that its decoder has something to attend from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup
+from model.attention.reference import ReferenceBackend
+from model.checkpoint.folder import read_checkpoint
+from model.config.model import AttentionConfig, ConfigError
+from model.engine.execution.model_runner import packed_input
+from model.network.transformer import CrossInput, Transformer
+from model.network.weights import load_model
+from model.text.tokenizer import Tokenizer
+
+LONGEST = 128  # tokens: the page holds a square of them for every head
+_ANSWER = 48  # tokens of an encoder-decoder's answer
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMap:
+    """One kind of attention: who looks at whom."""
+
+    name: str  # encoder, decoder, cross
+    weights: Tensor  # [layers, H, Q, S]
+    queries: list[str]  # Q tokens as text
+    keys: list[str]  # S
+
+
+class RecordingBackend(ReferenceBackend):
+    """The reference, which keeps the weights of every call."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.recorded: list[Tensor] = []
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        group: SegmentGroup,
+        causal: bool,
+        config: AttentionConfig,
+        bias: ScoreBias | None,
+    ) -> Tensor:
+        found = super().weights(q, k, group, causal, config, bias)
+        self.recorded.append(found)
+        return found
+
+    def take(self) -> list[Tensor]:
+        """What was recorded since the last time, in the order of calls."""
+        recorded, self.recorded = self.recorded, []
+        return recorded
+
+
+@torch.inference_mode()
+def attention_maps(path: Path, text: str) -> list[AttentionMap]:
+    """The maps of the checkpoint at `path` over `text`; raises `ConfigError`."""
+    checkpoint, tokenizer = read_checkpoint(path), Tokenizer.from_folder(path)
+    if tokenizer is None or checkpoint.config.image is not None:
+        raise ConfigError(f"{path.name} reads no text: there is no tokenizer.json")
+    encoded = tokenizer.encode(text)
+    longest = min(LONGEST, checkpoint.config.max_positions or LONGEST)
+    if not 0 < len(encoded.ids) <= longest:
+        raise ConfigError(f"the text has {len(encoded.ids)} tokens; attention is shown for 1 to {longest}")
+    backend = RecordingBackend()
+    model = load_model(checkpoint, backend, torch.float32, _CPU)
+    names = [tokenizer.token_text(token) for token in encoded.ids]
+    if model.encoder is None:
+        model.decode(packed_input([encoded.ids], _CPU, causal=True))
+        return [AttentionMap("decoder", torch.stack(backend.take()), names, names)]
+    memory = model.encode(packed_input([encoded.ids], _CPU, causal=False, token_types=[encoded.type_ids]))
+    maps = [AttentionMap("encoder", torch.stack(backend.take()), names, names)]
+    if model.decoder is not None:
+        maps += _decoder_maps(model, backend, memory, names, tokenizer)
+    return maps
+
+
+def _decoder_maps(
+    model: Transformer, backend: RecordingBackend, memory: Tensor, sources: list[str], tokenizer: Tokenizer
+) -> list[AttentionMap]:
+    ids = _answer(model, backend, memory)
+    recorded = backend.take()  # of the last pass: self and cross attention of each layer, in turn
+    names = [tokenizer.token_text(token) for token in ids]
+    return [
+        AttentionMap("decoder", torch.stack(recorded[0::2]), names, names),
+        AttentionMap("cross", torch.stack(recorded[1::2]), names, sources),
+    ]
+
+
+def _answer(model: Transformer, backend: RecordingBackend, memory: Tensor) -> list[int]:
+    """The decoder's input of a greedy answer; afterwards the backend holds its last pass alone."""
+    start = model.config.decoder_start_token_id
+    assert start is not None
+    ids = [start]
+    while True:
+        backend.take()
+        cross = CrossInput(AttentionMetadata((len(ids),), (len(memory),), causal=False), memory)
+        hidden = model.decode(packed_input([ids], _CPU, causal=True), cross=cross)
+        logits = model.logits(hidden[-1:])[0]
+        logits[list(model.config.generation.suppressed)] = float("-inf")
+        token = int(logits.argmax())
+        if token in model.config.eos_token_ids or len(ids) >= _ANSWER:
+            return ids
+        ids.append(token)

@@ -1,0 +1,166 @@
+"""The blocking, offline API: one model, no server.
+
+llm = LLM(Path("checkpoint"))
+for output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import (
+    EncodeRequest,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenOutput,
+)
+from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
+from model.checkpoint.folder import read_checkpoint
+from model.config.model import ConfigError
+from model.engine.builder import load
+from model.engine.generate_engine import Engine
+from model.errors import EngineDeadError
+from model.text.tokenizer import Detokenizer, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A checkpoint folder, ready to generate and encode in this process.
+
+    Set `GOMP_SPINCOUNT=2000` in the environment before anything imports torch: OpenMP reads it only then. Do not fork
+    once a model has computed on a CPU with several threads: a fork does not copy them, torch's own operations hang in
+    the child, and the native kernels raise `RuntimeError` there. Start processes by spawn.
+    """
+
+    def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:
+        self.checkpoint = read_checkpoint(path)
+        self.tokenizer = Tokenizer.from_folder(path)
+        loaded = load(ModelSpec(path.name, str(path), engine or EngineConfig()))
+        self.info = loaded.info
+        self._loaded = loaded
+        self._generate = loaded.generate
+        self._encode = loaded.encode
+
+    def close(self) -> None:
+        """End the processes of the other ranks, where the model has any; they end with this process anyway."""
+        self._loaded.close()
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[str]:
+        """The whole text for each prompt (its first sequence)."""
+        texts = [""] * len(prompts)
+        for position, output in self.stream(prompts, params):
+            if output.index == 0:
+                texts[position] += output.text
+        return texts
+
+    def stream(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
+        """(position of the prompt, output) as they come; text is filled where the model has a tokenizer.
+
+        One call at a time: the engine runs while its outputs are read. Raises `ConfigError` for what cannot be done.
+        """
+        engine = self._generate
+        if engine is None:
+            raise ConfigError(f"{self.info.name} is {self.info.form} and does not generate")
+        if params.grammar and self.tokenizer is None:
+            raise ConfigError(f"{self.info.name} has no tokenizer.json: no grammar can be followed")
+        check_sampling(params, self.checkpoint.config.embedding.vocab_size)
+        if params.temperature < GREEDY_BELOW:
+            params = replace(params, temperature=0.0)
+        requests = [self._request(position, prompt, params) for position, prompt in enumerate(prompts)]
+        try:
+            for request in requests:
+                engine.add(request)
+            yield from self._outputs(engine, params)
+        finally:  # whoever stops reading, or an error, leaves nothing for the next call
+            for request in requests:
+                engine.abort(request.request_id, None, FinishReason.CANCELLED)
+
+    def _outputs(self, engine: Engine, params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
+        detokenizers: dict[tuple[int, int], Detokenizer] = {}
+        while engine.has_work:
+            engine.wait_prepared(1.0)
+            outputs, _ = engine.step()
+            self._loaded.check()
+            for output in outputs:
+                if output.error is not None:
+                    raise ConfigError(f"the output cannot match: {output.error}")
+                if output.finish_reason is FinishReason.ERROR:
+                    raise EngineDeadError("the engine failed while the prompt was in it; its log says why")
+                position = int(output.request_id)
+                if self.tokenizer is not None:
+                    key = (position, output.index)
+                    if key not in detokenizers:
+                        detokenizers[key] = Detokenizer.of(self.tokenizer, params)
+                    if detokenizers[key].fill(output):
+                        engine.abort(output.request_id, output.index, FinishReason.STOP)
+                yield position, output
+
+    def encode(self, inputs: Sequence[Prompt]) -> NDArray[np.float32]:
+        """Pooled vectors `[N, d]`."""
+        requests = [self._encode_request(position, text) for position, text in enumerate(inputs)]
+        vectors: dict[str, NDArray[np.float32]] = {}
+        try:
+            for request in requests:
+                self._encode.add(request)
+            while self._encode.has_work:
+                outputs, _ = self._encode.step()
+                self._loaded.check()
+                for output in outputs:
+                    if output.finish_reason is FinishReason.ERROR:
+                        raise EngineDeadError("the engine failed while the input was in it; its log says why")
+                    vectors[output.request_id] = np.frombuffer(output.data, np.float32)
+        finally:
+            for request in requests:
+                self._encode.abort(request.request_id, FinishReason.CANCELLED)
+        return np.stack([vectors[request.request_id] for request in requests])
+
+    def _encode_request(self, position: int, text: Prompt) -> EncodeRequest:
+        ids, types = self._ids(text)
+        self._check_length(ids, self.info.max_model_len)
+        return EncodeRequest(str(position), self.info.name, ids, token_type_ids=types, arrival_time=time.monotonic())
+
+    def _request(self, position: int, prompt: Prompt, params: SamplingParams) -> Request:
+        ids, _ = self._ids(prompt)
+        start = self.checkpoint.config.decoder_start_token_id
+        begins = (start,) if self.checkpoint.config.encoder is not None and start is not None else ()
+        longest = self.info.max_model_len
+        # A source is read in one step; a decoder's prompt leaves room for a token.
+        self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if begins else longest - 1)
+        if params.num_beams > 1:
+            self._check_beams(len(ids), bool(begins), params)
+        return Request(str(position), self.info.name, ids, params, begins, arrival_time=time.monotonic())
+
+    def _check_length(self, ids: Sequence[int], limit: int) -> None:
+        """Refuse what the engine could never take on; online the service does."""
+        if not 0 < len(ids) <= limit:
+            raise ConfigError(f"{self.info.name} takes 1 to {limit} tokens, found {len(ids)}")
+
+    def _check_beams(self, prompt_tokens: int, reads: bool, params: SamplingParams) -> None:
+        """Beams run together or not at all."""
+        info = self.info
+        if params.num_beams > info.max_num_seqs:
+            raise ConfigError(f"num_beams must be at most {info.max_num_seqs}, the sequences of a step")
+        length = min(params.max_tokens + (1 if reads else prompt_tokens), info.max_model_len)
+        blocks = info.blocks_for(params.num_beams, length, source=prompt_tokens if reads else 0)
+        if blocks > info.num_blocks:
+            raise ConfigError(
+                f"{params.num_beams} beams of {length} tokens need {blocks} blocks of KV cache, of {info.num_blocks}"
+            )
+
+    def _ids(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if not isinstance(prompt, str):
+            return tuple(prompt), ()
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.info.name} has no tokenizer.json: give token ids")
+        encoded = self.tokenizer.encode(prompt)
+        return encoded.ids, encoded.type_ids

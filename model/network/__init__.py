@@ -1,0 +1,1 @@
+"""The Transformer: modules of one forward pass, and their weights."""

@@ -1,0 +1,103 @@
+"""The small steps between products. On a GPU each is one kernel, made by torch's compiler; elsewhere as it stands here.
+
+A decode step on a GPU is hundreds of launches that each move little; what can be one of them should be.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.network.score_bias import rotate
+from model.system import fallbacks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What the compiler makes of one function: a variant for each width, dtype and epsilon, one more for a single row.
+# Beyond its own bound of 8, which three models reach, it runs functions as they are and only warns.
+_VARIANTS = 128
+
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # who sets it wants that many
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
+    if _THREADS not in os.environ:  # up to 32 processes otherwise, which stay, for four functions of a few lines
+        inductor.compile_threads = 1
+    return torch.compile(function, dynamic=True)
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` when it first meets a tensor on a GPU, its first argument; go on without if that fails."""
+    made: list[Callable[P, R]] = []  # loading the compiler takes seconds, which a CPU need not spend
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        if not (isinstance(first, Tensor) and first.is_cuda):
+            return function(*args, **kwargs)
+        if not made:
+            made.append(_compiled(function))
+        try:
+            return made[0](*args, **kwargs)
+        except Exception as error:  # a compiler's own, Triton's OutOfResources, a missing C compiler, a full disk
+            if made[0] is function or isinstance(error, torch.OutOfMemoryError):
+                raise
+            fallbacks.note(f"{function.__name__} runs in several kernels, as it could not be compiled", error)
+            made[0] = function
+            return function(*args, **kwargs)
+
+    return call
+
+
+def release_compilers() -> None:
+    """End the processes that torch's compiler has started, if any; a new variant starts them again."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        compiler.shutdown_compile_workers()
+
+
+@fused
+def _add_rms(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, functional.rms_norm(total, weight.shape, weight, eps)
+
+
+@fused
+def _add_layer(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, functional.layer_norm(total, weight.shape, weight, bias, eps)
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """`x + y` and its norm, `[T, d]` each."""
+    if type(norm) is nn.RMSNorm and norm.eps is not None:
+        return _add_rms(x, y, norm.weight, norm.eps)
+    if type(norm) is nn.LayerNorm:
+        return _add_layer(x, y, norm.weight, norm.bias, norm.eps)
+    total = x + y
+    return total, norm(total)
+
+
+@fused
+def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """`act(gate) * up` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
+    gate, up = hidden.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+@fused
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[T, heads, D]` turned by their positions."""
+    return rotate(q, (cos, sin)), rotate(k, (cos, sin))

@@ -1,0 +1,276 @@
+"""A stack whose layers run in C: its weights packed, its steps described, one call for all layers.
+
+The network's own modules stay the definition: this reads their parameters, puts packed matrices in the place of theirs,
+and gives the same rows up to rounding. What it cannot compute (XLNet's positions, a memory without a cache) the modules
+still do, over the same packed matrices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.base import AttentionMetadata
+from model.cache.paged import KVCache, LayerCache
+from model.config.model import (
+    AttentionConfig,
+    ConfigError,
+    NormKind,
+    PositionKind,
+    StackConfig,
+)
+from model.linear.native import PackedLinear
+from model.native.library import ACTIVATIONS, KINDS, AttentionShape, Kind, Layer, Library, Memory, Norm, Segments
+from model.native.library import Stack as StackData
+from model.native.library import Step as StepData
+from model.network.attention import OffsetRMSNorm
+
+if TYPE_CHECKING:
+    from model.network.score_bias import BucketBias
+    from model.network.transformer import Block, CrossInput, Stack, StackInput, Transformer
+
+_NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
+_MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How matrices are packed: `kind` INT8 quantises them, None keeps the network's dtype.
+
+    `batch_invariant`: no product is left to torch, whose order of additions depends on the number of rows.
+    """
+
+    library: Library
+    kind: Kind | None = None
+    batch_invariant: bool = False
+
+
+def pack_model(
+    model: Transformer, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
+) -> None:
+    """Let the stacks and the head of a loaded model run in C; see `Packing`.
+
+    What was packed while it was loaded stays so. Raises `ConfigError` for a model that is not computed in C throughout.
+    """
+    packing = Packing(library, kind, batch_invariant)
+    pack_linears(model, packing)
+    for stack in (model.encoder, model.decoder):
+        if stack is not None and NativeStack.supports(stack.config):
+            stack.native = NativeStack(stack, library, kind)
+    if batch_invariant:
+        _pack_projections(model, library)
+
+
+def pack_linears(model: Transformer, packing: Packing) -> None:
+    """Replace the matrices that C multiplies with by packed ones; of a network on the meta device, by room for them."""
+    for stack in (model.encoder, model.decoder):
+        if stack is not None and NativeStack.supports(stack.config):
+            _pack_stack(stack, packing.library, packing.kind)
+    head, table = model.head, model.tokens
+    if head is not None and table is not None and head.packed is None:
+        head.pack(packing.library, table.weight, packing.kind)
+
+
+def _pack_stack(stack: Stack, library: Library, kind: Kind | None) -> None:
+    for owner, name in packable(stack):
+        linear = getattr(owner, name)
+        if isinstance(linear, nn.Linear):
+            setattr(owner, name, PackedLinear(library, linear.weight, linear.bias, kind))
+
+
+def packable(stack: Stack) -> Iterator[tuple[nn.Module, str]]:
+    """The linear layers of a stack that runs in C: the module that has one, and the name that it has there."""
+    for block in map(stack.block, range(stack.config.distinct_layers)):
+        yield from ((block.attn, "qkv"), (block.attn, "out"), (block.mlp, "up"), (block.mlp, "down"))
+        if block.cross is not None:
+            yield from ((block.cross, "q"), (block.cross, "kv"), (block.cross, "out"))
+
+
+def packable_names(model: Transformer) -> set[str]:
+    """What `pack_linears` would replace in a network that is not packed, by the names of the modules."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    found = {getattr(*place) for stack in stacks if NativeStack.supports(stack.config) for place in packable(stack)}
+    return {name for name, module in model.named_modules() if module in found or module is model.head}
+
+
+def _pack_projections(model: Transformer, library: Library) -> None:
+    """Those of embeddings or patches, which meet the rows of all segments at once."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    if any(stack.native is None for stack in stacks):
+        raise ConfigError(f"batch_invariant: the native kernels do not compute {model.config.model_type}")
+    for module in list(model.modules()):
+        project = getattr(module, "project", None)
+        if isinstance(project, nn.Linear):
+            module.project = PackedLinear(library, project.weight, project.bias)
+
+
+class NativeStack:
+    """The layers of one stack and its final norm; packs the matrices that are not packed yet."""
+
+    def __init__(self, stack: Stack, library: Library, kind: Kind | None = None) -> None:
+        _pack_stack(stack, library, kind)
+        self.library = library
+        self.stack = stack
+        self._kept: list[Tensor] = []
+        self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
+        self._bias: Tensor | None = None  # [tables, H, width]
+        config = stack.config
+        blocks = [stack.block(index) for index in range(config.distinct_layers)]
+        self._layers = (Layer * len(blocks))(*(self._layer(block) for block in blocks))
+        rotary = config.position.rotary
+        self._data = StackData(
+            hidden=config.hidden_size,
+            layers=config.num_layers,
+            distinct=len(blocks),
+            layer_data=self._layers,
+            shape=shape_of(config.attention),
+            rotary=rotary.dim if rotary is not None else 0,
+            dtype=KINDS[_packed(stack.block(0).mlp, "up").dtype],
+            tiles=library.tiles,
+            final=self._norm(stack.final_norm, config),
+        )
+
+    @staticmethod
+    def supports(config: StackConfig) -> bool:
+        position = config.position
+        return position.kind is not PositionKind.XLNET_RELATIVE and not position.every_layer
+
+    @staticmethod
+    def covers(cache: KVCache | None, cross: CrossInput | None) -> bool:
+        """Whether a step's keys are where the C code looks for them."""
+        return cross is None or (cross.memory is None and cache is not None)
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, d] float32, contiguous
+        inputs: StackInput,
+        cache: KVCache | None,
+        cross: CrossInput | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        layers: range,
+    ) -> None:
+        """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
+        longest = max(inputs.metadata.kv_lens)
+        step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop, longest=longest)
+        kept = [*fill_segments(step.self, inputs.metadata, cache)]
+        if cache is not None:
+            step.memory = ctypes.addressof(self._memory_of(cache))
+        if cross is not None:
+            step.longest = max(step.longest, *cross.metadata.kv_lens)
+            kept += fill_segments(step.cross, cross.metadata, cache)
+        if rotary is not None:
+            kept += (cos := rotary[0].float().contiguous(), sin := rotary[1].float().contiguous())
+            step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        if self._tables:
+            bias = self._bias_for(max(inputs.metadata.kv_lens))
+            step.bias, step.bias_layers, step.bias_width = bias.data_ptr(), bias.shape[0], bias.shape[2]
+        self.library.run_stack(self._data, step, x)
+
+    def _layer(self, block: Block) -> Layer:
+        config = self.stack.config
+        norms = {name: self._norm(getattr(block, name), config) for name in ("attn_in", "attn_out")}
+        norms |= {name: self._norm(getattr(block, name), config) for name in ("ffn_in", "ffn_out")}
+        if config.attention.qk_norm:
+            norms |= {name: self._norm(getattr(block.attn, name), config) for name in ("q_norm", "k_norm")}
+        layer = Layer(
+            **norms,
+            has_cross=block.cross is not None,
+            gated=config.mlp.gated,
+            activation=ACTIVATIONS[config.mlp.activation],
+            parallel=config.parallel,
+        )
+        layer.qkv, layer.out = _packed(block.attn, "qkv").matrix, _packed(block.attn, "out").matrix
+        layer.up, layer.down = _packed(block.mlp, "up").matrix, _packed(block.mlp, "down").matrix
+        if block.cross is not None:
+            layer.cross_in, layer.cross_out = self._norm(block.cross_in, config), self._norm(block.cross_out, config)
+            layer.cross_q, layer.cross_proj = _packed(block.cross, "q").matrix, _packed(block.cross, "out").matrix
+        return layer
+
+    def _norm(self, module: nn.Module, config: StackConfig) -> Norm:
+        if isinstance(module, nn.Identity):
+            return Norm()
+        assert isinstance(module.weight, Tensor)
+        gain = module.weight.detach().float()
+        self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
+        norm = Norm(kind=_NORM_KINDS[config.norm.kind], eps=config.norm.eps, weight=self._kept[-1].data_ptr())
+        shift = getattr(module, "bias", None)
+        if shift is not None:
+            self._kept.append(shift.detach().float().contiguous())
+            norm.bias = self._kept[-1].data_ptr()
+        return norm
+
+    def _memory_of(self, cache: KVCache) -> ctypes.Array[Memory]:
+        if self._memory is None or self._memory[0] is not cache:
+            self._memory = (cache, (Memory * len(cache.layers))(*map(memory_of, cache.layers)))
+        return self._memory[1]
+
+    @property
+    def _tables(self) -> Sequence[BucketBias]:
+        """T5's bias, one for the stack or one a layer; empty for other families."""
+        if self.stack.bias is not None:
+            return (self.stack.bias,)
+        return [bias for bias in self._own_tables() if bias is not None]
+
+    def _own_tables(self) -> Iterator[BucketBias | None]:
+        for index in range(self.stack.config.distinct_layers):
+            yield self.stack.block(index).bias
+
+    def _bias_for(self, longest: int) -> Tensor:
+        """By distance `[tables, H, width]`, `key - query` at `width / 2 + key - query`, for keys up to `longest`."""
+        if self._bias is None or self._bias.shape[2] // 2 < longest + _MARGIN:
+            half = 1 << (longest + _MARGIN).bit_length()
+            distances = torch.arange(-half, half)
+            tables = [table.weight[table.bucket(distances)].float().T for table in self._tables]
+            self._bias = torch.stack(tables).contiguous()
+        return self._bias
+
+
+def _packed(owner: nn.Module, name: str) -> PackedLinear:
+    packed = getattr(owner, name)
+    assert isinstance(packed, PackedLinear), f"{name} is not packed"
+    return packed
+
+
+def shape_of(config: AttentionConfig) -> AttentionShape:
+    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.window or 0, config.scale)
+
+
+def memory_of(layer: LayerCache) -> Memory:
+    """One layer's pool as rows of slots."""
+    stride = layer.keys.shape[2] * layer.keys.shape[3]
+    scales = (None, None) if layer.scales is None else (scale.data_ptr() for scale in layer.scales)
+    return Memory(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, stride, stride)
+
+
+def fill_segments(
+    segments: Segments, metadata: AttentionMetadata, cache: KVCache | LayerCache | None
+) -> Iterator[Tensor]:
+    """Describe a step's segments; yields the tensors that must live as long as the description."""
+    starts = torch.tensor(metadata.cu_seqlens_q, dtype=torch.int64)
+    lens = torch.tensor(metadata.kv_lens, dtype=torch.int64)
+    key_starts = torch.tensor(metadata.cu_seqlens_k, dtype=torch.int64)
+    segments.segments, segments.causal = len(metadata.q_lens), metadata.causal
+    segments.q_starts, segments.kv_lens, segments.k_starts = starts.data_ptr(), lens.data_ptr(), key_starts.data_ptr()
+    yield from (starts, lens, key_starts)
+    if cache is not None and metadata.block_tables is not None:
+        keys = cache.keys
+        segments.block_size = keys.shape[-3]
+        tables = _indices("block_tables", metadata.block_tables)
+        segments.tables, segments.table_width = tables.data_ptr(), tables.shape[1]
+        yield tables
+    if cache is not None and metadata.slot_mapping is not None:
+        slots = _indices("slot_mapping", metadata.slot_mapping)
+        segments.slots = slots.data_ptr()
+        yield slots
+
+
+def _indices(name: str, tensor: Tensor) -> Tensor:
+    """As C reads indices: int64, one after the other, in the CPU's memory."""
+    if tensor.dtype is not torch.int64 or tensor.device.type != "cpu":
+        raise TypeError(f"{name} must be int64 on the CPU, found {tensor.dtype} on {tensor.device}")
+    return tensor.contiguous()

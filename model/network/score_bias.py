@@ -1,0 +1,217 @@
+"""Position schemes: tables added to embeddings, rotations of queries and keys, biases of scores."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.base import ScoreBias, SegmentGroup, distance_table
+from model.config.model import AttentionConfig, PositionConfig, RopeScaling, RotaryConfig
+
+
+class LearnedPositions(nn.Module):
+    """A trained table; row `position + offset` (BART reserves 2 rows, RoBERTa pad + 1)."""
+
+    def __init__(self, config: PositionConfig, size: int) -> None:
+        super().__init__()
+        self.offset = config.offset
+        self.weight = nn.Parameter(torch.empty(config.max_positions + config.offset, size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.weight[positions + self.offset]  # [T, E]
+
+
+@lru_cache(maxsize=64)
+def inverse_frequencies(base: float, size: int, device: torch.device) -> Tensor:
+    """`base^(-2k / size)` for k < size / 2, float64. Kept outside of modules: a change of dtype must not round it."""
+    exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
+    return torch.pow(base, -exponent).to(device)
+
+
+@lru_cache(maxsize=64)
+def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
+    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was."""
+    theta, factor, dim = config.theta, config.factor, config.dim
+    if config.scaling is RopeScaling.DYNAMIC and config.length > config.original_max_positions:
+        stretch = factor * config.length / config.original_max_positions - (factor - 1)
+        theta *= stretch ** (dim / (dim - 2))
+    plain = inverse_frequencies(theta, dim, device)
+    if config.scaling is RopeScaling.LINEAR:
+        plain = plain / factor
+    elif config.scaling is RopeScaling.LLAMA3:
+        plain = _llama3(config, plain)
+    elif config.scaling is RopeScaling.YARN:
+        plain = _yarn(config, plain)
+    return plain.float()
+
+
+def _llama3(config: RotaryConfig, plain: Tensor) -> Tensor:
+    """Wavelengths beyond the original context over `low_freq_factor` are stretched, those below it over
+    `high_freq_factor` are not, those between are blended."""
+    turns = config.original_max_positions * plain / (2 * math.pi)  # of the original context
+    span = config.high_freq_factor - config.low_freq_factor
+    keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / config.factor
+
+
+def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
+    """Dimensions that turn more than `beta_fast` times in the original context are kept, fewer than `beta_slow`
+    stretched, a linear ramp over the dimensions between (Peng et al. 2023, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        spread = config.original_max_positions / (turns * 2 * math.pi)
+        return config.dim * math.log(spread) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    at = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
+    stretched = ((at - low) / max(high - low, 0.001)).clamp(0, 1)
+    return stretched * plain / config.factor + (1 - stretched) * plain
+
+
+class SinusoidalPositions(nn.Module):
+    """`[sin(t w_k) | cos(t w_k)]` with `w_k = 10000^(-2k / d)`, computed, never stored (Vaswani et al. 2017, 3.5)."""
+
+    def __init__(self, config: PositionConfig, size: int) -> None:
+        super().__init__()
+        self.offset = config.offset
+        self.interleaved = config.interleaved
+        # The inclusive variant spreads as many frequencies from 1 to exactly 1 / 10000.
+        half = size // 2
+        self.base = 10_000.0 ** (half / (half - 1)) if config.inclusive else 10_000.0
+        self.size = size
+
+    def forward(self, positions: Tensor) -> Tensor:
+        frequencies = inverse_frequencies(self.base, self.size, positions.device)
+        angles = (positions + self.offset)[:, None] * frequencies  # [T, E / 2]
+        pair = (angles.sin(), angles.cos())
+        return (torch.stack(pair, dim=-1).flatten(1) if self.interleaved else torch.cat(pair, dim=-1)).float()
+
+
+class RotaryPositions(nn.Module):
+    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does)."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two of `[T, 1, R]` for the R dimensions that turn, to be broadcast over heads."""
+        angles = positions[:, None].float() * rotary_frequencies(self.config, positions.device)  # [T, R / 2]
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        factor = self.config.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """`x` `[T, H, D]` turned by its positions: scores then depend on differences of positions only."""
+    cos, sin = rotary
+    turning, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+
+
+class BucketBias(nn.Module):
+    """T5's relative bias: one scalar per head and bucket of `key - query`, logarithmic beyond half of the buckets."""
+
+    def __init__(self, config: PositionConfig, num_heads: int, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.num_buckets = config.num_buckets
+        self.max_distance = config.max_distance
+        self.bidirectional = bidirectional
+        self.weight = nn.Parameter(torch.empty(config.num_buckets, num_heads))
+        self._near: Tensor | None = None  # buckets of the distances that differ
+
+    def forward(self, query: Tensor, group: SegmentGroup) -> Tensor:
+        buckets = self.bucket(group.k_positions[None, None, :] - group.q_positions[:, :, None])  # [B, Q, S]
+        return self.weight[buckets].permute(0, 3, 1, 2)  # [B, H, Q, S]
+
+    def by_distance(self) -> Tensor:
+        """`[H, 2 R + 1]` of the distances -R to R: from `max_distance` on there is one bucket a side."""
+        if self._near is None or self._near.device != self.weight.device:
+            reach = self.max_distance
+            self._near = self.bucket(torch.arange(-reach, reach + 1, device=self.weight.device))
+        return self.weight.T.index_select(1, self._near)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each `key - query` (Raffel et al. 2020, section 2.1)."""
+        count = self.num_buckets
+        offset = torch.zeros_like(distance)
+        if self.bidirectional:
+            count //= 2
+            offset = (distance > 0) * count
+            distance = distance.abs()
+        else:
+            distance = -distance.clamp(max=0)
+        exact = count // 2
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (count - exact)).long()).clamp(max=count - 1)
+        return offset + torch.where(distance < exact, distance, far)
+
+
+class StepBias:
+    """A bias computed once a step: all layers of a stack share the table and the positions."""
+
+    def __init__(self, bias: ScoreBias) -> None:
+        self._bias = bias
+        # The group is kept beside its result, so that no other can take its id while that is a key.
+        self._known: dict[int, tuple[SegmentGroup, Tensor]] = {}
+        self._by_distance: Tensor | None = None
+
+    def __call__(self, query: Tensor, group: SegmentGroup) -> Tensor:
+        if id(group) not in self._known:
+            self._known[id(group)] = (group, self._bias(query, group))
+        return self._known[id(group)][1]
+
+    def by_distance(self) -> Tensor | None:
+        if self._by_distance is None:
+            self._by_distance = distance_table(self._bias)
+        return self._by_distance
+
+
+class RelativeBias(nn.Module):
+    """XLNet's scores of position and segment (Dai et al. 2019, section 3.3; Yang et al. 2019, section 2.5).
+
+    A query `q`, which has the content offset u in it already, adds `(q - u + v) . W_r R(i - j)` for the sinusoid R of
+    its distance to each key, and `(q - u + w) . s` for one of two vectors s: same segment or another.
+    """
+
+    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+        super().__init__()
+        heads = (config.num_heads, config.head_dim)
+        self.config = config
+        self.hidden_size = hidden_size
+        self.project = nn.Linear(hidden_size, config.query_size, bias=False)
+        self.position_offset = nn.Parameter(torch.empty(heads))
+        self.segment_offset = nn.Parameter(torch.empty(heads))
+        self.segments = nn.Parameter(torch.empty(2, *heads))
+
+    def scores(self, query: Tensor, group: SegmentGroup, content_offset: Tensor, types: Tensor | None) -> Tensor:
+        """`[B, H, Q, S]` of queries `[B, Q, H, D]`; `types` `[T]` are the packed tokens' segments (None: all one)."""
+        plain = query - content_offset
+        by_position = self._by_position(plain + self.position_offset, group)
+        choice = torch.einsum("bqhd,shd->bhqs", plain + self.segment_offset, self.segments)  # [B, H, Q, 2]
+        return (by_position + self._by_segment(choice, group, types)) * self.config.scale
+
+    def _by_position(self, query: Tensor, group: SegmentGroup) -> Tensor:
+        length = group.kv_len
+        distances = torch.arange(1 - length, length, device=query.device)  # of every query to every key
+        angles = distances[:, None] * inverse_frequencies(10_000.0, self.hidden_size, query.device)
+        sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(query.dtype)  # [2 S - 1, d]
+        keys = self.project(sinusoids).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        scores = torch.einsum("bqhd,rhd->bhqr", query, keys)
+        at = group.q_positions[:, :, None] - group.k_positions + length - 1  # [B, Q, S]
+        return scores.gather(-1, at[:, None].expand(-1, scores.shape[1], -1, -1))
+
+    def _by_segment(self, choice: Tensor, group: SegmentGroup, types: Tensor | None) -> Tensor:
+        if types is None:
+            return choice[..., :1]
+        own = (types if group.rows is None else types[group.rows]).view(group.size, -1)  # [B, L]
+        differs = (own[:, :, None] != own[:, None, :])[:, None]  # [B, 1, Q, S]
+        return torch.where(differs, choice[..., 1:], choice[..., :1])

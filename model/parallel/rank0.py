@@ -1,0 +1,126 @@
+"""Rank 0: a Transformer and a pool that tell the other ranks each call before they make it.
+
+    engine -- decode, encode, logits, ... --> LeadingTransformer, LeadingCache
+                                                  |  the call as data, its tensors by broadcast
+                                                  v
+                                              followers, which make the same call
+
+Requests, policy and sampling are rank 0's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionBackend
+from model.cache.paged import KVCache
+from model.checkpoint.folder import Checkpoint
+from model.config.model import ModelConfig, StackConfig
+from model.config.sharding import Shard
+from model.network.sharded import ShardedTransformer
+from model.network.transformer import CrossInput, StackInput
+from model.network.weights import load_weights
+from model.parallel.group import Group
+
+if TYPE_CHECKING:
+    from model.parallel.rank_processes import Followers
+
+
+class LeadingTransformer(ShardedTransformer):
+    """Rank 0 of a model: a Transformer to whom it asks, whole hidden states and logits of the whole vocabulary."""
+
+    can_pause = False  # the other ranks are told whole passes
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: Group, followers: Followers) -> None:
+        super().__init__(config, backend, group)
+        self.followers = followers
+        self.memory: list[tuple[int, int]] = []  # (free, total) bytes of each other rank's GPU
+
+    def encode(self, inputs: StackInput) -> Tensor:
+        self._check_ids(inputs)
+        with self.followers.call("encode", inputs):
+            return super().encode(inputs)
+
+    def write_memory(self, memory: Tensor, cache: KVCache, slots: Tensor) -> None:
+        with self.followers.call("write_memory", memory, slots):
+            super().write_memory(memory, cache, slots)
+
+    def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
+        self._check_ids(inputs)
+        with self.followers.call("decode", inputs, cache is not None, cross):
+            return super().decode(inputs, cache, cross)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with self.followers.call("logits", hidden):
+            return super().logits(hidden)
+
+    def _check_ids(self, inputs: StackInput) -> None:
+        """What breaks one request must not break the group; on a GPU looking would cost a synchronisation."""
+        ids, size = inputs.input_ids, self.config.embedding.vocab_size
+        if inputs.pixels is None and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            raise IndexError(f"a token id is outside the vocabulary of {size}")
+
+
+class LeadingCache(KVCache):
+    """Rank 0's pool of its own heads; every other rank has one of the same blocks."""
+
+    def __init__(
+        self,
+        stack: StackConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        followers: Followers,
+    ) -> None:
+        super().__init__(stack, num_blocks, block_size, dtype, device)
+        self._followers = followers
+        followers.make_pool(num_blocks, block_size, dtype)
+
+    def copy_blocks(self, copies: Mapping[int, int]) -> None:
+        with self._followers.call("copy_blocks", list(copies), list(copies.values())):
+            super().copy_blocks(copies)
+
+
+def load_leader(
+    name: str,
+    checkpoint: Checkpoint,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    size: int,
+    max_model_len: int,
+) -> LeadingTransformer:
+    """Rank 0 of `size` with its share of the weights, all others started and connected.
+
+    Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not come up.
+    """
+    from model.parallel.messages import Load, dtype_name
+    from model.parallel.rank_processes import Followers  # a bare machine with one rank needs no msgspec
+
+    shard = Shard(0, size)
+    group = Group(shard, device)
+    loads = [
+        Load(str(checkpoint.path), max_model_len, dtype_name(dtype), str(rank_device(device, rank)), backend.name)
+        for rank in range(1, size)
+    ]
+    followers = Followers(name, group, loads)
+    try:
+        with torch.device("meta"):
+            model = LeadingTransformer(checkpoint.config, backend, group, followers)
+        load_weights(model, checkpoint, dtype, device, shard)
+        model.memory = followers.connect()
+    except BaseException:
+        followers.close()
+        raise
+    return model
+
+
+def rank_device(first: torch.device, rank: int) -> torch.device:
+    """Ranks follow each other on the GPUs from rank 0's on."""
+    return first if first.type != "cuda" else torch.device("cuda", (first.index or 0) + rank)

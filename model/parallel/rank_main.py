@@ -1,0 +1,139 @@
+"""Ranks 1 and up: processes that hold their share of one model and make rank 0's calls after it.
+
+`python -m model.parallel.rank_main SOCKET RENDEZVOUS RANK SIZE` is started by rank 0 and ends with its socket: none
+outlives rank 0, even where that ends in the middle of a sum. A follower that breaks ends, which rank 0 notices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from model.attention.selection import select_backend
+from model.cache.paged import KVCache
+from model.checkpoint.folder import read_checkpoint
+from model.config.sharding import Shard
+from model.network.sharded import ShardedTransformer, build_shard
+from model.network.weights import load_weights
+from model.parallel.group import Group
+from model.parallel.messages import (
+    Answer,
+    Call,
+    Load,
+    Message,
+    Pool,
+    dtype_of,
+    receive_tensors,
+    unpacked,
+)
+from model.system.child_process import FrameSocket, ignore_signals
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """One rank over its end of the socket."""
+
+    def __init__(self, frames: FrameSocket, rendezvous: int, shard: Shard) -> None:
+        self._frames = frames
+        self._rendezvous = rendezvous
+        self._shard = shard
+        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._model: ShardedTransformer | None = None
+        self._cache: KVCache | None = None
+
+    def run(self) -> None:
+        """Serve until rank 0 is gone, which is an `EOFError`."""
+        while True:
+            message = self._decoder.decode(self._frames.receive())
+            if isinstance(message, Call):
+                self._call(message)
+            elif isinstance(message, Pool):
+                self._make_pool(message)
+            else:
+                self._load(message)
+
+    def _load(self, load: Load) -> None:
+        checkpoint = read_checkpoint(Path(load.path))
+        checkpoint = replace(checkpoint, config=checkpoint.config.stretched(load.max_model_len))
+        device, dtype = torch.device(load.device), dtype_of(load.dtype)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // self._shard.size))
+        group = Group(self._shard, device)
+        backend = select_backend(device, dtype, load.attention_backend).backend
+        model = build_shard(checkpoint.config, backend, group)
+        self._model = load_weights(model, checkpoint, dtype, device, self._shard)
+        self._answer()
+        group.connect(self._rendezvous)
+        self._answer(*(torch.cuda.mem_get_info(device) if device.type == "cuda" else ()))
+
+    def _make_pool(self, pool: Pool) -> None:
+        assert self._model is not None and self._model.decoder is not None
+        config, device = self._model.decoder.config, self._model.group.device
+        self._cache = KVCache(config, pool.num_blocks, pool.block_size, dtype_of(pool.dtype), device)
+        self._answer()
+
+    @torch.inference_mode()
+    def _call(self, call: Call) -> None:
+        model, cache = self._model, self._cache
+        assert model is not None
+        group = model.group
+        arguments: list[Any] = unpacked(call, receive_tensors(call, group), group.device)
+        if call.name == "decode":
+            inputs, cached, cross = arguments
+            model.decode(inputs, cache if cached else None, cross)
+        elif call.name == "encode":
+            model.encode(*arguments)
+        elif call.name == "logits":
+            model.logits(*arguments)
+        else:
+            assert cache is not None
+            if call.name == "write_memory":
+                memory, slots = arguments
+                model.write_memory(memory, cache, slots)
+            else:
+                targets, sources = arguments
+                cache.copy_blocks(dict(zip(targets, sources, strict=True)))
+
+    def _answer(self, free: int = 0, total: int = 0) -> None:
+        self._frames.send(msgspec.msgpack.encode(Answer(free, total)))
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process when the other end of the socket is closed, whatever it waits for then."""
+    watched = select.poll()
+    watched.register(connection, select.POLLRDHUP)
+    watched.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    """The process's life. It leaves without cleaning up: half-done sums would make that hang or abort."""
+    ignore_signals()
+    descriptor, rendezvous, rank, size = map(int, sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s (rank {rank}): %(message)s")
+    connection = socket.socket(fileno=descriptor)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    try:
+        Follower(FrameSocket(connection), rendezvous, Shard(rank, size)).run()
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        logger.exception("this rank broke")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

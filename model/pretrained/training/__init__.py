@@ -1,0 +1,1 @@
+"""How the embedded models are trained and judged."""

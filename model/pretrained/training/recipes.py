@@ -1,0 +1,174 @@
+"""How each embedded model is made: its shape, its batches, its plan, and the folder it is saved to.
+
+Both are saved as Hugging Face checkpoints with float16 weights, through the family's own weight table read backwards.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata
+from model.families import config_from_raw
+from model.network.transformer import CrossInput, StackInput, Transformer
+from model.network.weights import stored_tensors
+from model.pretrained import CHECKPOINTS
+from model.pretrained.training import corpus, pairs, vocabulary
+from model.pretrained.training.trainer import TrainingPlan, cross_entropy, new_model, train
+
+CODE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 3072,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "dtype": "float16",
+}
+CODE_PLAN = TrainingPlan(steps=2000, learning_rate=2e-3, warmup=150, dropout=0.0, label_smoothing=0.0, weight_decay=0.1)
+CODE_BATCH = 4  # sequences of max_position_embeddings tokens
+
+NORMALIZE: dict[str, Any] = {
+    "architectures": ["MarianMTModel"],
+    "model_type": "marian",
+    "vocab_size": 768,
+    "d_model": 192,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 768,
+    "decoder_ffn_dim": 768,
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "static_position_embeddings": True,
+    "share_encoder_decoder_embeddings": True,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "dtype": "float16",
+}
+NORMALIZE_PLAN = TrainingPlan(steps=2800, learning_rate=2e-3, warmup=300, dropout=0.05, label_smoothing=0.05)
+NORMALIZE_TOKENS = 3072  # source tokens of a batch
+IGNORED = -100  # a target that takes no part in the loss
+
+
+def train_code(work: Path, device: torch.device) -> Path:
+    """Train `code` on the interpreter's standard library and save it."""
+    documents = corpus.documents(held_out=False)
+    tokenizer = vocabulary.code_tokenizer((d.text for d in documents), CODE["vocab_size"])
+    end = CODE["eos_token_id"]
+    assert tokenizer.token_to_id(vocabulary.END_OF_TEXT) == end
+    encoded = [[*e.ids, end] for e in tokenizer.encode_batch([d.text for d in documents])]  # each starts with BOS
+    length = CODE["max_position_embeddings"]
+    model = new_model(config_from_raw(CODE), CODE_PLAN.seed, device)
+    batches = (batch.to(device) for batch in _blocks(encoded, length + 1, CODE_BATCH, CODE_PLAN.seed))
+    train(model, CODE_PLAN, batches, _language_model_loss, work / "code.state")
+    generation = {"bos_token_id": end, "eos_token_id": end, "do_sample": False}
+    return save(CHECKPOINTS / "code", model, CODE, generation, tokenizer)
+
+
+def train_normalize(work: Path, device: torch.device) -> Path:
+    """Train `normalize` on generated pairs, of which none shares a value with the held-out ones, and save it."""
+    rng = random.Random(NORMALIZE_PLAN.seed)
+    sample = [pairs.sample(rng, held_out=False) for _ in range(60_000)]
+    tokenizer = vocabulary.normalize_tokenizer(sample, NORMALIZE["vocab_size"])
+    model = new_model(config_from_raw(NORMALIZE), NORMALIZE_PLAN.seed, device)
+    batches = (tuple(t.to(device) for t in batch) for batch in _pair_batches(tokenizer, NORMALIZE_PLAN.seed))
+    train(model, NORMALIZE_PLAN, batches, _translation_loss, work / "normalize.state")
+    generation = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0, "bad_words_ids": [[0]]}
+    return save(CHECKPOINTS / "normalize", model, NORMALIZE, generation, tokenizer)
+
+
+def save(
+    folder: Path, model: Transformer, raw: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
+) -> Path:
+    """Write a Hugging Face folder with float16 weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to("cpu", torch.float16) for name, tensor in stored_tensors(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _blocks(documents: list[list[int]], length: int, count: int, seed: int) -> Iterator[Tensor]:
+    """`[count, length]` cut from the documents one after the other, shuffled and shifted anew each epoch; endless."""
+    rng = random.Random(seed)
+    while True:
+        order = rng.sample(documents, len(documents))
+        stream = torch.tensor([token for document in order for token in document])[rng.randrange(length) :]
+        whole = stream[: len(stream) // length * length].view(-1, length)
+        shuffled = whole[torch.tensor(rng.sample(range(len(whole)), len(whole)))]
+        yield from shuffled[: len(whole) // count * count].split(count)
+
+
+def _language_model_loss(model: Transformer, batch: object) -> Tensor:
+    assert isinstance(batch, Tensor)
+    ids, targets = batch[:, :-1], batch[:, 1:]  # [B, L]
+    hidden = model.decode(_dense(ids, causal=True))
+    return cross_entropy(model.logits(hidden), targets.flatten(), CODE_PLAN.label_smoothing)
+
+
+def _translation_loss(model: Transformer, batch: object) -> Tensor:
+    assert isinstance(batch, tuple)
+    sources, inputs, targets = batch  # [B, S], [B, L], [B, L]
+    memory = model.encode(_dense(sources, causal=False))
+    lens = (inputs.shape[1],) * len(inputs), (sources.shape[1],) * len(sources)
+    cross = CrossInput(AttentionMetadata(*lens, causal=False, device=inputs.device), memory)
+    hidden = model.decode(_dense(inputs, causal=True), cross=cross)
+    return cross_entropy(model.logits(hidden), targets.flatten(), NORMALIZE_PLAN.label_smoothing)
+
+
+def _dense(ids: Tensor, *, causal: bool) -> StackInput:
+    """A batch of equal lengths `[B, L]` as packed input."""
+    count, length = ids.shape
+    lens = (length,) * count
+    positions = torch.arange(length, device=ids.device).repeat(count)
+    return StackInput(ids.flatten(), positions, AttentionMetadata(lens, lens, causal=causal, device=ids.device))
+
+
+def _pair_batches(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Sources of one length, decoder inputs and targets padded behind (causal: pads there disturb nothing); endless.
+
+    Pairs wait in a bucket for their source length until it holds `NORMALIZE_TOKENS`.
+    """
+    rng = random.Random(seed + 1)
+    buckets: dict[int, list[tuple[list[int], list[int]]]] = {}
+    while True:
+        drawn = [pairs.sample(rng, held_out=False) for _ in range(512)]
+        sources = tokenizer.encode_batch([source for source, _ in drawn])
+        targets = tokenizer.encode_batch([target for _, target in drawn])
+        for source, target in zip(sources, targets, strict=True):
+            bucket = buckets.setdefault(len(source.ids), [])
+            bucket.append((source.ids, target.ids))
+            if len(bucket) * len(source.ids) >= NORMALIZE_TOKENS:
+                yield _padded(buckets.pop(len(source.ids)))
+
+
+def _padded(bucket: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+    width = max(len(target) for _, target in bucket)
+    start = NORMALIZE["decoder_start_token_id"]
+    inputs = [[start, *target[:-1]] + [0] * (width - len(target)) for _, target in bucket]
+    targets = [target + [IGNORED] * (width - len(target)) for _, target in bucket]
+    return torch.tensor([source for source, _ in bucket]), torch.tensor(inputs), torch.tensor(targets)

@@ -1,0 +1,1 @@
+"""The next token of each sequence: penalties, cuts, random draws, top-k."""

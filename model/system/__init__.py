@@ -1,0 +1,1 @@
+"""The machine: memory, devices, copies between them, child processes."""

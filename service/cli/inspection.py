@@ -1,0 +1,194 @@
+"""`triptych inspect`: the anatomy of a checkpoint as tables for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from model.api.engine_config import EngineConfig
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.config.model import ConfigError
+from model.engine.dtypes import choose_dtype
+from model.engine.memory_plan import KVLayout, NumberFormat, can_quantise, plan_weights
+from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
+
+_DTYPE = "float32"
+_PROMPT = 128  # tokens of the prompt whose cost is shown
+
+
+def show(name: str, path: Path, *, context: int, memory: int) -> None:
+    """Print the anatomy of the checkpoint at `path`."""
+    checkpoint = read_checkpoint(path)
+    anatomy = dissect(checkpoint.config)
+    console = Console()
+    config = checkpoint.config
+    console.print(f"\n[bold]{name}[/]  {config.form}, {config.model_type}, {anatomy.total_parameters:,} parameters")
+    console.print(_stacks(checkpoint))
+    console.print(_parameters(anatomy))
+    console.print(_costs(anatomy, context, memory))
+    console.print(_memory(checkpoint, memory))
+
+
+def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
+    """The same figures for programs: one line."""
+    checkpoint = read_checkpoint(path)
+    config = checkpoint.config
+    anatomy = dissect(config)
+    print(
+        json.dumps(
+            {
+                "schema": 1,
+                "name": name,
+                "form": config.form,
+                "model_type": config.model_type,
+                "max_positions": config.max_positions,
+                "stacks": {stack: describe_stack(one) for stack, one in config.stacks.items()},
+                "classifier": list(config.classifier.labels) if config.classifier else None,
+                "parameters": {**anatomy.parameters, "all": anatomy.total_parameters},
+                "weight_bytes": {dtype: anatomy.weight_bytes(dtype) for dtype in DTYPE_BYTES},
+                "kv_bytes_per_token": {dtype: anatomy.kv_bytes_per_token(dtype) for dtype in DTYPE_BYTES},
+                "flops_per_token": {
+                    stack: {
+                        "prompt_of": _PROMPT,
+                        "prompt": anatomy.flops_per_prompt_token(stack, _PROMPT),
+                        "context": context,
+                        "step": asdict(anatomy.flops(stack, context)),
+                    }
+                    for stack in config.stacks
+                },
+                "cpu_memory": {kept: asdict(plan) for kept, plan in _plans(checkpoint, memory).items()},
+                "sequences_that_fit": {
+                    "memory": memory,
+                    "length": context,
+                    **{dtype: anatomy.sequences_that_fit(memory, context, dtype) for dtype in DTYPE_BYTES},
+                },
+            }
+        )
+    )
+
+
+def write_attention(name: str, path: Path, text: str, out: Path) -> None:
+    """Write the page of every head's attention over `text`; raises `ConfigError`."""
+    from model.inspection.attention_maps import attention_maps
+    from service.cli.attention_page import attention_page
+
+    page = attention_page(name, text, attention_maps(path, text))
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}") from None
+    print(f"{out}: {len(page.encode()) / 1e6:.1f} MB")
+
+
+def _stacks(checkpoint: Checkpoint) -> Table:
+    stacks = {name: describe_stack(stack) for name, stack in checkpoint.config.stacks.items()}
+    table = Table("", *stacks, title="stacks", title_justify="left")
+    for row in next(iter(stacks.values())):
+        table.add_row(row, *(stack[row] for stack in stacks.values()))
+    limit = checkpoint.config.max_positions
+    table.add_row("context", *[f"{limit} tokens" if limit else "unlimited"] * len(stacks))
+    return table
+
+
+def _parameters(anatomy: Anatomy) -> Table:
+    table = Table("part", "parameters", "share", title="parameters", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part, count in sorted(anatomy.parameters.items(), key=lambda item: -item[1]):
+        table.add_row(part, f"{count:,}", f"{count / anatomy.total_parameters:.1%}")
+    head = anatomy.config.head
+    if head is not None and head.tied:
+        table.add_row("head", "0", "tied to the token table")
+    table.add_section()
+    table.add_row("all", f"{anatomy.total_parameters:,}", "")
+    for dtype in ("float32", "bfloat16"):
+        table.add_row(f"bytes in {dtype}", _size(anatomy.weight_bytes(dtype)), "")
+    return table
+
+
+def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
+    table = Table("cost", "value", title="costs", title_justify="left")
+    table.columns[1].justify = "right"
+    for stack in anatomy.config.stacks:
+        prompt = anatomy.flops_per_prompt_token(stack, _PROMPT)
+        table.add_row(f"{stack}: FLOPs a token of a prompt of {_PROMPT}", f"{prompt / 1e6:,.1f} M")
+        step = anatomy.flops(stack, context)
+        table.add_row(f"{stack}: FLOPs a token at context {context}", f"{step.all / 1e6:,.1f} M")
+        table.add_row("  of which attention over the context, O(n d)", f"{step.attention / 1e6:,.1f} M")
+        table.add_row("  of which feed-forward, O(d^2)", f"{step.feed_forward / 1e6:,.1f} M")
+    if anatomy.config.decoder is not None:
+        table.add_row(f"KV bytes a token ({_DTYPE})", f"{anatomy.kv_bytes_per_token(_DTYPE):,}")
+        fitting = anatomy.sequences_that_fit(memory, context, _DTYPE)
+        table.add_row(f"sequences of {context} tokens in {_size(memory)} of KV", f"{fitting:,}")
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a model takes on a CPU in one number format, in bytes, and the context that it can serve."""
+
+    weights: dict[str, int]  # by part; a tied head is packed beside the table
+    buffer: int  # beside them while they are loaded
+    kv_per_token: int
+    context: int | None  # in the KV memory that was asked about; None: keeps no KV
+    whole_context: int | None  # bytes of KV for all that the model takes; None: that has no end
+
+
+def _plans(checkpoint: Checkpoint, memory: int) -> dict[str, _Plan]:
+    """By the headers of the files, for the native stacks, as an engine plans it before it reads a weight."""
+    own = choose_dtype("auto", checkpoint.config, torch.device("cpu")).dtype
+    formats = {
+        "float32": NumberFormat(torch.float32, packed=True),
+        "bfloat16": NumberFormat(torch.bfloat16, packed=True),
+    }
+    if can_quantise(checkpoint.config):
+        formats["int8"] = NumberFormat(own, packed=True, int8=True)  # matrices alone
+    return {name: _plan(checkpoint, kept, memory) for name, kept in formats.items()}
+
+
+def _plan(checkpoint: Checkpoint, kept: NumberFormat, memory: int) -> _Plan:
+    config, engine = checkpoint.config, EngineConfig()
+    weights = plan_weights(checkpoint, kept)
+    if not config.can_generate:
+        return _Plan(weights.parts, weights.buffer, 0, None, None)
+    kv, most = KVLayout.of(engine, config, kept.dtype), config.max_positions
+    fits = kv.context_in(memory)
+    return _Plan(
+        weights.parts,
+        weights.buffer,
+        kv.block_bytes // kv.block_size,
+        context=fits if most is None else min(fits, most),
+        whole_context=None if most is None else kv.bytes_for(most),
+    )
+
+
+def _memory(checkpoint: Checkpoint, memory: int) -> Table:
+    plans = _plans(checkpoint, memory)
+    table = Table("on a CPU", *plans, title="memory, by the headers of the files", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    first = next(iter(plans.values()))
+    for part in sorted(first.weights, key=lambda part: -first.weights[part]):
+        table.add_row(part, *(_size(plan.weights[part]) for plan in plans.values()))
+    table.add_section()
+    table.add_row("all weights", *(_size(sum(plan.weights.values())) for plan in plans.values()))
+    table.add_row("beside them while they are loaded", *(_size(plan.buffer) for plan in plans.values()))
+    if first.context is not None:
+        table.add_row(f"longest context in {_size(memory)} of KV", *(f"{plan.context:,}" for plan in plans.values()))
+    if first.whole_context is not None:
+        most = f"KV of one request of {checkpoint.config.max_positions:,} tokens"
+        table.add_row(most, *(_size(plan.whole_context or 0) for plan in plans.values()))
+    return table
+
+
+def _size(count: int) -> str:
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "GiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"

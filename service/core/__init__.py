@@ -1,0 +1,1 @@
+"""What all of the service speaks of: errors, requests' contexts, the engine, models."""

@@ -1,0 +1,133 @@
+"""Chat templates: which one a checkpoint has, and what it makes of a conversation.
+
+A template comes from the operator's folder and nowhere else; a request chooses none and passes no variables but
+`add_generation_prompt` and `continue_final_message`. It is rendered in a process that can be killed
+(`service.sandbox.chat_main`), for the first time when the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.folder import read_json
+from model.config.model import ConfigError
+from service.core.errors import ApiError, invalid, scrub
+from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
+
+Messages = Sequence[Mapping[str, Any]]
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CANARY = ({"role": "user", "content": "Hello"},)
+_CANARY_SECONDS, _CANARY_CHARACTERS = 5.0, 1_000_000
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the space tells whether the template strips what it is given
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A Jinja template and the special tokens it may name (`bos_token` ...)."""
+
+    source: str
+    tokens: Mapping[str, str]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate | None:
+        """The folder's template, rendered once; None where there is none. Raises `ConfigError`.
+
+        `chat_template.jinja` wins over `chat_template` in tokenizer_config.json, which is a text, or a list of named
+        ones of which the one called `default` counts.
+        """
+        config = read_json(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else _chosen(folder, config.get("chat_template"))
+        if source is None:
+            return None
+        named = {**read_json(folder / "special_tokens_map.json"), **config}
+        template = cls(source, {name: text for name in _TOKENS if (text := _content(named.get(name))) is not None})
+        template._check(folder.name)
+        return template
+
+    def variables(self, messages: Messages, *, add_generation_prompt: bool) -> dict[str, Any]:
+        """What the template sees."""
+        return {
+            **self.tokens,
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    async def render(
+        self, pool: RenderPool, messages: Messages, limit: int, *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt, of at most `limit` characters; raises `ApiError` naming `messages`."""
+        try:
+            variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
+            return await pool.render(self.source, variables, limit)
+        except RenderError as error:
+            raise _refusal(error) from None
+
+    async def continued(self, pool: RenderPool, messages: Messages, limit: int) -> str:
+        """The prompt up to the end of the last message's content, for the model to go on with it."""
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise invalid("continue_final_message: the last message has no content", "continue_final_message")
+        tagged = [*messages[:-1], {**messages[-1], "content": content + _TAG}]
+        text = await self.render(pool, tagged, limit + len(_TAG), add_generation_prompt=False)
+        before, found, after = text.rpartition(_TAG.strip())
+        if not found or content.strip() not in before:
+            raise invalid(
+                "continue_final_message: the chat template leaves the last message out", "continue_final_message"
+            )
+        return before if after.startswith(" ") else before.rstrip()
+
+    def _check(self, name: str) -> None:
+        """Compile it and render a short conversation, which it may refuse itself."""
+        worker = RenderWorker(_CANARY_SECONDS)
+        try:
+            worker.render(self.source, self.variables(_CANARY, add_generation_prompt=True), _CANARY_CHARACTERS)
+        except RenderError as error:
+            if error.kind != "raised":
+                raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
+        finally:
+            worker.close()
+
+
+def _chosen(folder: Path, value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        named = {one.get("name"): one.get("template") for one in value}
+        if isinstance(default := named.get("default"), str):
+            return default
+    raise ConfigError(
+        f"{folder.name}: tokenizer_config.json: chat_template must be a text or a list of named ones with one called "
+        "default"
+    )
+
+
+def _content(token: object) -> str | None:
+    """A special token stands there as text, or as an object that describes it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _refusal(error: RenderError) -> ApiError:
+    if error.kind == "busy":
+        return ApiError(
+            429,
+            "too many conversations are being rendered; try again after the time in Retry-After",
+            type="overloaded_error",
+            code="queue_full",
+            headers={"Retry-After": "1"},
+            reason="chat_templates",
+        )
+    if error.kind == "length":
+        message = f"messages make a prompt of {error}, which cannot fit the model"
+        return invalid(message, "messages", "context_length_exceeded")
+    if error.kind == "raised":
+        return invalid(f"the chat template refuses these messages: {scrub(str(error))}", "messages", "chat_template")
+    detail = f"{error.kind}: {scrub(str(error))}"
+    return invalid(f"the chat template cannot render these messages ({detail})", "messages", "chat_template")

@@ -1,0 +1,259 @@
+"""Every error a client can see, in the one shape `{"error": {"message", "type", "param", "code"}}`.
+
+Raise an `ApiError` from one of the constructors below; `install` makes FastAPI render these, its own errors and
+everything unexpected in that shape. Messages name fields and limits; they hold no path, address, traceback or key
+and never the value a client sent, except a name it typed, shortened.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import re
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from model.errors import EngineGoneError, QueueFullError
+from service.core.request_context import current
+
+logger = logging.getLogger("triptych.errors")
+
+NOT_SUPPORTED = "not_supported"  # a field of a dialect that would change the result
+OUR_FAULT = (
+    "internal",
+    "engine_failed",
+    "engine_dead",
+    "not_ready",
+)  # reasons that spend the error budget (rules.yaml)
+
+_SHOWN_ERRORS = 5
+_UNSAFE = re.compile(r"0x[0-9a-fA-F]{4,}|(?:/[\w.\-]+){2,}|[A-Za-z]:\\\S+")
+
+
+class ApiError(Exception):
+    """A refusal or failure with its HTTP status. `reason` labels it in metrics (default: its code)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        reason: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        self.reason = reason or code
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, type="invalid_request_error", param=param, code=code)
+
+
+def unauthorized(message: str, challenge: str = "Bearer") -> ApiError:
+    headers = {"WWW-Authenticate": challenge}
+    return ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
+
+
+def not_found(message: str, code: str = "not_found", param: str | None = None) -> ApiError:
+    return ApiError(404, message, type="not_found_error", param=param, code=code)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    message = f"model {shorten(name)} is not loaded; loaded: {', '.join(known) or 'none'}"
+    return not_found(message, code="model_not_found", param="model")
+
+
+def too_large(message: str, param: str | None = None, code: str = "body_too_large") -> ApiError:
+    return ApiError(413, message, type="invalid_request_error", param=param, code=code)
+
+
+def headers_too_large(message: str) -> ApiError:
+    return ApiError(431, message, type="invalid_request_error", code="headers_too_large")
+
+
+def request_too_slow(seconds: float) -> ApiError:
+    message = f"the request did not arrive within {seconds:g} s"
+    headers = {"Connection": "close"}
+    return ApiError(408, message, type="timeout_error", code="request_too_slow", headers=headers)
+
+
+def not_taken(error: QueueFullError | EngineGoneError) -> ApiError:
+    """What an engine refuses before any work."""
+    if isinstance(error, EngineGoneError):
+        return unavailable("the engine is gone; a new one is being started", "engine_dead")
+    seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
+    return ApiError(
+        429,
+        "the queue is full; try again after the time in Retry-After",
+        type="overloaded_error",
+        code="queue_full",
+        headers={"Retry-After": str(min(max(1, seconds), 3600))},
+        reason=error.reason,
+    )
+
+
+def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, type="unavailable_error", code=code, headers=headers)
+
+
+def draining() -> ApiError:
+    return unavailable("the service is draining and takes no new requests", "draining")
+
+
+def internal(
+    message: str = "the service failed; the request id finds it in the log", code: str = "internal"
+) -> ApiError:
+    return ApiError(500, message, type="server_error", code=code)
+
+
+def engine_failed() -> ApiError:
+    return internal("the engine failed while the request was in it", "engine_failed")
+
+
+def deadline_passed() -> ApiError:
+    return ApiError(
+        504, "the deadline passed before the first token", type="timeout_error", param="timeout_s", code="deadline"
+    )
+
+
+def cancelled() -> ApiError:
+    return ApiError(409, "the request was cancelled", type="cancelled_error", code="cancelled")
+
+
+def client_gone() -> ApiError:
+    """Nobody reads this one; its status stands in the access line."""
+    return ApiError(499, "the client closed the connection", type="cancelled_error", code="client_closed")
+
+
+def shorten(name: str, size: int = 64) -> str:
+    """A name that a client typed, quoted, printable and of bounded length."""
+    cut = name if len(name) <= size else name[: size - 3] + "..."
+    return ascii(cut)
+
+
+def scrub(text: str, size: int = 200) -> str:
+    """A text from below made fit for a client: no paths, no addresses, one short line."""
+    return _UNSAFE.sub("...", " ".join(text.split()))[:size]
+
+
+def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
+    """`unknown field 'temprature'; did you mean 'temperature'?`"""
+    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
+    return f"unknown {kind} {shorten(name)}" + (f"; did you mean '{near[0]}'?" if near else "")
+
+
+def render(error: ApiError) -> Response:
+    """The reply for `error`; notes its reason for the accounting of the current request."""
+    context = current()
+    if context is not None and not context.rejection:
+        context.rejection = error.reason
+    content = msgspec.json.encode(error.body())
+    return Response(content, status_code=error.status, headers=error.headers, media_type="application/json")
+
+
+def log_unexpected(error: BaseException) -> None:
+    """Where it happened and its type; not its text, which may hold what a client sent."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("unexpected %s\n%s", type(error).__name__, frames.rstrip())
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]], fields: Mapping[int, Sequence[str]]) -> ApiError:
+    """Pydantic's errors as one 400: the message tells the first few, `param` names the first.
+
+    `fields[depth]` are the names allowed at that depth of the body, for suggestions.
+    """
+    described = [_describe(error, fields) for error in errors[:_SHOWN_ERRORS]]
+    more = len(errors) - len(described)
+    message = "; ".join(text for _, text, _ in described) + (f"; and {more} more" if more else "")
+    param, _, code = described[0]
+    return invalid(message, param, code)
+
+
+def _describe(error: Mapping[str, Any], fields: Mapping[int, Sequence[str]]) -> tuple[str | None, str, str]:
+    kind, location = error["type"], _without_tags(error["loc"])
+    if kind == "json_invalid":
+        return None, f"the body is not valid JSON ({error['ctx']['error']})", "invalid_json"
+    if not location:
+        return None, "the body must be a JSON object", "invalid_type"
+    param = path_of(location)
+    if kind == "extra_forbidden":
+        return param, unknown_name("field", str(location[-1]), fields.get(len(location), ())), "unknown_field"
+    if kind == "missing":
+        return param, f"{param} is required", "missing_field"
+    if kind == NOT_SUPPORTED:
+        return param, f"{param} is not supported{error['msg']}", NOT_SUPPORTED
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    wrong_type = kind.endswith("_type") or kind.endswith("_parsing") or kind == "int_from_float"
+    return param, f"{param}: {message}", "invalid_type" if wrong_type else "invalid_value"
+
+
+def _without_tags(location: Sequence[int | str]) -> list[int | str]:
+    """Union members are tagged `<name>` in `service.schemas`; dictionary keys add `[key]`."""
+    return [part for part in location if not (isinstance(part, str) and (part[:1] == "<" or part == "[key]"))]
+
+
+def path_of(location: Sequence[int | str]) -> str:
+    """`prompt[1][5]`, `input[0].text`: as the client typed it, names shortened."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if text else part[:64]
+    return text
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of `app` the contract's shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ValidationError, _on_unexpected)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return render(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return render(not_found("there is no such route; /docs lists them"))
+    if error.status_code == 405:
+        headers = dict(error.headers or {})
+        message = f"this route does not take {request.method[:16]}"
+        return render(ApiError(405, message, type="invalid_request_error", code="method_not_allowed", headers=headers))
+    if error.status_code < 500:
+        return render(ApiError(error.status_code, "refused", type="invalid_request_error", code="refused"))
+    return render(internal())
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return render(from_validation(error.errors(), {}))
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    log_unexpected(error)
+    return render(internal())

@@ -1,0 +1,265 @@
+"""A scripted `EngineClient`: HTTP semantics without an engine. It computes nothing and loads nothing.
+
+Each sequence emits the script's token ids, one an output, as text through the real detokeniser, and ends as the
+engine would: stop id or string, `max_tokens`, deadline, cancel. Embeddings are a fixed function of the ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from model.api.request import (
+    EncodeOutput,
+    EncodeRequest,
+    EncodeTask,
+    FinishReason,
+    Request,
+    TokenLogprob,
+    TokenOutput,
+)
+from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
+from model.errors import EngineDeadError, EngineGoneError, QueueFullError
+from model.text.tokenizer import Detokenizer, Tokenizer
+
+_CRASH = "/usr/lib/secret 0xdeadbeef canary"  # an exception's text that no client and no log may see
+
+
+@dataclass
+class Script:
+    """What the fake does; change it between requests."""
+
+    token_ids: Sequence[int] = (1,)  # emitted over and over
+    delay_s: float = 0.0  # before every output
+    queue_full: str | None = None  # refuse everything for this reason
+    retry_after_s: float = 2.5
+    dead: bool = False  # refuse everything: the engine is gone
+    die_after: int | None = None  # EngineDeadError after so many outputs
+    error_after: int | None = None  # a sequence ends with ERROR after so many tokens
+    crash_after: int | None = None  # an unexpected exception, whose text must not reach anybody
+    live: bool = True
+    ready: bool = True
+    reason: str = ""
+
+
+@dataclass
+class _Sequence:
+    request: Request
+    index: int
+    detokenizer: Detokenizer | None
+    emitted: int = 0
+
+
+class FakeEngineClient:
+    """Records what it was asked (`submitted`, `encoded`) and what was ended early (`aborted`)."""
+
+    def __init__(
+        self,
+        models: Sequence[ModelInfo],
+        tokenizers: Mapping[str, Tokenizer | None] | None = None,
+        script: Script | None = None,
+    ) -> None:
+        self._loadable = {info.name: info for info in models}
+        self._tokenizers = dict(tokenizers or {})
+        self.script = script or Script()
+        self.models: dict[str, ModelInfo] = {}
+        self.restarts = 0
+        self.submitted: list[Request] = []
+        self.encoded: list[EncodeRequest] = []
+        self.aborted: list[str] = []
+        self.running: set[str] = set()
+        self.cancelled: set[str] = set()
+        self._closed = False
+        self._observers: list[Callable[[StepStats], None]] = []
+
+    async def start(self) -> None:
+        self.models = dict(self._loadable)
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+
+    def check_room(self, model: str, sequences: int = 1) -> None:
+        self._admit()
+
+    def submit(self, requests: Sequence[Request]) -> FakeStream:
+        self._admit()
+        self.submitted.extend(requests)
+        self.running.update(request.request_id for request in requests)
+        return FakeStream(self, [one for request in requests for one in self._sequences(request)])
+
+    async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
+        self._admit()
+        self.encoded.extend(requests)
+        ids = [request.request_id for request in requests]
+        self.running.update(ids)
+        try:
+            if self.script.die_after is not None:
+                raise EngineDeadError("scripted death")
+            scheduled = time.monotonic()
+            await self._work(sum(len(request.token_ids) for request in requests), "encode", requests[0].model)
+            return [self._vectors(request, scheduled) for request in requests]
+        except asyncio.CancelledError:
+            self.aborted.extend(ids)
+            raise
+        finally:
+            self.running.difference_update(ids)
+
+    def cancel(self, request_id: str) -> bool:
+        if request_id not in self.running:
+            return False
+        self.cancelled.add(request_id)
+        return True
+
+    def health(self) -> Health:
+        dead = self.script.dead or self._closed
+        return Health(self.script.live and not dead, self.script.ready and not dead, self.script.reason)
+
+    def stats(self) -> dict[str, EngineStats]:
+        return {
+            name: EngineStats(
+                name, running=len(self.running), free_blocks=info.num_blocks, total_blocks=info.num_blocks
+            )
+            for name, info in self.models.items()
+        }
+
+    def demand(self) -> dict[str, Demand]:
+        return {name: Demand(len(self.running) / info.max_num_seqs, 0) for name, info in self.models.items()}
+
+    def on_step(self, observe: Callable[[StepStats], None]) -> None:
+        self._observers.append(observe)
+
+    def _admit(self) -> None:
+        if self.script.dead or self._closed:
+            raise EngineGoneError("scripted death")
+        if self.script.queue_full is not None:
+            raise QueueFullError(self.script.queue_full, self.script.retry_after_s)
+
+    def _sequences(self, request: Request) -> list[_Sequence]:
+        tokenizer = self._tokenizers.get(request.model)
+
+        return [
+            _Sequence(request, index, Detokenizer.of(tokenizer, request.params) if tokenizer is not None else None)
+            for index in range(request.params.n)
+        ]
+
+    async def _work(self, tokens: int, kind: str, model: str) -> None:
+        await asyncio.sleep(self.script.delay_s)
+        for observe in self._observers:
+            observe(StepStats(model, kind, self.script.delay_s, tokens, 1))
+
+    def _vectors(self, request: EncodeRequest, scheduled: float) -> EncodeOutput:
+        if request.request_id in self.cancelled:
+            return EncodeOutput(request.request_id, finish_reason=FinishReason.CANCELLED)
+        if self.script.error_after is not None:
+            return EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR)
+        if request.deadline is not None and time.monotonic() > request.deadline:
+            return EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE)
+        size = request.dimensions or self.models[request.model].embedding_size
+        rows = [[(token + column) / 8 for column in range(size)] for token in request.token_ids]
+        if request.task is EncodeTask.TOKENS:
+            flat = [value for row in rows for value in row]
+            return EncodeOutput(request.request_id, _pack(flat), (len(rows), size), scheduled)
+        pooled = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        return EncodeOutput(request.request_id, _pack(pooled), (size,), scheduled)
+
+
+class FakeStream:
+    """The sequences of one `submit`, one token of each in turn."""
+
+    def __init__(self, client: FakeEngineClient, sequences: list[_Sequence]) -> None:
+        self._client = client
+        self._live = sequences
+        self._closed = False
+        self._outputs = self._run()
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        return await self._outputs.__anext__()
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await self._outputs.aclose()
+        unfinished = {sequence.request.request_id for sequence in self._live}
+        self._client.aborted.extend(sorted(unfinished))
+        self._client.running -= unfinished
+
+    async def _run(self) -> AsyncGenerator[TokenOutput, None]:
+        scheduled = time.monotonic()
+        outputs = 0
+        while self._live:
+            for sequence in list(self._live):
+                await self._client._work(1, "generate", sequence.request.model)
+                self._fail(outputs)
+                output = self._next(sequence)
+                output.scheduled_time = scheduled
+                outputs += 1
+                if output.finish_reason is not None:
+                    self._end(sequence)
+                yield output
+
+    def _fail(self, outputs: int) -> None:
+        script = self._client.script
+        if script.die_after is not None and outputs >= script.die_after:
+            raise EngineDeadError("scripted death")
+        if script.crash_after is not None and outputs >= script.crash_after:
+            raise RuntimeError(_CRASH)
+
+    def _end(self, sequence: _Sequence) -> None:
+        self._live.remove(sequence)
+        if all(other.request is not sequence.request for other in self._live):
+            self._client.running.discard(sequence.request.request_id)
+
+    def _next(self, sequence: _Sequence) -> TokenOutput:
+        request, params = sequence.request, sequence.request.params
+        output = TokenOutput(request.request_id, sequence.index)
+        if request.request_id in self._client.cancelled:
+            return self._finish(sequence, output, FinishReason.CANCELLED)
+        if request.deadline is not None and time.monotonic() > request.deadline:
+            return self._finish(sequence, output, FinishReason.DEADLINE)
+        script = self._client.script
+        if script.error_after is not None and sequence.emitted >= script.error_after:
+            output.error = "scripted"
+            return self._finish(sequence, output, FinishReason.ERROR)
+        token = script.token_ids[sequence.emitted % len(script.token_ids)]
+        output.token_ids.append(token)
+        self._logprobs(sequence, output, token)
+        sequence.emitted += 1
+        if token in params.stop_token_ids:
+            output.stop_reason = token
+            return self._finish(sequence, output, FinishReason.STOP)
+        if sequence.emitted == params.max_tokens:
+            return self._finish(sequence, output, FinishReason.LENGTH)
+        return self._detokenize(sequence, output)
+
+    def _logprobs(self, sequence: _Sequence, output: TokenOutput, token: int) -> None:
+        params = sequence.request.params
+        if params.logprobs is not None:
+            output.logprobs = [_logprob(token, params.logprobs)]
+        if params.prompt_logprobs is not None and sequence.emitted == 0:
+            given = sequence.request.decoder_token_ids or sequence.request.prompt_token_ids
+            output.prompt_logprobs = [None, *(_logprob(one, params.prompt_logprobs) for one in given[1:])]
+
+    def _finish(self, sequence: _Sequence, output: TokenOutput, reason: FinishReason) -> TokenOutput:
+        output.finish_reason = reason
+        return self._detokenize(sequence, output)
+
+    def _detokenize(self, sequence: _Sequence, output: TokenOutput) -> TokenOutput:
+        if sequence.detokenizer is not None:
+            sequence.detokenizer.fill(output)
+        return output
+
+
+def _pack(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def _logprob(token: int, alternatives: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, tuple((token + step, -0.5 - step) for step in range(alternatives)))

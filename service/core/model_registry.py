@@ -1,0 +1,119 @@
+"""Which models are served, and which one a request means.
+
+A `ServedModel` is what the service knows of a model without its engine: the checkpoint's description, its tokenizer
+and its engine settings. What the engine found out when it loaded (context, blocks) is the client's `ModelInfo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from model.api.engine_config import EngineConfig
+from model.checkpoint.folder import Checkpoint
+from model.config.model import ConfigError, ModelConfig
+from model.text.tokenizer import Tokenizer
+from service.core.chat_template import ChatTemplate
+from service.core.errors import ApiError, invalid, not_found, unknown_model
+
+
+class Task(StrEnum):
+    GENERATE = "generate"
+    ENCODE = "encode"
+    TOKENIZE = "tokenize"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model under the name that clients use; without a tokenizer it speaks token ids only."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    chat: ChatTemplate | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.embedding.vocab_size
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.config.encoder is not None and self.config.decoder is not None
+
+    @property
+    def token_types(self) -> int:
+        """Segments that the model tells apart; 0: it reads one text."""
+        encoder = self.config.encoder
+        return 0 if encoder is None else encoder.token_types
+
+    def serves(self, task: Task) -> bool:
+        if task is Task.GENERATE:
+            return self.config.can_generate
+        return task is Task.ENCODE or self.tokenizer is not None
+
+    def require_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer, or a 400 that names the field in which text was sent."""
+        if self.tokenizer is None:
+            raise invalid(f"{param}: model {self.name} has no tokenizer; send token ids", param, "no_tokenizer")
+        return self.tokenizer
+
+
+class Registry:
+    """The served models by name, in the order given; and where models are that another application serves."""
+
+    def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
+        self._models: dict[str, ServedModel] = {}
+        self.elsewhere = dict(elsewhere or {})  # name: route
+        for model in models:
+            if model.name in self._models:
+                raise ConfigError(f"two models are named {model.name}")
+            self._models[model.name] = model
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._models)
+
+    def resolve(self, name: str | None, task: Task) -> ServedModel:
+        """The model meant by `name`, or the only one for the task; raises `ApiError` 404 or 400 naming `model`."""
+        if name is None:
+            return self._only(task)
+        model = self._models.get(name)
+        if model is None:
+            raise self.unknown(name)
+        if not model.serves(task):
+            raise self._wrong_task(model, task)
+        return model
+
+    def unknown(self, name: str) -> ApiError:
+        """The 404 for a model that is not here."""
+        if name in self.elsewhere:
+            message = f"model {name} is served below {self.elsewhere[name]}: send the request there"
+            return not_found(message, code="model_not_found", param="model")
+        return unknown_model(name, self._models)
+
+    def _only(self, task: Task) -> ServedModel:
+        able = [model for model in self._models.values() if model.serves(task)]
+        native = [model for model in able if model.config.form == "encoder-only"] if task is Task.ENCODE else []
+        for found in (native, able):
+            if len(found) == 1:
+                return found[0]
+        if not able:
+            raise invalid(f"no loaded model can {task}", "model", "wrong_task")
+        names = ", ".join(model.name for model in able)
+        raise invalid(f"model is required: several can {task}: {names}", "model", "missing_field")
+
+    def _wrong_task(self, model: ServedModel, task: Task) -> ApiError:
+        if task is Task.TOKENIZE:
+            return invalid(f"model {model.name} has no tokenizer", "model", "no_tokenizer")
+        able = ", ".join(other.name for other in self._models.values() if other.serves(task)) or "none"
+        message = f"model {model.name} is {model.config.form} and cannot {task}; models that can: {able}"
+        return invalid(message, "model", "wrong_task")

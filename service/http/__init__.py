@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, headers, replies, server-sent events."""

@@ -1,0 +1,238 @@
+"""Outputs of the engines become the JSON that clients read.
+
+A `Generation` absorbs `TokenOutput`s one by one into deltas. A stream sends each; an unstreamed reply joins them,
+so both say the same. Replies are plain dictionaries of the shapes in `service.schemas.replies`; a `Rendering` makes of
+them what another dialect shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from model.api.request import (
+    EncodeOutput,
+    EncodeTask,
+    FinishReason,
+    TokenLogprob,
+    TokenOutput,
+)
+from service.core.errors import ApiError
+from service.lifecycle.jobs import Job, worst
+from service.observability.metrics import Metrics
+from service.planning.encode import EncodePlan
+from service.planning.generate import GeneratePlan
+from service.planning.response_format import refused
+
+Json = dict[str, Any]
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+class Generation:
+    """The outputs of one HTTP request's sequences: counts, times and ends, as they come."""
+
+    def __init__(self, plan: GeneratePlan, job: Job, metrics: Metrics) -> None:
+        self._plan = plan
+        self._job = job
+        self._generated = metrics.generated(plan.served.name)
+        self._prompt_index = {request.request_id: at for at, request in enumerate(plan.requests)}
+        self._last_seen: dict[int, float] = {}
+        self._reasons: dict[int, FinishReason] = {}
+        self._cached: dict[str, int] = {}
+        self.completion_tokens = 0
+        self.failure: ApiError | None = None  # an output could not be what was asked for
+
+    @property
+    def plan(self) -> GeneratePlan:
+        return self._plan
+
+    @property
+    def reasons(self) -> list[FinishReason]:
+        return list(self._reasons.values())
+
+    def absorb(self, output: TokenOutput) -> Json:
+        """The choice's delta for `output`; ends the job with its last sequence."""
+        prompt_index = self._prompt_index[output.request_id]
+        index = prompt_index * self._plan.n + output.index
+        first = index not in self._last_seen
+        self._count(output, index)
+        delta: Json = {"index": index, "prompt_index": prompt_index, "text": output.text}
+        if self._plan.return_token_ids:
+            delta["token_ids"] = output.token_ids
+        if first and self._plan.echo:
+            self._echo(delta, prompt_index)
+        delta["finish_reason"] = output.finish_reason
+        if output.stop_reason is not None:
+            delta["stop_reason"] = output.stop_reason
+        if output.score is not None:
+            delta["score"] = output.score
+        if output.logprobs is not None:
+            delta["logprobs"] = [self._logprob(one) for one in output.logprobs]
+        if output.prompt_logprobs is not None:
+            delta["prompt_logprobs"] = [one and self._logprob(one) for one in output.prompt_logprobs]
+        return delta
+
+    @property
+    def ended(self) -> bool:
+        """Every sequence has its finish_reason."""
+        return len(self._reasons) == len(self._plan.requests) * self._plan.n
+
+    def head(self) -> Json:
+        return {"id": self._job.request_id, "model": self._plan.served.name, "created": self._job.created}
+
+    def cached_tokens(self, prompt_index: int) -> int:
+        """Of one prompt, so many needed no computing."""
+        return self._cached.get(self._plan.requests[prompt_index].request_id, 0)
+
+    def echoed(self, index: int) -> str:
+        """What stands before the output of choice `index`; empty where no echo was asked for."""
+        return self._plan.echo[index // self._plan.n] if self._plan.echo else ""
+
+    def tail(self) -> Json:
+        """Usage and timings; they stand in the reply or in a stream's last event."""
+        usage = _usage(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
+        return {"usage": usage, "timings": asdict(self._job.timings())}
+
+    def joined(self, deltas: Sequence[Json]) -> list[Json]:
+        """The choices that `deltas` make up, in order."""
+        groups: dict[int, list[Json]] = {}
+        for delta in deltas:
+            groups.setdefault(delta["index"], []).append(delta)
+        return [_join(groups[index]) for index in sorted(groups)]
+
+    def _count(self, output: TokenOutput, index: int) -> None:
+        now, tokens = time.monotonic(), len(output.token_ids)
+        if tokens:
+            before = self._last_seen.get(index)
+            self._generated(tokens, None if before is None else (now - before) / tokens)
+            self._job.observe(output.scheduled_time, now)
+        self._last_seen[index] = now
+        self.completion_tokens += tokens
+        self._job.context.tokens_out = self.completion_tokens
+        self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
+        if output.error is not None and self._plan.structure is not None:
+            self.failure = refused(self._plan.structure.param, output.error)
+        if output.finish_reason is not None:
+            self._reasons[index] = output.finish_reason
+            if self.ended:
+                self._job.end(worst(self.reasons))
+
+    def _echo(self, delta: Json, prompt_index: int) -> None:
+        """Put the prompt (encoder-decoder: what follows the decoder's start token) before the output."""
+        request = self._plan.requests[prompt_index]
+        ids = request.decoder_token_ids[1:] or request.prompt_token_ids
+        delta["text"] = self._plan.echo[prompt_index] + delta["text"]
+        if "token_ids" in delta:
+            delta["token_ids"] = [*ids, *delta["token_ids"]]
+
+    def _logprob(self, one: TokenLogprob) -> Json:
+        return {
+            **self._token(one.token_id, one.logprob),
+            "top": [self._token(token_id, logprob) for token_id, logprob in one.top],
+        }
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        tokenizer = self._plan.served.tokenizer
+        text = tokenizer.token_text(token_id) if tokenizer is not None else ""
+        return {"id": token_id, "text": text, "logprob": max(logprob, _LEAST_LOGPROB)}
+
+
+class Rendering(Protocol):
+    """How a dialect shows one generation. An object serves one HTTP request: as events or as one reply."""
+
+    @property
+    def done(self) -> bytes:
+        """What ends a stream, after its last event."""
+
+    def events(self, event: Json) -> Iterable[Json]:
+        """What a stream sends for the event that /generate would send (its `GenerateEvent`)."""
+
+    def reply(self, reply: Json) -> object:
+        """What an unstreamed request gets for the `GenerateReply` that /generate would send."""
+
+
+Render = Callable[[Generation], Rendering]
+
+
+class Native:
+    """/generate's own: everything as it is."""
+
+    done = b"data: [DONE]\n\n"
+
+    def __init__(self, generation: Generation) -> None:
+        pass
+
+    def events(self, event: Json) -> Iterable[Json]:
+        return (event,)
+
+    def reply(self, reply: Json) -> object:
+        return reply
+
+
+def _join(deltas: Sequence[Json]) -> Json:
+    """One choice of its deltas: texts and lists are joined, of the rest the latest counts."""
+    choice: Json = {}
+    for delta in deltas:
+        choice |= delta
+    choice["text"] = "".join(delta["text"] for delta in deltas)
+    for name in ("token_ids", "logprobs"):
+        if name in choice:
+            choice[name] = [item for delta in deltas for item in delta.get(name, ())]
+    return choice
+
+
+def encode_reply(plan: EncodePlan, outputs: Sequence[EncodeOutput], job: Job, encoding_format: str) -> Json:
+    """The reply of /encode; every output must have its vectors."""
+    data = [
+        _encode_item(index, request.task, output, cut, encoding_format)
+        for index, (request, output, cut) in enumerate(zip(plan.requests, outputs, plan.truncated, strict=True))
+    ]
+    classifier = plan.served.config.classifier
+    labels = {"labels": list(classifier.labels)} if classifier and plan.requests[0].task is EncodeTask.LOGITS else {}
+    return {
+        "id": job.request_id,
+        "model": plan.served.name,
+        "created": job.created,
+        "data": data,
+        **labels,
+        "usage": _usage(plan.prompt_tokens, 0, 0),
+        "timings": asdict(job.timings()),
+    }
+
+
+def _encode_item(index: int, task: EncodeTask, output: EncodeOutput, cut: bool, encoding_format: str) -> Json:
+    as_base64 = encoding_format == "base64"
+    item: Json = {
+        "index": index,
+        "scores" if task is EncodeTask.LOGITS else task.value: base64.b64encode(output.data).decode()
+        if as_base64
+        else _vectors(output),
+    }
+    if as_base64 and len(output.shape) > 1:
+        item["shape"] = list(output.shape)
+    if cut:
+        item["truncated"] = True
+    return item
+
+
+def _vectors(output: EncodeOutput) -> list[Any]:
+    """`[d]` floats, or `[L, d]` as L rows."""
+    values = list(struct.unpack(f"<{len(output.data) // 4}f", output.data))
+    if len(output.shape) == 1:
+        return values
+    width = output.shape[1]
+    return [values[start : start + width] for start in range(0, len(values), width)]
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "cached_tokens": cached_tokens,
+    }

@@ -1,0 +1,170 @@
+"""What every HTTP request passes before any route: an id, bounds, the key, one access line and one account.
+
+Plain ASGI, so that streams flow through untouched. `ContextMiddleware` is the outermost; `GuardMiddleware` refuses
+what is too large or has no key. The path checked is the one that is routed (`scope["path"]`), never one built from
+headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import secrets
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.core.errors import (
+    ApiError,
+    headers_too_large,
+    internal,
+    log_unexpected,
+    render,
+    request_too_slow,
+    too_large,
+    unauthorized,
+)
+from service.core.request_context import RequestContext, current, enter, request_id_from
+from service.observability.logs import access
+from service.observability.metrics import Metrics
+from service.settings.api_keys import KeyRing
+from service.settings.service_settings import Limits
+
+OPEN_PATHS = frozenset({"/livez", "/readyz"})
+_BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # makes a browser ask its user: any name, the key as password
+
+
+class ContextMiddleware:
+    """Opens the request's context; whatever happens inside, it is answered in one shape and counted once."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tasks: Mapping[str, str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._tasks = tasks  # path: what a POST to it runs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        context = RequestContext(
+            request_id=request_id_from(headers.get("x-request-id")),
+            task=self._tasks.get(scope["path"]) if scope["method"] == "POST" else None,
+            path=scope["path"],
+            traceparent=headers.get("traceparent", ""),
+        )
+        enter(context)
+        if context.task is not None:
+            self._metrics.received(context)
+        try:
+            await self._serve(context, scope, receive, send)
+        finally:
+            if context.task is not None and not context.accepted:
+                self._metrics.rejected(context, context.rejection or "client_closed")
+            access(context, scope["method"], scope["path"])
+
+    async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = context.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except Exception as error:
+            log_unexpected(error)
+            if context.status:  # too late for an error reply: the server cuts the connection
+                raise RuntimeError("the reply broke off") from None
+            await render(internal())(scope, receive, tagged)
+
+
+class GuardMiddleware:
+    """Headers within bounds (431), a key where keys are configured (401), a body within bounds (413, 408)."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing | None) -> None:
+        self._app = app
+        self._limits = limits
+        self._keys = keys
+        self._secret = secrets.token_bytes(32)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_headers(scope)
+            self._check_key(scope)
+            self._check_declared_body(scope)
+        except ApiError as error:
+            await render(error)(scope, receive, send)
+            return
+        await self._app(scope, self._counted(receive), send)
+
+    def _check_headers(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        limits = self._limits
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > limits.max_header_fields or size > limits.max_header_bytes:
+            message = f"headers exceed {limits.max_header_fields} fields or {limits.max_header_bytes} bytes"
+            raise headers_too_large(message)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._keys is None or scope["path"] in OPEN_PATHS:
+            return
+        headers = Headers(scope=scope)
+        digest = self._keys.find(_key_in(headers.get("authorization", "")))
+        if digest is None:
+            a_page = "text/html" in headers.get("accept", "")
+            raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if a_page else "Bearer")
+        context = current()
+        if context is not None:
+            context.tenant = hmac.new(self._secret, digest, "sha256").hexdigest()
+
+    def _check_declared_body(self, scope: Scope) -> None:
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._limits.max_body_bytes):
+            raise self._too_large()
+
+    def _counted(self, receive: Receive) -> Receive:
+        """`receive`, which raises 413 once more than the bound has come, and 408 when not all has come in time."""
+        limits = self._limits
+        deadline = asyncio.get_running_loop().time() + limits.receive_s
+        seen = 0
+        complete = False
+
+        async def counted() -> Message:
+            nonlocal seen, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise request_too_slow(limits.receive_s) from None
+            complete = not message.get("more_body", False)
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > limits.max_body_bytes:
+                    raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> ApiError:
+        return too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
+
+
+def _key_in(authorization: str) -> bytes:
+    """The key of `Bearer KEY`, or the password of `Basic` (all that a browser sends by itself); else empty: no key."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("latin-1")
+    if scheme.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""

@@ -1,0 +1,1 @@
+"""Accepted requests, the parts of a running service, draining."""

@@ -1,0 +1,138 @@
+"""The one application's parts, held together for its routes, and whether it takes new work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from model.api.stats import ModelInfo
+from service.core.engine_client import EngineClient
+from service.core.errors import draining, scrub, unavailable
+from service.core.model_registry import Registry, Task
+from service.lifecycle.jobs import Jobs
+from service.observability.metrics import Metrics
+from service.observability.tracing import Tracer
+from service.planning.encode import EncodePlanner
+from service.planning.generate import GeneratePlanner
+from service.planning.response_format import GrammarTrials
+from service.planning.tokenization import TokenizerThreads
+from service.sandbox.chat_pool import RenderPool
+from service.settings.service_settings import ServiceSettings
+
+
+class Service:
+    """Everything a route needs; `create_app` keeps it as `app.state.service`."""
+
+    def __init__(self, client: EngineClient, registry: Registry, settings: ServiceSettings, metrics: Metrics) -> None:
+        self.client = client
+        self.registry = registry
+        self.settings = settings
+        self.limits = settings.limits
+        self.metrics = metrics
+        self.version = version()
+        self.tracer = Tracer.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
+        self.jobs = Jobs(client, metrics, self.tracer)
+        self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
+        self.renderers = RenderPool(self.limits.chat_template_s)
+        self.grammars = GrammarTrials(self.limits)
+        self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
+        self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
+        self.created = int(time.time())
+        # Set by a runtime with replicas: `Jobs.cancel` of the others, summed; TimeoutError if one may have missed it.
+        self.cancel_elsewhere: Callable[[str], Awaitable[int]] | None = None
+        self._draining = False
+
+    async def start(self) -> None:
+        """Load the models; raises as `EngineClient.start`."""
+        self.client.on_step(self.metrics.step)
+        await self.client.start()
+        self.metrics.loaded(self.client.models, self.version)
+        counted = (Task.GENERATE, Task.ENCODE)
+        self.metrics.expect((one.name, task) for one in self.registry for task in counted if one.serves(task))
+
+    async def close(self) -> None:
+        self.threads.close()
+        await asyncio.to_thread(self.renderers.close)
+        await asyncio.to_thread(self.grammars.close)
+        await self.client.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
+
+    def begin_drain(self) -> None:
+        """Refuse new work from now on and turn /readyz red; what was taken goes on."""
+        self._draining = True
+
+    async def drain(self) -> None:
+        """`begin_drain`, then wait for what was taken, at most `drain_timeout_s`; cancel the rest."""
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await self.jobs.wait_idle()
+        except TimeoutError:
+            self.jobs.give_up()
+            await self.jobs.wait_idle()
+
+    async def cancel(self, request_id: str) -> int:
+        """As `Jobs.cancel`, in every replica; raises a 503 where one may have the request and did not answer."""
+        ended = self.jobs.cancel(request_id)
+        if self.cancel_elsewhere is not None:
+            try:
+                ended += await self.cancel_elsewhere(request_id)
+            except TimeoutError:
+                if not ended:
+                    raise unavailable("a replica that may run the request did not answer", "not_live") from None
+        return ended
+
+    def model_info(self, name: str) -> ModelInfo:
+        """What the engine knows of a served model; 503 while it is not loaded."""
+        info = self.client.models.get(name)
+        if info is None:
+            raise unavailable(f"model {name} is not loaded yet", "not_ready")
+        return info
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """`check_ready`, once: a request that is worked on in the block is not refused by a drain that begins then."""
+        self.check_ready()
+        with self.jobs.taken():
+            yield
+
+    def check_ready(self) -> None:
+        """Raise a 503 with the reason while no work is taken."""
+        if self._draining:
+            raise draining()
+        health = self.client.health()
+        if not health.ready:
+            raise unavailable(scrub(health.reason) or "the models are not ready", "not_ready")
+
+    def check_not_given_up(self) -> None:
+        """Raise a 503 where a drain's time ran out before the request came to an engine."""
+        if self.jobs.given_up:
+            raise draining()
+
+    def check_live(self) -> None:
+        """Raise a 503 with the reason when the engines' step loop does not move."""
+        health = self.client.health()
+        if not health.live:
+            raise unavailable(scrub(health.reason) or "the engines do not move", "not_live")
+
+
+def service_of(holder: Request | FastAPI) -> Service:
+    """Of an application, or of the one that a request came to."""
+    service = (holder.app if isinstance(holder, Request) else holder).state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def version() -> str:
+    """Of the installed distribution."""
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"

@@ -1,0 +1,92 @@
+"""One logging set-up: plain lines on a terminal, JSON lines otherwise, each with the request's id.
+
+`access` writes one line for each HTTP request. Neither it nor a logged exception shows prompts, outputs or keys: of
+an exception only the type and the frames are printed, as its text may hold what a client sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any, TextIO
+
+import msgspec
+
+from service.core.request_context import RequestContext, current
+from service.settings.service_settings import LogFormat
+
+_access = logging.getLogger("triptych.access")
+_QUIET = frozenset({"/livez", "/readyz", "/metrics"})  # polled: logged only at debug level
+_ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False) -> None:
+    """Send all logging to `stream` (stderr) in one format. Servers' own access lines are switched off."""
+    stream = stream or sys.stderr
+    as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("uvicorn.access").disabled = True
+
+
+def access(context: RequestContext, method: str, path: str) -> None:
+    """The one line of a request. The path is the client's text: cut, and quoted where it is not plain."""
+    shown = path if len(path) <= 100 else path[:97] + "..."
+    fields = {
+        "method": method[:16],
+        "path": shown if shown.isascii() and shown.isprintable() else ascii(shown),
+        "status": context.status,
+        "ms": round((time.monotonic() - context.started) * 1000, 1),
+        "model": context.model,
+        "tokens_in": context.tokens_in,
+        "tokens_out": context.tokens_out,
+        "outcome": context.outcome or context.rejection,
+    }
+    level = logging.DEBUG if path in _QUIET and context.status < 400 else logging.INFO
+    text = "{method} {path} {status} {ms} ms".format(**fields)
+    if context.model:
+        text += " {model} {tokens_in} in {tokens_out} out {outcome}".format(**fields)
+    _access.log(level, "%s", text, extra={"fields": fields})
+
+
+class _SafeFormatter(logging.Formatter):
+    def formatException(self, ei: _ExcInfo) -> str:
+        kind, _, tb = ei
+        return "".join(traceback.format_tb(tb)) + (kind.__name__ if kind is not None else "")
+
+
+class PlainFormatter(_SafeFormatter):
+    """`12:00:00 INFO triptych.access [id] POST /generate 200 12.3 ms`"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(request)s%(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        context = current()
+        record.request = f"[{context.request_id}] " if context is not None else ""
+        return super().format(record)
+
+
+class JsonFormatter(_SafeFormatter):
+    """One JSON object a line: ts, level, logger, message, request_id and the record's `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        context = current()
+        line: dict[str, Any] = {
+            "ts": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if context is not None:
+            line["request_id"] = context.request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()

@@ -1,0 +1,1 @@
+"""Bodies to requests: everything that is refused is refused here."""

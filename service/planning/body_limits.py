@@ -1,0 +1,105 @@
+"""The bounds of `Limits` on a parsed body: pure checks, each refusal naming its field and the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model.api.request import Request
+from service.core.errors import ApiError, invalid, too_large
+from service.schemas.bodies import EncodeBody, GenerateBody
+from service.settings.service_settings import Limits
+
+
+def check_generate(body: GenerateBody, limits: Limits) -> None:
+    """Raise the first bound that `body` breaks."""
+    _at_most("n", body.n, limits.max_n)
+    _at_most("num_beams", body.num_beams, limits.max_beams)
+    _at_most("logprobs", body.logprobs, limits.max_logprobs)
+    _at_most("prompt_logprobs", body.prompt_logprobs, limits.max_logprobs)
+    _no_longer("stop_token_ids", len(body.stop_token_ids), limits.max_stop_token_ids)
+    _no_longer("logit_bias", len(body.logit_bias), limits.max_logit_bias)
+    _no_longer("prompt", num_inputs(body.prompt), limits.max_prompts)
+    _check_stop(body, limits)
+    check_timeout(body.timeout_s, limits)
+    if body.priority < limits.min_priority:  # words that hold for a dialect whose priorities are negated, too
+        message = f"priority asks to be served before others, more than min_priority ({limits.min_priority}) allows"
+        raise invalid(message, "priority")
+
+
+def check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limits) -> None:
+    """Refuse more log-probabilities than one reply may hold: a whole reply those of all its tokens, and a stream too
+    those of its prompts, which do not come one by one.
+    """
+    counts: dict[str, tuple[int, str]] = {}  # by field: how many, and of what
+    if body.logprobs is not None and not body.stream:
+        tokens, each = sum(one.params.max_tokens for one in requests), body.logprobs + 1
+        counts["logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} max_tokens x {each}"
+    if body.prompt_logprobs is not None:
+        tokens, each = sum(len(one.prompt_token_ids) for one in requests), body.prompt_logprobs + 1
+        counts["prompt_logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} prompt tokens x {each}"
+    total = sum(count for count, _ in counts.values())
+    if total <= limits.max_reply_logprobs:
+        return
+    param = max(counts, key=lambda name: counts[name][0])
+    made = " + ".join(words for _, words in counts.values())
+    message = f"{param} asks for {made} = {total} log-probabilities, more than max_reply_logprobs"
+    advice = "" if body.stream or param != "logprobs" else "; a stream may have them"
+    raise invalid(f"{message} ({limits.max_reply_logprobs}){advice}", param)
+
+
+def check_encode(body: EncodeBody, limits: Limits) -> None:
+    """Raise the first bound that `body` breaks; the bound on tokens is checked once they are counted."""
+    count = num_inputs(body.input)
+    if count > limits.max_encode_inputs:
+        message = f"input has {count} entries, more than {limits.max_encode_inputs}"
+        raise too_large(message, "input", "too_many_inputs")
+    check_timeout(body.timeout_s, limits)
+    if body.output != "embedding":
+        _only_for_embeddings(body)
+
+
+def encode_too_large(tokens: int, limit: int) -> ApiError:
+    return too_large(f"input has {tokens} tokens in all, more than {limit}", "input", "too_many_tokens")
+
+
+def check_timeout(timeout_s: float | None, limits: Limits) -> None:
+    if timeout_s is not None and timeout_s > limits.request_timeout_s:
+        raise invalid(f"timeout_s must be at most {limits.request_timeout_s:g}", "timeout_s")
+
+
+def num_inputs(value: object) -> int:
+    """How many prompts or inputs a field holds: a string or a list of ids is one."""
+    return len(value) if isinstance(value, list) and not isinstance(value[0], int) else 1
+
+
+def stop_texts(body: GenerateBody) -> list[str]:
+    if body.stop is None:
+        return []
+    return [body.stop] if isinstance(body.stop, str) else body.stop
+
+
+def _check_stop(body: GenerateBody, limits: Limits) -> None:
+    stop = stop_texts(body)
+    _no_longer("stop", len(stop), limits.max_stop_strings)
+    for index, text in enumerate(stop):
+        if len(text) > limits.max_stop_characters:
+            param = "stop" if isinstance(body.stop, str) else f"stop[{index}]"
+            raise invalid(f"{param} must have at most {limits.max_stop_characters} characters", param)
+
+
+def _only_for_embeddings(body: EncodeBody) -> None:
+    for name, default in (("pooling", "default"), ("dimensions", None)):
+        if getattr(body, name) != default:
+            raise invalid(f"{name} has no meaning with output '{body.output}'", name)
+    if body.output == "logits" and body.normalize is not None:
+        raise invalid("normalize has no meaning with output 'logits'", "normalize")
+
+
+def _at_most(name: str, value: int | None, bound: int) -> None:
+    if value is not None and value > bound:
+        raise invalid(f"{name} must be at most {bound}", name)
+
+
+def _no_longer(name: str, size: int, bound: int) -> None:
+    if size > bound:
+        raise invalid(f"{name} has {size} entries, more than {bound}", name)

@@ -1,0 +1,1 @@
+"""The service over its engines, in one process or under Ray Serve."""

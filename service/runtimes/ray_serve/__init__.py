@@ -1,0 +1,1 @@
+"""The service as deployments of Ray Serve."""

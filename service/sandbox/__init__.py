@@ -1,0 +1,1 @@
+"""Processes that may be killed, for chat templates and grammars of strangers."""

@@ -1,0 +1,155 @@
+"""Processes that do what a client may make expensive: one for each task under way, killed when it takes too long.
+
+What a worker is asked and answers is JSON behind a length (`service.sandbox.chat_main`,
+`service.sandbox.grammar_main`). One that was killed is replaced by the next task; while some are stuck, others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import LifoQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+W = TypeVar("W", bound="Worker")
+
+_LENGTH = struct.Struct(">I")
+_START_SECONDS = 20.0
+_GRACE_SECONDS = 0.5  # after which a worker that should have ended itself is killed
+_WAIT_SECONDS = 5.0
+
+
+class WorkerError(Exception):
+    """No answer came. `kind`: what the worker says, or start, time, busy or crashed."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Worker:
+    """One process, started when it is needed. Not for two threads at once."""
+
+    def __init__(self, seconds: float, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._seconds = seconds
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """The answer within `seconds`; raises `WorkerError`."""
+        reply = json.loads(self._exchange(json.dumps({**request, "seconds": self._seconds}).encode()))
+        if "error" in reply:
+            raise WorkerError(reply["error"], reply["message"])
+        return reply
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._channel = self._process = None
+
+    def _exchange(self, request: bytes) -> bytes:
+        try:
+            channel = self._started()
+        except OSError:
+            self.close()
+            raise WorkerError("start", "its process did not start") from None
+        try:
+            end = time.monotonic() + self._seconds + _GRACE_SECONDS
+            channel.settimeout(self._seconds + _GRACE_SECONDS)
+            channel.sendall(_LENGTH.pack(len(request)) + request)
+            size = _LENGTH.unpack(_take(channel, _LENGTH.size, end))[0]
+            return _take(channel, size, end)
+        except OSError as error:  # a timeout is one
+            timed_out = isinstance(error, TimeoutError) or self._ended_by_alarm()
+            self.close()
+            if timed_out:
+                raise WorkerError("time", f"more than {self._seconds:g} s") from None
+            raise WorkerError("crashed", "its process ended") from None
+
+    def _ended_by_alarm(self) -> bool:
+        try:
+            return self._process is not None and self._process.wait(_GRACE_SECONDS) == -signal.SIGALRM
+        except subprocess.TimeoutExpired:
+            return False
+
+    def _started(self) -> socket.socket:
+        if self._channel is not None and self._process is not None and self._process.poll() is None:
+            return self._channel
+        self.close()
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=self._environment,
+            )
+        _take(self._channel, 1, time.monotonic() + _START_SECONDS)
+        return self._channel
+
+
+def _take(channel: socket.socket, size: int, end: float) -> bytes:
+    """So many bytes before `end`; raises `OSError`."""
+    data = bytearray()
+    while len(data) < size:
+        channel.settimeout(max(end - time.monotonic(), 0.001))
+        part = channel.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return bytes(data)
+
+
+class WorkerPool(Generic[W]):
+    """Work off the event loop, several tasks at a time; each within `seconds`."""
+
+    def __init__(self, make: Callable[[], W], seconds: float, workers: int, name: str) -> None:
+        self._seconds = seconds
+        self._size = workers
+        self._name = name
+        self._threads: ThreadPoolExecutor | None = None
+        self._workers: LifoQueue[W] = LifoQueue()  # those just used first: few processes where few are needed
+        for _ in range(workers):
+            self._workers.put(make())
+
+    async def run(self, task: Callable[[W], T]) -> T:
+        """The result of `task` with a worker; `WorkerError` `busy` when none was free in time."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=self._name)
+        work = self._threads.submit(self._run, task)
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS + self._seconds):
+                return await asyncio.wrap_future(work)
+        except TimeoutError:
+            raise WorkerError("busy", "all workers are busy") from None
+
+    def close(self) -> None:
+        """Wait for what runs and end all processes; a later `run` starts new ones."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+        for worker in list(self._workers.queue):
+            worker.close()
+
+    def _run(self, task: Callable[[W], T]) -> T:
+        worker = self._workers.get()
+        try:
+            return task(worker)
+        finally:
+            self._workers.put(worker)

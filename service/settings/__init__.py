@@ -1,0 +1,1 @@
+"""Every setting of the service, in one table."""

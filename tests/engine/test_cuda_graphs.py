@@ -1,0 +1,123 @@
+"""Recording on a GPU, with stand-ins for torch's: on the model's device, all sizes on one stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model.engine.builder import recorded
+from model.engine.execution.cuda_graphs import CudaRecorder
+from model.system.transfer import Fetched
+
+SECOND = torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other.device == self.device
+
+
+class Gpus:
+    """Two of them: what torch.cuda knows of devices and streams, the first device being current."""
+
+    def __init__(self) -> None:
+        self.streams = [Stream(0), Stream(1)]  # the current ones
+        self.made: list[Stream] = []
+        self.current = 0
+        self.capturing: list[Stream] = []
+        self.recorded: list[int] = []
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def Stream(self) -> Stream:
+        self.made.append(Stream(self.current))
+        return self.made[-1]
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self.streams[self.current if device is None else device.index]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.streams[stream.device] = self.streams[stream.device], stream
+        yield
+        self.streams[stream.device] = before
+
+    @contextmanager
+    def graph(self, graph: Any, pool: int, stream: Stream | None = None) -> Iterator[None]:
+        assert stream is not None and stream.device == self.current == pool
+        self.capturing.append(stream)
+        yield
+
+    def graph_pool_handle(self) -> int:
+        return self.current
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: None)
+
+    def Event(self) -> Any:
+        def record(stream: Stream | None = None) -> None:
+            self.recorded.append((stream or self.current_stream()).device)
+
+        return SimpleNamespace(record=record, synchronize=lambda: None)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    gpus = Gpus()
+    for name in ("device", "Stream", "current_stream", "stream", "graph", "graph_pool_handle", "CUDAGraph", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
+    return gpus
+
+
+def test_steps_are_recorded_on_their_models_device_and_one_stream(gpus: Gpus) -> None:
+    ran: list[Stream] = []
+    record = CudaRecorder(SECOND)
+
+    def run() -> torch.Tensor:
+        assert gpus.current == 1
+        ran.append(gpus.current_stream())
+        return torch.zeros(1)
+
+    for _ in range(3):
+        record(run)
+    assert gpus.current == 0
+    assert len(gpus.made) == 1  # of 20 streams each would keep cuBLAS' 32 MiB
+    assert gpus.capturing == 3 * gpus.made
+    assert ran[::2] == 3 * gpus.made  # what is not recorded yet
+
+
+def test_tokens_are_awaited_on_their_device(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = SimpleNamespace(copy_=lambda tensor, non_blocking: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: host)
+    tokens = SimpleNamespace(device=SECOND, shape=(3,), dtype=torch.int64)
+    assert Fetched(tokens).get() is host  # type: ignore[arg-type]
+    assert gpus.recorded == [1]
+
+
+def test_what_cannot_be_recorded_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(error: Exception) -> Any:
+        def record_all() -> None:
+            raise error
+
+        return SimpleNamespace(record_all=record_all)
+
+    with caplog.at_level(logging.WARNING):
+        said = "operation not permitted when stream is capturing"
+        assert recorded(failing(RuntimeError(f"{said}\nmore"))) == (None, said)
+        assert recorded(failing(AssertionError())) == (None, "AssertionError")  # a compiler's, which is no RuntimeError
+    assert "could not be recorded" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        recorded(failing(torch.OutOfMemoryError("no memory for them")))

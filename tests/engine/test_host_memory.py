@@ -1,0 +1,44 @@
+"""What a process can still take, of a machine and of a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.system.host_memory import available_memory
+
+MACHINE = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree:          50 kB\nMemAvailable:    600 kB\n"}
+NEW = {
+    "sys/fs/cgroup/memory.max": "300000\n",
+    "sys/fs/cgroup/memory.current": "250000\n",
+    "sys/fs/cgroup/memory.stat": "anon 100000\nfile 150000\ninactive_file 140000\n",
+}
+OLD = {
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "200000",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "150000",
+    "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (MACHINE, 600 * 1024),  # what files are cached in is not in use
+        (MACHINE | NEW, 190_000),
+        (MACHINE | OLD, 70_000),
+        (MACHINE | NEW | {"sys/fs/cgroup/memory.max": "max\n"}, 600 * 1024),
+        (MACHINE | OLD | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, 600 * 1024),
+        (MACHINE | NEW | {"sys/fs/cgroup/memory.current": "500000"}, 0),
+    ],
+)
+def test_the_least_of_machine_and_container(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory(tmp_path) == expected
+
+
+def test_of_this_machine_and_without_any_of_these_files(tmp_path: Path) -> None:
+    assert available_memory() > 1 << 20
+    assert available_memory(tmp_path) > 1 << 20

@@ -1,0 +1,257 @@
+"""The engine in a child process: the thread's results, and a child that neither takes others down nor is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import gc
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import Commands, Events, ModelSpec
+from model.api.request import EncodeRequest
+from model.api.stats import Demand
+from model.client import async_engine, process_transport
+from model.client.process_transport import ProcessTransport, SocketChannel
+from model.engine.thread_transport import ThreadTransport
+from model.errors import EngineDeadError
+from model.system.child_process import FrameSocket
+from tests.engine.front import async_test, collect, idle, ids_of, served, until
+from tests.engine.support import mixed, request, running
+from tests.model.checkpoints import prompt, saved
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@async_test
+async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and_is_mended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.5,))
+    requests = mixed("llama-gqa", 6, logprobs=2, prompt_logprobs=1, temperature=0.5)
+    direct = running("llama-gqa")
+    for one in requests:
+        direct.engine.add(one)
+    direct.run()
+    async with served("llama-gqa", "bert", transport=ProcessTransport) as engine:
+        outputs = await collect(engine.submit(requests))
+        (vector,) = await engine.encode([EncodeRequest("e", "bert", prompt(5))])
+        for one in requests:
+            assert ids_of(outputs, one.request_id) == direct.ids(one.request_id)
+        assert vector.shape == (32,)
+        assert sum(len(o.prompt_logprobs or ()) for o in outputs) == sum(len(r.prompt_token_ids) for r in requests)
+        await until(lambda: idle(engine))
+
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport)
+        first = transport.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)  # so that nothing can finish before it is killed
+        streams = [engine.submit([request("llama-gqa", f"lost-{i}", 5)]) for i in range(3)]
+        await asyncio.sleep(0.05)
+        os.kill(first, signal.SIGKILL)
+        began = time.monotonic()
+        failures = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        assert time.monotonic() - began < 20.0  # and not when it counts as hanging
+        assert [str(failure) for failure in failures] == ["the engine process ended by signal SIGKILL"] * 3
+        assert not engine.health().ready
+        assert engine.restarts == 0
+        with pytest.raises(EngineDeadError):
+            engine.submit([request("llama-gqa", "refused", 5)])
+
+        await until(lambda: engine.health().ready, 60.0)
+        assert engine.restarts == 1
+        assert engine.demand()["llama-gqa"] == Demand(0.0, 0)
+        outputs = await collect(engine.submit([request("llama-gqa", "again", 5)]))
+        assert len(ids_of(outputs, "again")) == 12
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport)
+        second = transport.pid
+    assert second is not None
+    assert second != first
+    assert not is_alive(second)
+
+
+@async_test
+async def test_a_child_that_hangs_is_killed_and_replaced_but_not_for_what_its_front_slept_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.1,))
+    async with served("llama-gqa", transport=ProcessTransport, stall_seconds=3.0) as engine:
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport) and transport.pid is not None
+        await asyncio.sleep(0.1)
+        os.kill(transport.pid, signal.SIGSTOP)  # both stand still, as in a container that is paused
+        time.sleep(4.0)
+        os.kill(transport.pid, signal.SIGCONT)
+        await asyncio.sleep(1.5)
+        assert (engine.health().ready, engine.restarts) == (True, 0)
+
+        health, close = [], transport.close
+
+        async def closed() -> None:
+            health.append(engine.health())  # as it is until the child has ended
+            await close()
+
+        monkeypatch.setattr(transport, "close", closed)
+        await collect(engine.submit([request("llama-gqa", "a-sign", 1, max_tokens=1)]))
+        os.kill(transport.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        (failure,) = await asyncio.gather(
+            collect(engine.submit([request("llama-gqa", "stuck", 5)])), return_exceptions=True
+        )
+        assert re.fullmatch(r"the engine has given no sign for \d+ s", str(failure))
+        assert 1.5 < time.monotonic() - began < 20.0
+        await until(lambda: bool(health))
+        assert not health[0].live
+        await until(lambda: engine.health().ready, 60.0)
+        assert engine.health().live and engine.restarts == 1
+        assert not is_alive(transport.pid)
+        outputs = await collect(engine.submit([request("llama-gqa", "again", 5)]))
+        assert len(ids_of(outputs, "again")) == 12
+
+
+class Refusing(ThreadTransport):
+    """A transport that the system has no descriptors for the second time."""
+
+    made = 0
+
+    async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
+        Refusing.made += 1
+        if Refusing.made == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self.lose = on_lost
+        await super().start(on_events, on_lost)
+
+
+@async_test
+async def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    monkeypatch.setattr(Refusing, "made", 0)
+    async with served("llama-gqa", transport=Refusing) as engine:
+        transport = engine.transport
+        assert isinstance(transport, Refusing)
+        transport.lose("an accident")
+        await until(lambda: engine.restarts == 2 and engine.health().ready, 60.0)
+        assert len(ids_of(await collect(engine.submit([request("llama-gqa", "a", 5)])), "a")) == 12
+
+
+@async_test
+async def test_what_cannot_be_delivered_is_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    async with served("llama-gqa", transport=ProcessTransport) as engine:
+
+        def fails(step: object) -> None:
+            monkeypatch.setattr(engine, "_observers", [])
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(engine, "_observers", [fails])
+        (failure,) = await asyncio.gather(
+            collect(engine.submit([request("llama-gqa", "a", 5)])), return_exceptions=True
+        )
+        assert str(failure) == "what the engine said could not be delivered: ZeroDivisionError"
+        await until(lambda: engine.health().ready, 60.0)
+        assert len(ids_of(await collect(engine.submit([request("llama-gqa", "b", 5)])), "b")) == 12
+
+
+def test_the_childs_socket_may_have_any_number() -> None:
+    """A front with many connections has none below 1024 to give."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1100:
+        pytest.skip(f"this system allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD, 1030)) as high:
+            channel = SocketChannel(high)
+            assert channel.receive(0.0) is None
+            FrameSocket(ours).send(msgspec.msgpack.encode(Commands(close=True)))
+            assert channel.receive(10.0) == Commands(close=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_full_collection_in_the_child_passes_over_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    thresholds = gc.get_threshold()
+    ready: list[int] = []
+    monkeypatch.setattr(sys, "argv", ["process", str(theirs.detach())])
+    monkeypatch.setattr(process_transport, "ignore_signals", lambda: None)
+    send = SocketChannel.send
+
+    def sends(self: SocketChannel, events: Events) -> None:
+        if events.ready:
+            ready.append(gc.get_freeze_count())
+            frames.send(msgspec.msgpack.encode(Commands(close=True)))
+        send(self, events)
+
+    monkeypatch.setattr(SocketChannel, "send", sends)
+    spec = ModelSpec("bert", str(saved("bert").path), EngineConfig(device="cpu", dtype="float32"))
+    frames = FrameSocket(ours)
+    before = gc.get_freeze_count()
+    try:
+        frames.send(msgspec.msgpack.encode(Commands(load=[spec])))
+        process_transport.main()
+        assert gc.get_threshold()[0] > thresholds[0]
+        assert len(ready) == 1 and ready[0] > before + 10_000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        ours.close()
+
+
+PARENT = """
+import asyncio, sys
+from model.client.async_engine import AsyncEngine
+from model.api.engine_config import EngineConfig
+from model.client.process_transport import ProcessTransport
+from model.api.messages import ModelSpec
+
+async def main():
+    config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32")
+    engine = AsyncEngine([ModelSpec("m", sys.argv[1], config)], ProcessTransport, {})
+    await engine.start()
+    print(engine.transport.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_the_child_ends_when_its_parent_is_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(saved("llama").path)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while is_alive(child):
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.02)

@@ -1,0 +1,31 @@
+"""Warming up leaves an engine as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.stats import EngineStats
+from model.engine.builder import load
+from model.engine.execution.warmup import warm_up
+from tests.model.checkpoints import saved
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart", "t5-relu", "bert", "vit"])
+def test_nothing_is_left_of_it(kind: str) -> None:
+    config = EngineConfig(dtype="float32", max_num_seqs=4, max_num_batched_tokens=128, kv_cache_memory=1 << 20)
+    loaded = load(ModelSpec(kind, str(saved(kind).path), config))
+    steps = []
+    for engine in (loaded.encode, loaded.generate):
+        if engine is not None:
+            real = engine.step
+            engine.step = lambda real=real: steps.append(1) or real()  # type: ignore[method-assign,misc]
+    warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len)
+    assert len(steps) >= (0 if kind == "vit" else 3)
+    assert not loaded.encode.has_work
+    if loaded.generate is not None:
+        assert not loaded.generate.has_work
+        loaded.generate.check_invariants()
+        blocks = loaded.generate.block_manager.num_blocks
+        assert loaded.generate.stats() == EngineStats(kind, free_blocks=blocks, total_blocks=blocks)

@@ -1,0 +1,247 @@
+"""Draws over vocabularies of real size against their definition: one row, sorted whole, in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.util import find_spec
+from itertools import product
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.api.request import SamplingParams
+from model.sampling import random_sampling
+from model.sampling.random_sampling import draw, highest
+from model.sampling.sampler import SamplingRow, sample
+from model.system import fallbacks
+
+SIZES = [1, 7, 300, 5_000, 50_257]  # below a block, below and above the short heads, a real one
+
+
+def scores(vocabulary: int, spread: float, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def defined(row: Tensor, params: SamplingParams, point: float) -> tuple[int, float]:
+    """The token at `point` of what the cuts leave, in the vocabulary's order, and how near a border it is."""
+    scaled = row.double().numpy() / params.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights, kind="stable")
+    ordered = weights[order][: params.top_k or len(order)]
+    limit = params.top_p * (ordered.sum() if params.top_k else weights.sum())
+    count = min(int(np.searchsorted(ordered.cumsum(), limit)) + 1, len(ordered))
+    least = max(ordered[count - 1], params.min_p * weights.max())
+    mass = np.where(weights >= least, weights, 0.0).cumsum()
+    target = point * mass[-1]
+    chosen = int(np.searchsorted(mass, target, side="right"))
+    edges = [mass[chosen] - target, target - (mass[chosen - 1] if chosen else 0.0)]
+    return chosen, min(edges) / mass[-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.sampled_from(SIZES),
+    spread=st.sampled_from([0.3, 3.0, 8.0]),
+    top_k=st.sampled_from([0, 1, 40, 64, 500, 4_000, 60_000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.01, 0.4]),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    point=st.floats(0.0, 0.999999),
+)
+def test_the_token_is_the_defined_one(
+    vocabulary: int, spread: float, top_k: int, top_p: float, min_p: float, temperature: float, point: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    row = scores(vocabulary, spread)
+    expected, distance = defined(row[0], params, point)
+    found = int(draw(row, [params], [point]))
+    assert found == expected or distance < 1e-5  # float32 weights: a point on a border may fall to either side
+
+
+def test_rows_of_all_kinds_in_one_batch_draw_as_they_do_alone() -> None:
+    kinds = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.95),  # most of a flat row: the whole vocabulary is sorted
+        SamplingParams(temperature=0.7, top_k=50),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=1.0, typical_p=0.5),
+    ] * 10
+    points = [((7 * i) % 50) / 50 for i in range(50)]
+    rows = torch.cat((scores(50_257, 0.5, 25), scores(50_257, 6.0, 25, seed=1)))
+    together = draw(rows, kinds, points).tolist()
+    assert together == [int(draw(rows[i : i + 1], [kinds[i]], [points[i]])) for i in range(50)]
+
+
+def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
+    row = torch.zeros(1, 3_000)
+    row[0, 100:110] = 5.0
+    params = SamplingParams(temperature=1.0, top_k=3)
+    found = Counter(draw(row.expand(200, -1), [params] * 200, [i / 200 for i in range(200)]).tolist())
+    assert set(found) == set(range(100, 110))
+
+
+def test_what_is_ruled_out_is_not_drawn_even_at_the_ends() -> None:
+    row = torch.full((1, 1_000), float("-inf"))
+    row[0, [300, 700]] = 0.0
+    found = draw(row.expand(3, -1), [SamplingParams(temperature=1.0)] * 3, [0.0, 0.49999, 1 - 2**-53]).tolist()
+    assert found == [300, 300, 700]
+
+
+@pytest.mark.parametrize("size", [1, 64, 1_024, 5_000])
+def test_highest_are_the_highest_in_order(size: int) -> None:
+    rows = scores(50_257, 1.0, 3).round(decimals=2)  # with many equals
+    rows[1] = float("-inf")
+    rows[1, 5] = 0.0
+    assert torch.equal(highest(rows, size), rows.sort(dim=-1, descending=True).values[:, :size])
+
+
+def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value fetched from a GPU would keep the host from preparing the next step."""
+
+    def fetched(_: Tensor) -> None:
+        raise AssertionError("the host waits")
+
+    monkeypatch.setattr(Tensor, "tolist", fetched)
+    params = [SamplingParams(temperature=1.0, top_k=k, top_p=p) for k, p in ((20, 0.95), (5, 1.0), (1500, 0.5))]
+    logits = torch.randn(4, 2000)
+    draw(logits, [*params, SamplingParams(temperature=0.7, min_p=0.1)], [0.1, 0.5, 0.9, 0.3])
+    with pytest.raises(AssertionError, match="waits"):
+        draw(logits[:1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
+
+
+class TestKernel:
+    """The one launch of a GPU, in Triton's interpreter, against what is drawn everywhere else."""
+
+    pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+    @staticmethod
+    def drawn(rows: Tensor, params: list[SamplingParams], points: list[float]) -> list[int]:
+        from model.sampling.triton_sampling import draw_rows
+
+        tokens = torch.full((len(rows),), -1)
+        draw_rows(rows, tokens, range(len(rows)), params, points)
+        return tokens.tolist()
+
+    @pytest.mark.parametrize("vocabulary", [7, 300, 5000])
+    @pytest.mark.parametrize("spread", [0.3, 8.0])
+    def test_it_draws_the_same_tokens(self, vocabulary: int, spread: float) -> None:
+        cuts = list(product((0, 1, 40, 60_000), (1.0, 0.9), (0.0, 0.1)))
+        chance = Random(vocabulary)
+        params = [
+            SamplingParams(temperature=chance.choice([0.5, 1.0, 1.7]), top_k=k, top_p=p, min_p=m) for k, p, m in cuts
+        ]
+        points = [chance.random() for _ in cuts]
+        rows = scores(vocabulary, spread, len(cuts))
+        if spread > 1:
+            rows = rows.bfloat16()  # with equals among them
+        assert self.drawn(rows, params, points) == draw(rows.float(), params, points).tolist()
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            [0.0] * 9,
+            [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, -2.0, 1.0],
+            [float("-inf")] * 3 + [0.25, float("-inf"), 0.25, 3.0],
+            [float("-inf")] * 2 + [5.0],
+            [-1e4, 0.0, -1e4, -90.0, -1e-30, -104.0],
+            [1e-3 * i for i in range(50)],
+            [1e38, -1e38, 0.0],
+        ],
+        ids=["equal", "ties", "banned", "one left", "far apart", "close", "extreme"],
+    )
+    @pytest.mark.parametrize(
+        "cut",
+        [{}, {"top_k": 1}, {"top_k": 2}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 1e-6}, {"min_p": 0.7}],
+        ids=str,
+    )
+    def test_it_keeps_what_is_as_likely(self, row: list[float], cut: dict[str, Any]) -> None:
+        points = [0.0, 0.55, 1 - 2**-53]
+        params = [SamplingParams(temperature=1.0, **cut)] * len(points)
+        rows = torch.tensor([row] * len(points))
+        assert self.drawn(rows, params, points) == draw(rows, params, points).tolist()
+
+    def test_rows_among_others_are_filled_in_and_the_others_left_alone(self) -> None:
+        from model.sampling.triton_sampling import draw_rows
+
+        rows = scores(300, 3.0, 9)
+        tokens = torch.full((9,), -1)
+        params = [SamplingParams(temperature=1.0, top_p=0.8), SamplingParams(temperature=0.7, top_k=5)]
+        draw_rows(rows, tokens, [7, 2], params, [0.4, 0.9])
+        expected = draw(rows[[7, 2]], params, [0.4, 0.9])
+        assert tokens.tolist() == [-1, -1, int(expected[1]), -1, -1, -1, -1, int(expected[0]), -1]
+
+
+class Kernel:
+    """Stands where `model.sampling.triton_sampling` stands on a GPU."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.rows: list[list[int]] = []
+
+    def covers(self, params: SamplingParams) -> bool:
+        return params.typical_p >= 1.0
+
+    def draw_rows(self, logits: Tensor, tokens: Tensor, rows: list[int], *_: object) -> None:
+        self.rows.append(rows)
+        if self.error is not None:
+            raise self.error
+        tokens[torch.tensor(rows)] = 77
+
+
+MIXED = [
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, typical_p=0.5),
+    SamplingParams(temperature=1.0, top_k=3),
+]
+
+
+def test_a_gpu_draws_what_it_can_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    rows = [SamplingRow(params, 0, (1,), 1) for params in MIXED]
+    logits = scores(100, 3.0, 4)
+    alone = sample(logits, rows).tolist()
+    monkeypatch.setattr(random_sampling, "_kernel", lambda device: kernel)
+    assert sample(logits, rows).tolist() == [77, alone[1], alone[2], 77]
+    assert kernel.rows == [[0, 3]]
+
+
+def test_a_cut_by_mass_alone_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (1,), 1)] * 4
+    logits = scores(5000, 3.0, 4)
+
+    def waits(tensor: Tensor) -> None:
+        raise AssertionError("the host waited")
+
+    for name in ("tolist", "item", "cpu"):
+        monkeypatch.setattr(Tensor, name, waits)
+    with pytest.raises(AssertionError, match="the host waited"):
+        sample(logits, rows)
+    monkeypatch.setattr(random_sampling, "_kernel", lambda device: Kernel())
+    sample(logits, rows)
+
+
+def test_where_the_kernel_fails_tokens_are_drawn_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [SamplingRow(params, 0, (1,), 1) for params in MIXED]
+    logits = scores(100, 3.0, 4)
+    expected = sample(logits, rows)
+    fallbacks.forget()
+    kernel = Kernel(ValueError("ptxas is missing"))
+    monkeypatch.setattr(random_sampling, "_kernel", lambda device: kernel)
+    assert torch.equal(sample(logits, rows), expected)
+    assert fallbacks.found() == ("tokens are drawn in many kernels: ptxas is missing",)
+    monkeypatch.undo()
+    monkeypatch.setattr(random_sampling, "_has_triton", lambda device: True)
+    assert random_sampling._kernel(torch.device("cuda")) is None  # and not tried again
+    fallbacks.forget()
+    kernel.error = torch.OutOfMemoryError("for now")
+    monkeypatch.setattr(random_sampling, "_kernel", lambda device: kernel)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(logits, rows)
+    assert fallbacks.found() == ()

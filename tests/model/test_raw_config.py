@@ -1,0 +1,281 @@
+"""Settings of config.json: what is known, what is harmless, and that nothing else is passed over in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from model.checkpoint.folder import read_checkpoint
+from model.config.model import ConfigError, ModelConfig, RopeScaling, RotaryConfig
+from model.families import FAMILIES, config_from_raw
+from model.families.table.raw_config import Settings
+from tests.model.checkpoints import KINDS, saved
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+CLASSES = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "GPT2", "GPTNeoX"),
+    *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
+    *("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
+)
+
+
+def defaults(name: str) -> dict[str, Any]:
+    import transformers
+
+    found: dict[str, Any] = getattr(transformers, f"{name}Config")().to_dict()
+    return found
+
+
+def read_without(raw: dict[str, Any], key: str) -> ModelConfig | None:
+    """None where the key is asked for."""
+    try:
+        return config_from_raw({other: value for other, value in raw.items() if other != key})
+    except ConfigError as error:
+        if key not in str(error):
+            raise
+        return None
+
+
+def mathematics(model: ModelConfig) -> ModelConfig:
+    return replace(model, bos_token_id=None, eos_token_ids=(), pad_token_id=None, decoder_start_token_id=0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_reference_librarys_own_defaults_are_understood(name: str) -> None:
+    raw = defaults(name)
+    assert config_from_raw(raw).model_type == raw["model_type"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_a_folder_does_not_say_is_as_in_the_reference_library_or_refused(name: str) -> None:
+    """But for what tensors and `*_token_id` say: those that a folder does not name, it does not have."""
+    raw = defaults(name)
+    full = mathematics(config_from_raw(raw))
+    for key in raw:
+        if key == "tie_word_embeddings" or key.endswith("_token_id"):
+            continue
+        found = read_without(raw, key)
+        assert found is None or mathematics(found) == full, key
+
+
+def test_these_are_all_the_types_that_are_served() -> None:
+    own = {"transformer"}  # torch.nn.Transformer's: the library has no such type
+    assert {defaults(name)["model_type"] for name in CLASSES} | own == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_unknown_setting_is_named_in_every_family(name: str) -> None:
+    raw = defaults(name)
+    with pytest.raises(ConfigError, match=rf"{raw['model_type']} has unknown settings: attention_sinks, logit_softcap"):
+        config_from_raw({**raw, "logit_softcap": 30.0, "attention_sinks": 4})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("attention_sink_tokens", "output_multiplier", "cache_window", "router_logit_softcap", "init_values"),
+        *("dropout_free_scale", "pooler_output_size", "summary_width", "attn_implementation_scale", "use_mems_scale"),
+        *(
+            "classif_scale",
+            "initializer_scale",
+            "chunk_size_attention",
+            "gen_scale",
+            "layerdrop_scale",
+            "router_jitter",
+        ),
+    ],
+)
+def test_what_only_begins_like_something_known_is_not_known(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"of a llama has unknown settings: {key}$"):
+        config_from_raw({**LLAMA, key: 4})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_that_the_reference_library_wrote_are_understood(kind: str) -> None:
+    read_checkpoint(saved(kind).path)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Bart", {"classif_dropout": 0.1, "output_past": True, "prefix": " ", "save_step": 58, "_num_labels": 3}),
+        ("Bert", {"directionality": "bidi", "pooler_fc_size": 768, "pooler_type": "first_token_transform"}),
+        ("Albert", {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0, "down_scale_factor": 1}),
+        ("GPT2", {"n_ctx": 1024, "summary_type": "cls_index", "summary_first_dropout": 0.1, "resid_pdrop": 0.1}),
+        ("XLNet", {"mem_len": 512, "reuse_len": 64, "use_mems_eval": True, "dropatt": 0.1, "init_std": 0.02}),
+        ("Electra", {"generator_size": "0.25", "summary_last_dropout": 0.1, "summary_activation": "gelu"}),
+        ("DistilBert", {"tie_weights_": True, "qa_dropout": 0.1, "seq_classif_dropout": 0.2}),
+        ("T5", {"task_specific_params": {"summarization": {"num_beams": 4}}, "output_past": True}),
+        ("Llama", {"_attn_implementation_autoset": True, "return_dict_in_generate": True, "cache_implementation": "x"}),
+    ],
+)
+def test_what_published_folders_hold_beside_their_mathematics_is_passed_over(
+    name: str, published: dict[str, Any]
+) -> None:
+    raw = defaults(name)
+    assert config_from_raw({**raw, **published}) == config_from_raw(raw)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", None, 7])
+def test_an_unknown_type_lists_those_that_are_served(model_type: object) -> None:
+    with pytest.raises(ConfigError, match=f"model_type {model_type!r} is not served; served are ") as error:
+        config_from_raw({"model_type": model_type})
+    assert all(name in str(error.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, {}, []])
+def test_an_unknown_setting_that_is_off_is_passed_over(value: object) -> None:
+    assert config_from_raw({**LLAMA, "logit_softcap": value}) == config_from_raw(LLAMA)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, "x", [1], True])
+def test_an_unknown_setting_that_may_matter_is_not(value: object) -> None:
+    with pytest.raises(ConfigError, match="logit_softcap"):
+        config_from_raw({**LLAMA, "logit_softcap": value})
+
+
+def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
+    noise = {
+        "_name_or_path": "somewhere",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_dropout": 0.1,
+        "gradient_checkpointing": True,
+        "initializer_range": 0.02,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0",
+        "num_beams": 4,
+        "use_cache": True,
+    }
+    assert config_from_raw({**LLAMA, **noise}) == config_from_raw(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Llama", {"mlp_bias": True}),
+        ("Qwen2", {"use_sliding_window": True}),
+        ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("GPT2", {"reorder_and_upcast_attn": True}),
+        ("GPTNeoX", {"hidden_act": "snake"}),
+        ("Bert", {"is_decoder": True}),
+        ("Bert", {"position_embedding_type": "relative_key"}),
+        ("Albert", {"num_hidden_groups": 2}),
+        ("Albert", {"inner_group_num": 2}),
+        ("XLNet", {"attn_type": "uni"}),
+        ("XLNet", {"clamp_len": 5}),
+        ("XLNet", {"architectures": ["XLNetForSequenceClassification"], "summary_type": "mean"}),
+        ("XLNet", {"architectures": ["XLNetForSequenceClassification"], "summary_activation": "relu"}),
+        ("Bart", {"static_position_embeddings": True}),
+        ("MBart", {"normalize_before": False}),
+        ("Bart", {"add_bias_logits": True}),
+        ("ViT", {"pooler_act": "relu"}),
+        ("T5", {"feed_forward_proj": "gated-snake"}),
+        ("T5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu"}),
+        ("T5", {"feed_forward_proj": "relu", "is_gated_act": True}),
+    ],
+)
+def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, change: dict[str, Any]) -> None:
+    setting = list(change)[-1]
+    with pytest.raises(ConfigError, match="snake" if "snake" in str(change) else setting):
+        config_from_raw({**defaults(name), **change})
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Phi3"])
+def test_a_window_of_nothing_is_refused(name: str) -> None:
+    """The kernels in C took 0 for no window, torch's for no keys."""
+    with pytest.raises(ConfigError, match="window must be positive, found 0"):
+        config_from_raw({**defaults(name), "sliding_window": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Marian", {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}),
+        ("M2M100", {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}),
+        ("XLNet", {"d_model": 33, "n_head": 3, "d_head": 11}),
+    ],
+)
+def test_sinusoids_of_an_odd_width_are_refused(name: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="pairs of dimensions, found 33"):
+        config_from_raw({**defaults(name), **change})
+
+
+def rotary(model: ModelConfig) -> RotaryConfig:
+    assert model.decoder is not None and model.decoder.position.rotary is not None
+    return model.decoder.position.rotary
+
+
+class TestRope:
+    @pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "ntk"])
+    @pytest.mark.parametrize("key", ["type", "rope_type"])
+    def test_types_that_are_not_served(self, kind: str, key: str) -> None:
+        with pytest.raises(ConfigError, match=f"rope type '{kind}' is not served; served are default, linear, dynamic"):
+            config_from_raw({**LLAMA, "rope_scaling": {key: kind, "factor": 2.0}})
+
+    def test_settings_that_are_not_known(self) -> None:
+        with pytest.raises(ConfigError, match="rope settings short_factor are not known for rope type 'yarn'"):
+            config_from_raw({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "short_factor": [1.0]}})
+
+    @pytest.mark.parametrize(
+        "scaling",
+        [
+            {"factor": 2.0, "type": "linear"},
+            {"factor": 2.0, "type": "dynamic"},
+            {"factor": 2.0, "type": "yarn", "original_max_position_embeddings": 32},
+        ],
+    )
+    def test_the_old_way_of_writing_says_the_same_as_the_new(self, scaling: dict[str, Any]) -> None:
+        old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling}
+        new = dict(scaling)
+        new["rope_type"] = new.pop("type")
+        found = config_from_raw({**LLAMA, "rope_parameters": {**new, "rope_theta": 5e5}})
+        assert config_from_raw(old) == found
+        assert (rotary(found).theta, rotary(found).scaling) == (5e5, RopeScaling(scaling["type"]))
+
+    def test_a_part_of_a_head_turns(self) -> None:
+        for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+            assert rotary(config_from_raw({**LLAMA, **where})).dim == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "scale"),
+    [
+        ("t5", {}, 64**-0.5),
+        ("t5", {"tie_word_embeddings": False}, 1.0),
+        ("t5", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, 1.0),  # as the library saves the former
+        ("umt5", {"tie_word_embeddings": False}, 1.0),
+        ("umt5", {}, 64**-0.5),
+        ("mt5", {}, 1.0),
+    ],
+)
+@pytest.mark.parametrize("names", [set(), {"lm_head.weight"}], ids=["tied", "untied"])
+def test_which_heads_of_t5_are_scaled(name: str, settings: dict[str, Any], scale: float, names: set[str]) -> None:
+    sizes = {"model_type": name, "vocab_size": 100, "d_model": 64, "d_kv": 8, "d_ff": 64, "num_layers": 1}
+    head = config_from_raw({**sizes, "num_heads": 4, **settings}, names).head
+    assert head is not None
+    assert (head.scale, head.tied) == (scale, not names)
+
+
+class TestReading:
+    def test_what_is_read_of_a_changed_copy_counts_as_read(self) -> None:
+        settings = Settings({"model_type": "x", "a": 1, "b": 2})
+        assert settings.but(a=5)["a"] == 5
+        assert settings.otherwise(a=7, c=3)["b"] == 2
+        settings.refuse_unread()
+
+    def test_a_look_at_whether_it_is_there_is_no_reading(self) -> None:
+        settings = Settings({"model_type": "x", "a": 1})
+        assert len(settings) == 2 and list(settings) == ["model_type", "a"]
+        with pytest.raises(ConfigError, match="unknown settings: a"):
+            settings.refuse_unread()

@@ -1,0 +1,149 @@
+"""Weights as they are read: the same bits as when they were packed afterwards, and no second copy of them in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint import tensor_files
+from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.tensor_files import TensorReader, read_headers
+from model.families.table.rules import CheckpointError
+from model.linear.native import PackedLinear
+from model.native.library import Kind
+from model.network.native_stack import Packing, pack_linears, pack_model
+from model.network.transformer import Transformer
+from model.network.weights import load_model
+from model.system.host_memory import available_memory
+from tests.model.checkpoints import CPU, KINDS, copied, native_backends, saved
+from tests.model.parity import hidden_states
+from tests.model.sparse import QWEN3_4B, QWEN3_8B, qwen3, sparse_checkpoint
+
+needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+
+
+def contents(model: Transformer) -> dict[str, torch.Tensor]:
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            found |= {f"{name}: {part}": tensor for part, tensor in module._kept.items()}
+    return found
+
+
+def stored_as(dtype: torch.dtype, kind: str, into: Path) -> Path:
+    folder = copied(kind, into)
+    for file in folder.glob("*.safetensors"):
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    return folder
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, Kind.INT8), (torch.bfloat16, Kind.INT8)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_as_they_are_read_or_afterwards_weights_are_the_same(
+    kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, packing = read_checkpoint(saved(kind).path), Packing(native_backends()[0].library, how)
+    afterwards = load_model(checkpoint, SdpaBackend(), dtype, CPU)
+    pack_linears(afterwards, packing)
+    monkeypatch.setattr(tensor_files, "BUFFER_BYTES", 1000)  # a few rows at a time
+    expected, found = contents(afterwards), contents(load_model(checkpoint, SdpaBackend(), dtype, CPU, packing))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@needs_native
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", [None, Kind.INT8])
+@pytest.mark.parametrize("kind", ["llama-tied", "gemma", "bart", "bert"])
+def test_a_token_table_stored_in_16_bits_stays_so_and_nothing_changes(
+    kind: str, how: Kind | None, stored: torch.dtype, tmp_path: Path
+) -> None:
+    backend = native_backends()[0]
+    checkpoint, packing = read_checkpoint(stored_as(stored, kind, tmp_path)), Packing(backend.library, how)
+    models = [load_model(checkpoint, backend, torch.float32, CPU, given) for given in (packing, None)]
+    for model in models:
+        pack_model(model, backend.library, how)
+    narrow, wide = models
+    assert narrow.tokens is not None and narrow.tokens.weight.dtype is stored and narrow.dtype is torch.float32
+    ours, theirs = (torch.cat(hidden_states(model)[0]) for model in models)
+    assert torch.equal(ours, theirs)
+    if narrow.head is not None and narrow.encoder is None:
+        assert torch.equal(narrow.logits(ours), wide.logits(theirs))
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -> None:
+    file = copied("llama", tmp_path) / "model.safetensors"
+    stored = read_headers([file])
+    last = max(stored.values(), key=lambda tensor: tensor.offset)
+    with file.open("r+b") as opened:
+        opened.truncate(last.offset + 1)
+    with (
+        TensorReader(stored) as reader,
+        pytest.raises(CheckpointError, match=f"became shorter while {last.name} was read"),
+    ):
+        list(reader.rows(last.name, 1, 0, last.shape[0]))
+
+
+_PEAK = """
+import json, sys, torch
+from model.api.engine_config import EngineConfig
+from model.engine.builder import load
+from model.api.messages import ModelSpec
+from model.native.library import native
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+native()
+torch.set_num_threads(2)
+torch.zeros(1 << 20).bfloat16().float().sum()
+before = status("VmRSS")
+loaded = load(ModelSpec("m", sys.argv[1], EngineConfig(**json.loads(sys.argv[2]))))
+print(json.dumps({"before": before, "peak": status("VmHWM"), "weights": loaded.info.weight_bytes}))
+"""
+
+
+def peak_of(folder: Path, **settings: object) -> dict[str, int]:
+    """Resident bytes of a process before it loads a model, and at most; what the weights take in the end."""
+    arguments = [sys.executable, "-c", _PEAK, str(folder), json.dumps(settings)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "int8"), ("bfloat16", "none")])
+def test_loading_takes_what_is_kept_and_one_buffer(dtype: str, quantization: str, tmp_path: Path) -> None:
+    """A checkpoint of 150 MB; all of it as float32 would be 300, and its files count where they are mapped."""
+    folder = sparse_checkpoint(tmp_path / "model", qwen3(768, 2048, 8, 8, vocab=10_000, tied=True))
+    found = peak_of(
+        folder, dtype=dtype, quantization=quantization, device="cpu", kv_cache_memory=8 << 20, max_model_len=128
+    )
+    assert found["peak"] - found["before"] < found["weights"] + (8 << 20) + tensor_files.BUFFER_BYTES + (12 << 20)
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.parametrize(("raw", "most"), [(QWEN3_4B, 6.5e9), (QWEN3_8B, 10.5e9)], ids=["4B", "8B"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_large_models_in_8_bits_on_a_small_machine(
+    raw: dict[str, object], most: float, dtype: str, tmp_path: Path
+) -> None:
+    if available_memory() < 1.2 * most:
+        pytest.skip(f"less than {1.2 * most / 1e9:.0f} GB are free")
+    folder = sparse_checkpoint(tmp_path / "model", raw)
+    found = peak_of(folder, dtype=dtype, quantization="int8", device="cpu", kv_cache_memory=1 << 30)
+    assert found["peak"] <= most

@@ -1,0 +1,72 @@
+"""What rank 0 says is what the others hear."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata
+from model.network.transformer import CrossInput, StackInput
+from model.parallel.group import Group
+from model.parallel.messages import (
+    Call,
+    Message,
+    packed,
+    receive_tensors,
+    send_tensors,
+    unpacked,
+)
+from tests.model.checkpoints import CPU
+from tests.parallel.ranks import on_ranks
+
+
+def arguments() -> list[Any]:
+    own = AttentionMetadata((2, 1), (2, 5), True, CPU, torch.tensor([[3, 0], [1, 2]]), torch.tensor([6, 7, 9]))
+    inputs = StackInput(torch.tensor([4, 5, 6]), torch.tensor([0, 1, 4]), own, pixels=torch.rand(1, 3, 2, 2))
+    memory = torch.linspace(0, 1, 12).view(3, 4).to(torch.bfloat16)
+    cross = CrossInput(AttentionMetadata((2, 1), (3, 3), causal=False), memory[:, ::2])  # not contiguous
+    return [inputs, True, cross, None, [3, 4]]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Tensor):
+        return ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, (StackInput, CrossInput, AttentionMetadata)):
+        return type(ours) is type(theirs) and all(
+            same(getattr(ours, one.name), getattr(theirs, one.name)) for one in fields(ours)
+        )
+    return bool(ours == theirs)
+
+
+def test_a_call_arrives_as_it_was_made() -> None:
+    said, frames = arguments(), [b""]
+    sent = threading.Event()
+
+    def work(group: Group) -> list[Any]:
+        if group.shard.rank == 0:
+            call, tensors = packed("decode", said)
+            frames[0] = msgspec.msgpack.encode(call)
+            sent.set()
+            send_tensors(tensors, group)
+            return said
+        assert sent.wait(60)
+        heard = msgspec.msgpack.decode(frames[0], type=Message)
+        assert isinstance(heard, Call) and heard.name == "decode"
+        return unpacked(heard, receive_tensors(heard, group), group.device)
+
+    _, heard = on_ranks(2, work)
+    heard[4] = list(heard[4])
+    assert all(same(ours, theirs) for ours, theirs in zip(said, heard, strict=True))
+    assert heard[0].metadata.groups[0].q_len == 2  # what is derived is derived anew
+
+
+def test_what_is_no_plain_data_does_not_travel() -> None:
+    call, _ = packed("decode", [object()])
+    with pytest.raises(TypeError):
+        msgspec.msgpack.encode(call)

@@ -1,0 +1,307 @@
+"""The HTTP protocol over a transport and a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from service.http.bounded_protocol import BoundedProtocol, bounded_protocol
+from service.settings.service_settings import Limits
+
+_made: list[Connection] = []
+LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000)
+
+
+class Timer:
+    """A callback that is due, unless it is cancelled."""
+
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self.when = when
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Loop:
+    """Tasks are the running loop's, time is the test's."""
+
+    def __init__(self) -> None:
+        self.create_task = asyncio.get_running_loop().create_task
+        self.now = 0.0
+        self.timers: list[Timer] = []
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(self.now + seconds, callback))
+        return self.timers[-1]
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        while due := [one for one in self.timers if one.when <= self.now and not one.cancelled]:
+            due[0].cancelled = True
+            due[0].callback()
+
+
+class Transport(asyncio.Transport):
+    """Holds what was written until the client takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: Any = None
+        self.written = b""
+        self.unread = 0
+        self.ended = ""
+        self.half_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        self.unread += len(data)
+        if self.unread > 65_536:
+            self.protocol.pause_writing()
+
+    def take(self, size: int) -> None:
+        self.unread -= size
+        if self.unread <= 16_384:
+            self.protocol.resume_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+        self.protocol.connection_lost(None)
+
+    def close(self) -> None:
+        self.ended = self.ended or "closed"
+
+    def is_closing(self) -> bool:
+        return bool(self.ended)
+
+    def write_eof(self) -> None:
+        self.half_closed = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Connection:
+    """A client's side of one connection to an application that answers at once, whatever it is sent, and of which it
+    reads all, or what the test takes.
+    """
+
+    def __init__(
+        self, size: int = 100, *, reads: bool = True, protocols: Callable[..., BoundedProtocol] | None = None
+    ) -> None:
+        self.loop = Loop()
+        self.reads = reads
+        self.transport = Transport()
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await Response(b"x" * size)(scope, receive, send)
+
+        config: Any = uvicorn.Config(answer, ws="none", lifespan="off", log_config=None, timeout_keep_alive=75)
+        loop: Any = self.loop
+        self.protocol = (protocols or bounded_protocol(LIMITS))(config, ServerState(), {}, loop)
+        self.transport.protocol = self.protocol
+        self.protocol.connection_made(self.transport)
+        _made.append(self)
+
+    async def send(self, data: bytes) -> None:
+        """And let the application answer what is complete."""
+        if not self.transport.ended:
+            self.protocol.data_received(data)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if self.reads:
+            self.transport.take(self.transport.unread)
+
+
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**arguments: Any) -> None:
+        async def main() -> None:
+            try:
+                await test(**arguments)
+            finally:
+                while _made:  # an application that waits for the client waits no more
+                    _made.pop().transport.abort()
+
+        asyncio.run(main())
+
+    return run
+
+
+LENGTH = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [(LENGTH, b"a"), (CHUNKED, b"1\r\na\r\n"), (CHUNKED + b"0\r\nX-Trailer: ", b"a"), (LENGTH, b"")],
+    ids=["length", "chunks", "trailer", "nothing"],
+)
+@in_a_loop
+async def test_a_body_that_goes_on_after_its_answer_is_ended(begin: bytes, more: bytes) -> None:
+    client = Connection()
+    await client.send(begin)
+    answer = client.transport.written
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    for _ in range(59):
+        client.loop.wait(1)
+        assert not client.transport.ended
+        if more:
+            await client.send(more)
+    client.loop.wait(1)
+    assert client.transport.ended == "closed"
+    assert client.transport.written == answer  # what came after it would be taken for the next answer
+
+
+@in_a_loop
+async def test_a_body_that_ends_after_its_answer_leaves_the_connection_to_the_next_request() -> None:
+    client = Connection()
+    for _ in range(3):
+        await client.send(LENGTH + b"a" * 50_000)
+        client.loop.wait(50)
+        await client.send(b"a" * 50_000)
+        client.loop.wait(50)  # idle
+        assert not client.transport.ended
+    assert client.transport.written.count(b"HTTP/1.1 200 ") == 3
+
+
+@in_a_loop
+async def test_the_next_head_has_seconds_of_its_own() -> None:
+    client = Connection()
+    await client.send(LENGTH + b"a" * 99_999)
+    client.loop.wait(50)
+    await client.send(b"a")
+    await client.send(b"GET / HTTP/1.1\r\n")
+    client.loop.wait(50)
+    assert not client.transport.ended
+    client.loop.wait(10)
+    assert client.transport.half_closed and b"HTTP/1.1 408 " in client.transport.written
+    client.loop.wait(60)
+    assert client.transport.ended == "closed"
+
+
+CLOSING = LENGTH.replace(b"Host", b"Connection: close\r\nHost")
+
+
+@pytest.mark.parametrize("begin", [LENGTH, CLOSING, b"\x16\x03\x01\r\n\r\n"], ids=["keep-alive", "close", "no HTTP"])
+@in_a_loop
+async def test_what_is_drained_is_bounded_in_bytes(begin: bytes) -> None:
+    client = Connection()
+    length = begin.replace(b"100000", b"100000000")
+    await client.send(length)
+    assert client.transport.written.startswith(b"HTTP/1.1 ")
+    assert client.transport.half_closed == (begin is not LENGTH)
+    for _ in range(8):
+        await client.send(b"a" * LIMITS.max_body_bytes)
+        assert not client.transport.ended
+    await client.send(b"a")
+    assert client.transport.ended == "closed"
+
+
+@in_a_loop
+async def test_a_connection_that_is_to_be_closed_is_drained_for_seconds() -> None:
+    client = Connection()
+    await client.send(CLOSING + b"a")
+    answer = client.transport.written
+    client.loop.wait(59)
+    await client.send(b"a" * 99_999 + GET + b"\r\n")
+    assert not client.transport.ended and client.transport.half_closed
+    client.loop.wait(1)
+    assert client.transport.ended == "closed" and client.transport.written == answer
+
+
+@in_a_loop
+async def test_a_connection_whose_request_is_complete_is_closed_with_its_reply() -> None:
+    client = Connection()
+    await client.send(CLOSING + b"a" * 100_000)
+    assert client.transport.ended == "closed" and not client.transport.half_closed
+
+
+@pytest.mark.parametrize("begin", [LENGTH, CLOSING], ids=["keep-alive", "close"])
+@in_a_loop
+async def test_few_connections_of_a_server_are_drained_at_a_time(begin: bytes) -> None:
+    protocols = bounded_protocol(LIMITS)
+    clients = [Connection(protocols=protocols) for _ in range(66)]
+    for client in clients[:65]:
+        await client.send(begin)
+        assert client.transport.written.startswith(b"HTTP/1.1 200 ")
+    assert [client.transport.ended for client in clients[:65]] == [""] * 64 + ["closed"]
+    if begin is LENGTH:
+        await clients[0].send(b"a" * 100_000)  # the whole body was read
+    else:
+        clients[0].transport.abort()  # the client closed
+    await clients[65].send(begin)
+    assert not clients[65].transport.ended
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("size", [1_000, 1_000_000])
+@pytest.mark.parametrize("more", [b"\r\n", b"Connection: close\r\n\r\n"], ids=["keep-alive", "close"])
+@in_a_loop
+async def test_a_reply_that_nobody_reads_is_thrown_away(size: int, more: bytes) -> None:
+    client = Connection(size, reads=False)
+    await client.send(GET + more)
+    client.loop.wait(29)
+    assert client.transport.ended != "aborted"
+    client.loop.wait(1)
+    assert client.transport.ended == "aborted"
+
+
+@in_a_loop
+async def test_a_reply_that_is_read_slowly_is_read_to_its_end() -> None:
+    client = Connection(1_000_000, reads=False)
+    await client.send(GET + b"\r\n")
+    while client.transport.unread:
+        client.transport.take(min(12_345, client.transport.unread))
+        client.loop.wait(29)
+        assert client.transport.ended != "aborted"
+    client.loop.wait(1_000)
+    assert client.transport.ended == "closed"  # idle at last, and before with a rest that its closing lets out
+
+
+@in_a_loop
+async def test_a_rest_that_nobody_reads_is_thrown_away_too() -> None:
+    client = Connection(1_000_000, reads=False)
+    await client.send(GET + b"\r\n")
+    client.loop.wait(29)
+    client.transport.take(client.transport.unread - 10)
+    client.loop.wait(30)
+    assert client.transport.ended != "aborted"
+    client.loop.wait(30)
+    assert client.transport.ended == "aborted"
+
+
+@in_a_loop
+async def test_requests_whose_replies_nobody_reads_do_not_keep_the_connection() -> None:
+    client = Connection(10_000, reads=False)
+    for _ in range(20):
+        await client.send(GET + b"\r\n")
+        client.loop.wait(10)
+    assert client.transport.ended == "aborted"
+    assert client.transport.unread < 100_000
+
+
+@in_a_loop
+async def test_a_reply_that_was_read_leaves_the_connection_to_the_next_request() -> None:
+    client = Connection(1_000_000)
+    for _ in range(3):
+        await client.send(GET + b"\r\n")
+        client.loop.wait(70)
+        assert not client.transport.ended

@@ -1,0 +1,176 @@
+"""One table of settings: what each source may say, who wins, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from model.config.model import ConfigError
+from service.cli import serve
+from service.settings import option_table
+from tests.service.support import info
+
+
+def parse(*arguments: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser()
+    option_table.add_arguments(parser, option_table.OPTIONS)
+    return option_table.from_arguments(parser.parse_args(arguments), option_table.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("4096", 4096), ("1gb", 10**9)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert option_table.byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 XB", "-1MB", "two", "9" * 400, "9000000000GiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a size such as"):
+        option_table.byte_size(text)
+
+
+def test_only_what_is_given_is_set() -> None:
+    assert parse() == {}
+    assert parse("--min-priority", "-100") == {"min_priority": -100}
+    assert parse("--port", "9", "--max-num-seqs", "4") == {"port": 9, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize(("text", "expected"), [("auto", None), ("512", 512)])
+def test_a_context_is_a_number_or_auto_wherever_it_is_set(text: str, expected: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(f"max_model_len: 64\nmodels:\n  a: {{path: /a, max_model_len: {text}}}\n  b: /b\n")
+    found = option_table.from_file(file)
+    config = serve.configuration(found.models, found.settings, found.groups)
+    assert {model.name: model.engine.max_model_len for model in config.models} == {"a": expected, "b": 64}
+    assert parse("--max-model-len", text) == {"max_model_len": expected}
+    assert option_table.from_environment({"TRIPTYCH_MAX_MODEL_LEN": text}) == {"max_model_len": expected}
+    for given in ({"max_model_len": 64}, {}):
+        engine = serve.configuration({"a": {"path": "/a"}}, given | parse("--max-model-len", text), {}).models[0].engine
+        assert engine.max_model_len == expected
+
+
+def test_the_banner_says_which_context_is_served_and_why() -> None:
+    reason = "what the KV pool holds; the model takes 40960"
+    lines = serve._model_lines(info("m", "decoder-only", max_model_len=7280, max_model_len_reason=reason))
+    assert any(f"context 7280 ({reason}), 8 sequences" in line for line in lines)
+
+
+def test_keys_may_be_repeated_or_listed() -> None:
+    assert parse("--api-key", "a", "--api-key", "b") == {"api_keys": ("a", "b")}
+    assert option_table.from_environment({"TRIPTYCH_API_KEYS": "a, b,"}) == {"api_keys": ("a", "b")}
+
+
+def test_every_option_reads_its_own_variable() -> None:
+    assert option_table.from_environment({"TRIPTYCH_KV_CACHE_MEMORY": "1MiB", "PATH": "x"}) == {
+        "kv_cache_memory": 1 << 20
+    }
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"TRIPTYCH_PROT is not known; did you mean TRIPTYCH_PORT\?"):
+        option_table.from_environment({"TRIPTYCH_PROT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "x"), "--port: found 'x', expected a whole number"),
+        (("--max-model-len", "all"), "--max-model-len: found 'all', expected a whole number, or auto"),
+        (("--dtype", "int4"), "--dtype: found 'int4', expected one of auto, float32"),
+        (("--runtime", "docker"), "--runtime: found 'docker', expected one of ray, local"),
+        (("--kv-cache-memory", "lots"), "--kv-cache-memory: found 'lots', expected a size such as"),
+    ],
+)
+def test_a_bad_value_says_where_what_and_what_was_expected(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    assert message in str(caught.value)
+
+
+def test_a_file_holds_settings_and_models(tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text("port: 9\nkv-cache-memory: 1GiB\nmodels:\n  a: /x\n  b: {path: /y, max_num_seqs: 2}\n")
+    found = option_table.from_file(file)
+    assert found.settings == {"port": 9, "kv_cache_memory": 1 << 30}
+    assert found.models == {"a": {"path": "/x"}, "b": {"path": "/y", "max_num_seqs": 2}}
+    assert found.groups == {}
+
+
+GROUPS = """
+max_num_seqs: 16
+replicas: 2
+models: {a: /a}
+groups:
+  chat: {replicas: 1-4, max-num-seqs: 8, models: {b: /b, c: {path: /c, max_num_seqs: 4}}}
+  more: {route: /v2/more, models: {d: /d}}
+"""
+
+
+def test_groups_have_models_replicas_and_a_route_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(GROUPS)
+    found = option_table.from_file(file)
+    config = serve.configuration(found.models, found.settings, found.groups)
+    chat, more = config.groups
+    assert (config.route, chat.route, more.route) == ("/", "/chat", "/v2/more")
+    assert [(one.scaling.least, one.scaling.most) for one in (config, chat, more)] == [(2, 2), (1, 4), (1, 1)]
+    sizes = {model.name: model.engine.max_num_seqs for one in (config, chat, more) for model in one.models}
+    assert sizes == {"a": 16, "b": 8, "c": 4, "d": 16}
+    assert config.elsewhere == {"b": "/chat", "c": "/chat", "d": "/v2/more"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{groups: {x: {port: 1, models: {a: /a}}}}", "groups.x: key port is not known"),
+        ("{groups: {x: {route: x, models: {a: /a}}}}", "groups.x: route: found 'x', expected a path such as /chat"),
+        ("{groups: {x: {}}}", "groups.x: there is no model to serve"),
+        ("{groups: {x: {models: {m: /a}}}}", "two models are named m"),
+        ("{groups: {x: {models: {a: /a}}, y: {route: /x, models: {b: /b}}}}", "the route /x"),
+        ("{runtime: local, groups: {x: {models: {a: /a}}}}", "groups of models need --runtime ray"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(text)
+    found = option_table.from_file
+    with pytest.raises(ConfigError) as caught:
+        serve.configuration({"m": {"path": "/m"}}, found(file).settings, found(file).groups)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "key prot is not known; did you mean port?"),
+        ("models: {a: {path: /x, port: 1}}", "models.a: key port is not known"),
+        ("models: {a: {max_num_seqs: 1}}", "models.a: path is missing"),
+        ("models: [a]", "models: expected a mapping, found list"),
+        ("a: [", "is not valid YAML"),
+        ("port: 1\nhost: x\nport: 2", "key port stands twice, line 1"),
+        ("models:\n  a: {path: x, dtype: auto, path: y}", "key path stands twice, line 2"),
+        ("port: no-number", "port: found 'no-number', expected a whole number"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        option_table.from_file(file)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        option_table.from_file(tmp_path / "none.yaml")
+
+
+def test_what_is_on_has_a_flag_that_switches_it_off() -> None:
+    assert parse("--no-prefix-caching") == {"prefix_caching": False}
+    assert option_table.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
+    with pytest.raises(ConfigError, match="expected true or false"):
+        option_table.from_environment({"TRIPTYCH_PREFIX_CACHING": "maybe"})

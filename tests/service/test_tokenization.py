@@ -1,0 +1,47 @@
+"""What is tokenised or read back on the event loop, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import WordLevel
+
+from model.text.tokenizer import Encoded, Tokenizer
+from service.planning.tokenization import TokenizerThreads
+
+
+class Noting(Tokenizer):
+    """Notes in which thread it was asked."""
+
+    asked = ""
+
+    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
+        self.asked = threading.current_thread().name
+        return Encoded((), ())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.asked = threading.current_thread().name
+        return ""
+
+
+@pytest.mark.parametrize(("size", "aside"), [(2, False), (3_000, True)])
+@pytest.mark.parametrize("way", ["text to ids", "ids to text"])
+def test_what_is_long_leaves_the_event_loop(way: str, size: int, aside: bool) -> None:
+    tokenizer = Noting(RawTokenizer(WordLevel({})))
+
+    async def work() -> None:
+        threads = TokenizerThreads(1, lambda model, seconds: None)
+        try:
+            if way == "text to ids":
+                await threads.run("m", size, lambda: tokenizer.encode("a" * size))
+            else:
+                await threads.decoded(tokenizer, [0] * size, skip_special_tokens=True)
+        finally:
+            threads.close()
+
+    asyncio.run(work())
+    assert tokenizer.asked.startswith("triptych-tokenizer") is aside
