@@ -44,7 +44,7 @@ _SCRATCH_CALLS = 256  # after which scratch that none of them wanted is given ba
 _NO_TILES = {  # by what `start_tiles` says
     2: "this CPU or its system has none",
     3: "Linux does not permit them",
-    4: "they do not give what the vectors give",
+    4: "their products are wrong",
 }
 
 

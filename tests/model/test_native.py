@@ -61,7 +61,7 @@ def test_products_equal_torchs(
 
 
 def packed_by_torch(weight: torch.Tensor, kind: Kind) -> dict[str, torch.Tensor]:
-    """As gemm.h has it, step by step over the whole matrix."""
+    """As matrix.h has it, step by step over the whole matrix."""
     n, k = weight.shape
     found = {}
     if kind is Kind.INT8:

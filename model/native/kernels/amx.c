@@ -1,19 +1,20 @@
-/* Products in tiles, over the panels that the vectors read: what 64 bytes of k hold for 16 outputs is a tile as it lies.
+/* Matrix products in AMX tiles, over the panels that vectors read too: 64 bytes of k for 16 outputs are a tile as they lie.
  *
- * Any number of rows goes this way. Sums of bf16 have an order of their own (see TILE_DOT_BF16), so a row has the same bits
- * whatever is beside it only if none ever goes to the vectors; those of int8 are exact. */
+ * Invariant: a matrix that may use tiles uses them for every number of rows. Tiles add bf16 products in another order than
+ * vectors (see emulated_dot_bf16 in amx.h), and a row's bits must not depend on how many rows there are. Integer sums are exact
+ * either way. */
 #define _GNU_SOURCE /* syscall */
 #include "amx.h"
 
-#include "gemm.h"
+#include "epilogue.h"
 
 enum { NONE_COMPILED = 0, USABLE = 1, NOT_IN_CPU = 2, NOT_PERMITTED = 3, WRONG = 4 };
 
 #if HAS_TILES
 
-#define PAIR (2 * TILE_ROWS)
-#define WEIGHTS (TILE_ROWS * TILE_BYTES) /* of a panel, that a step in k takes */
-#define AHEAD (4 * WEIGHTS)              /* of weights that may be in no cache yet: they are asked for so much earlier */
+#define PAIR_ROWS (2 * TILE_ROWS)
+#define WEIGHT_TILE (TILE_ROWS * TILE_BYTES) /* bytes of a panel that a step in k takes */
+#define TILE_PREFETCH (4 * WEIGHT_TILE)      /* bytes: how much before their use weights are asked for */
 
 #define TILE_DOT(dtype, sums, a, b)     \
     do {                                \
@@ -23,173 +24,204 @@ enum { NONE_COMPILED = 0, USABLE = 1, NOT_IN_CPU = 2, NOT_PERMITTED = 3, WRONG =
             TILE_DOT_INT8(sums, a, b);  \
     } while (0)
 
-/* Up to PAIR rows from `row`, of which `done` are another's to finish, by one or (`wide`) two panels from `panel`. */
+/* A block of outputs: up to PAIR_ROWS rows from `row` by one or (`wide`) two panels from `panel`. */
 typedef struct {
     int64_t row, panel;
-    int rows, done, wide;
-} Tiles;
+    int rows, wide;
+    int done; /* rows whose outputs are finished: by this block or, of overlapping ones, by the one before */
+} TileBlock;
 
-/* Sums that wait for their scales, biases, activations and places: the vector units have time for them while the tiles of the
- * next are multiplied. Those of rows before of.done are. */
+/* Sums that wait for their epilogue: the vector units have time for it while the next block is multiplied. */
 typedef struct {
-    Tiles of;
-    vec sums[PAIR][2 * PANEL / LANES];
-} Waiting;
+    TileBlock block;
+    vec sums[PAIR_ROWS][2 * PANEL_VECS];
+} PendingSums;
 
-INLINE void finish_some(const Job *job, Waiting *w, int rows) {
-    int count = (int)smaller(rows, w->of.rows - w->of.done), registers = PANEL / LANES;
+/* Finish the next `rows` rows of a block whose sums wait. */
+INLINE void finish_rows(const Product *p, PendingSums *pending, int rows) {
+    TileBlock *block = &pending->block;
+    int count = (int)min_i64(rows, block->rows - block->done);
     if (count <= 0) return;
-    finish(job, w->of.row + w->of.done, count, w->of.panel * PANEL, w->of.wide ? 2 * registers : registers,
-           w->sums[w->of.done], 2 * registers);
-    w->of.done += count;
+    SumTile tile = {.row = block->row + block->done, .column = block->panel * PANEL_WIDTH, .rows = count};
+    tile.vectors = block->wide ? 2 * PANEL_VECS : PANEL_VECS;
+    tile.sums = pending->sums[block->done], tile.stride = 2 * PANEL_VECS;
+    epilogue(p, &tile);
+    block->done += count;
 }
 
-/* Asks for where `count` rows of sums from `first` will go. */
-INLINE void expect(const Target *to, const Tiles *t, int first, int count) {
+/* Ask for the lines to which `count` rows of a block's outputs from its row `first` will go. */
+INLINE void prefetch_block_outputs(const Output *to, const TileBlock *block, int first, int count) {
     int64_t size = to->bf16_rows ? 2 : 4;
-    for (int row = first; row < first + count && row < t->rows; row++) {
-        const char *at = (const char *)to->rows + ((t->row + row) * to->stride + t->panel * PANEL) * size;
+    for (int row = first; row < first + count && row < block->rows; row++) {
+        const char *at = (const char *)to->rows + ((block->row + row) * to->stride + block->panel * PANEL_WIDTH) * size;
         __builtin_prefetch(at, 1, 3);
-        if (t->wide && size == 4) __builtin_prefetch(at + PANEL * size, 1, 3);
+        if (block->wide && size == 4) __builtin_prefetch(at + PANEL_WIDTH * size, 1, 3);
     }
 }
 
-/* Asks for the weights of a later step in k: behind a panel come those of the pair after this one. */
-INLINE void fetch(const char *const b[2], int wide, int64_t at, int64_t bytes) {
-    int64_t ahead = at + AHEAD < bytes || !wide ? at + AHEAD : at + AHEAD + bytes;
+/* Where a block's operand rows and weights lie. */
+typedef struct {
+    const char *rows, *panels[2];
+    int64_t stride; /* bytes from row to row */
+    int64_t steps;  /* of 64 bytes of k */
+    int cold;       /* whether the weights may be in no cache yet */
+} BlockInput;
+
+/* Ask for the weights of a later step in k; towards a panel's end for those of the two panels that follow. */
+INLINE void prefetch_weight_tiles(const BlockInput *in, int wide, int64_t step) {
+    int64_t bytes = in->steps * WEIGHT_TILE, ahead = step * WEIGHT_TILE + TILE_PREFETCH;
+    if (wide && ahead >= bytes) ahead += bytes;
     for (int line = 0; line < TILE_ROWS; line++) {
-        __builtin_prefetch(b[0] + ahead + line * TILE_BYTES, 0, 3);
-        if (wide) __builtin_prefetch(b[1] + ahead + line * TILE_BYTES, 0, 3);
+        __builtin_prefetch(in->panels[0] + ahead + line * TILE_BYTES, 0, 3);
+        if (wide) __builtin_prefetch(in->panels[1] + ahead + line * TILE_BYTES, 0, 3);
     }
 }
 
-/* Sums over `steps` times 64 bytes of k for one or (`high`) two tiles of rows; finishes those `before` meanwhile. */
-INLINE void accumulate(int dtype, int high, int wide, int cold, const Job *job, const Tiles *now, const char *a,
-                       int64_t stride, const char *const b[2], int64_t steps, vec (*sums)[2 * PANEL / LANES],
-                       Waiting *before) {
-    int each = (int)((PAIR + steps - 1) / steps);
+/* Compute the sums of a block of one or (`high`) two tiles of rows by one or (`wide`) two panels; meanwhile finish the block
+ * before it. `dtype`, `high` and `wide` are constants. */
+INLINE void accumulate_tiles(int dtype, int high, int wide, const Product *p, const BlockInput *in, PendingSums *now,
+                             PendingSums *before) {
+    int each = (int)((PAIR_ROWS + in->steps - 1) / in->steps); /* rows of the block before that a step finishes */
     TILE_ZERO(0);
     if (wide) TILE_ZERO(1);
     if (high) TILE_ZERO(2);
     if (high && wide) TILE_ZERO(3);
-    for (int64_t at = 0; at < steps; at++) {
-        TILE_LOAD(6, b[0] + at * WEIGHTS, TILE_BYTES);
-        TILE_LOAD(4, a + at * TILE_BYTES, stride);
+    for (int64_t step = 0; step < in->steps; step++) {
+        const char *rows = in->rows + step * TILE_BYTES;
+        TILE_LOAD(6, in->panels[0] + step * WEIGHT_TILE, TILE_BYTES);
+        TILE_LOAD(4, rows, in->stride);
         TILE_DOT(dtype, 0, 4, 6);
         if (wide) {
-            TILE_LOAD(7, b[1] + at * WEIGHTS, TILE_BYTES);
+            TILE_LOAD(7, in->panels[1] + step * WEIGHT_TILE, TILE_BYTES);
             TILE_DOT(dtype, 1, 4, 7);
         }
         if (high) {
-            TILE_LOAD(5, a + TILE_ROWS * stride + at * TILE_BYTES, stride);
+            TILE_LOAD(5, rows + TILE_ROWS * in->stride, in->stride);
             TILE_DOT(dtype, 2, 5, 6);
         }
         if (high && wide) TILE_DOT(dtype, 3, 5, 7);
-        if (cold) fetch(b, wide, at * WEIGHTS, steps * WEIGHTS);
-        expect(&job->to, now, (int)at * each, each);
-        finish_some(job, before, each);
+        if (in->cold) prefetch_weight_tiles(in, wide, step);
+        prefetch_block_outputs(&p->output, &now->block, (int)step * each, each);
+        finish_rows(p, before, each);
     }
-    finish_some(job, before, PAIR);
-    const int64_t row = sizeof *sums;
-    TILE_STORE(0, sums[0], row);
-    if (wide) TILE_STORE(1, (float *)sums[0] + PANEL, row);
-    if (high) TILE_STORE(2, sums[TILE_ROWS], row);
-    if (high && wide) TILE_STORE(3, (float *)sums[TILE_ROWS] + PANEL, row);
+    finish_rows(p, before, PAIR_ROWS);
+    const int64_t stride = sizeof *now->sums;
+    TILE_STORE(0, now->sums[0], stride);
+    if (wide) TILE_STORE(1, (float *)now->sums[0] + PANEL_WIDTH, stride);
+    if (high) TILE_STORE(2, now->sums[TILE_ROWS], stride);
+    if (high && wide) TILE_STORE(3, (float *)now->sums[TILE_ROWS] + PANEL_WIDTH, stride);
 }
 
-INLINE void multiply_tiles(int dtype, int cold, const Job *job, const Tiles *t, vec (*sums)[2 * PANEL / LANES],
-                           Waiting *before) {
-    int64_t bytes = padded_k(dtype, job->matrix->k) * element_bytes(dtype), steps = bytes / TILE_BYTES;
-    int64_t stride = job->from.stride * element_bytes(dtype);
-    const char *a = (const char *)job->from.rows + t->row * stride;
-    const char *panel = (const char *)job->matrix->data + t->panel * bytes * PANEL, *b[2] = {panel, panel + bytes * PANEL};
-    if (t->rows > TILE_ROWS && t->wide)
-        accumulate(dtype, 1, 1, cold, job, t, a, stride, b, steps, sums, before);
-    else if (t->rows > TILE_ROWS)
-        accumulate(dtype, 1, 0, cold, job, t, a, stride, b, steps, sums, before);
-    else if (t->wide)
-        accumulate(dtype, 0, 1, cold, job, t, a, stride, b, steps, sums, before);
+/* Compute the sums of the block that `now` names; `dtype` and `cold` are constants. */
+INLINE void multiply_block(int dtype, int cold, const Product *p, PendingSums *now, PendingSums *before) {
+    const TileBlock *block = &now->block;
+    int64_t bytes = padded_k(dtype, p->matrix->k) * element_bytes(dtype);
+    BlockInput in = {.stride = p->operand.stride * element_bytes(dtype), .steps = bytes / TILE_BYTES, .cold = cold};
+    in.rows = (const char *)p->operand.rows + block->row * in.stride;
+    in.panels[0] = (const char *)p->matrix->data + block->panel * bytes * PANEL_WIDTH;
+    in.panels[1] = in.panels[0] + bytes * PANEL_WIDTH;
+    if (block->rows > TILE_ROWS && block->wide)
+        accumulate_tiles(dtype, 1, 1, p, &in, now, before);
+    else if (block->rows > TILE_ROWS)
+        accumulate_tiles(dtype, 1, 0, p, &in, now, before);
+    else if (block->wide)
+        accumulate_tiles(dtype, 0, 1, p, &in, now, before);
     else
-        accumulate(dtype, 0, 0, cold, job, t, a, stride, b, steps, sums, before);
+        accumulate_tiles(dtype, 0, 0, p, &in, now, before);
 }
 
-/* The next rows of a product, `rows` in all: the last begin early enough for their tiles to be whole, which is what tiles are
- * configured as unless these rows are all there are. */
-INLINE Tiles tiles_at(int64_t rows, int64_t row, int64_t panel, int wide) {
-    int64_t left = rows - row, height = left > TILE_ROWS ? PAIR : TILE_ROWS;
-    if (rows <= height) return (Tiles){0, panel, (int)rows, 0, wide};
-    int64_t start = smaller(row, rows - height);
-    return (Tiles){start, panel, (int)height, (int)(row - start), wide};
+/* The block at `row` of a product of `rows` rows. Tiles are configured once, whole unless there are too few rows for that, so
+ * the last block begins early enough to be whole: rows that it shares with the block before count as done. */
+INLINE TileBlock block_at(int64_t rows, int64_t row, int64_t panel, int wide) {
+    int64_t left = rows - row, height = left > TILE_ROWS ? PAIR_ROWS : TILE_ROWS;
+    if (rows <= height) return (TileBlock){.panel = panel, .rows = (int)rows, .wide = wide};
+    int64_t start = min_i64(row, rows - height);
+    return (TileBlock){start, panel, (int)height, wide, (int)(row - start)};
 }
 
-/* Rows are taken as many at a time as stay in the second cache while all panels pass. */
-INLINE void pairs(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
-    int64_t bytes = rows * padded_k(dtype, job->matrix->k) * element_bytes(dtype);
-    int64_t times = bytes / CACHED_ROW_BYTES + 1, chunk = up_to((rows + times - 1) / times, PAIR);
-    Waiting waiting[2], *now = waiting, *before = waiting + 1;
-    before->of = (Tiles){0};
+/* Multiply all blocks: as many rows at a time as stay in the second cache while all panels pass. */
+INLINE void multiply_blocks(int dtype, const Product *p, int64_t rows, int64_t first, int64_t last) {
+    int64_t bytes = rows * padded_k(dtype, p->matrix->k) * element_bytes(dtype);
+    int64_t times = bytes / CACHED_ROW_BYTES + 1, chunk = round_up((rows + times - 1) / times, PAIR_ROWS);
+    PendingSums pending[2], *now = pending, *before = pending + 1;
+    before->block = (TileBlock){0};
     for (int64_t from = 0; from < rows; from += chunk)
         for (int64_t panel = first; panel < last; panel += 2)
-            for (int64_t row = from; row < rows && row < from + chunk; row += PAIR) {
-                now->of = tiles_at(rows, row, panel, last - panel > 1);
-                if (row == from) multiply_tiles(dtype, 1, job, &now->of, now->sums, before);
-                else multiply_tiles(dtype, 0, job, &now->of, now->sums, before);
-                Waiting *finished = before;
+            for (int64_t row = from; row < rows && row < from + chunk; row += PAIR_ROWS) {
+                now->block = block_at(rows, row, panel, last - panel > 1);
+                if (row == from) multiply_block(dtype, 1, p, now, before);
+                else multiply_block(dtype, 0, p, now, before);
+                PendingSums *finished = before;
                 before = now, now = finished;
             }
-    finish_some(job, before, PAIR);
+    finish_rows(p, before, PAIR_ROWS);
 }
 
-void product_in_tiles(const Job *job, int64_t rows, int64_t first, int64_t last) {
-    int low = (int)smaller(rows, TILE_ROWS), high = rows > TILE_ROWS && rows < PAIR ? (int)rows - TILE_ROWS : TILE_ROWS;
+void amx_gemm(const Product *p, int64_t rows, int64_t first, int64_t last) {
+    int low = (int)min_i64(rows, TILE_ROWS);
+    int high = rows > TILE_ROWS && rows < PAIR_ROWS ? (int)rows - TILE_ROWS : TILE_ROWS;
     tiles_begin(low, high);
-    if (job->matrix->dtype == BF16)
-        pairs(BF16, job, rows, first, last);
+    if (p->matrix->dtype == BF16)
+        multiply_blocks(BF16, p, rows, first, last);
     else
-        pairs(INT8, job, rows, first, last);
+        multiply_blocks(INT8, p, rows, first, last);
     tiles_end();
 }
 
-enum { CHECK_ROWS = PAIR + 7, CHECK_N = 2 * PANEL + 8, CHECK_K = 128 }; /* two tiles and one, of each */
+/* A product that tries all shapes of blocks: two tiles of rows and one, two panels and one. */
+enum { CHECK_ROWS = PAIR_ROWS + 7, CHECK_N = 2 * PANEL_WIDTH + 8, CHECK_PANELS = 3, CHECK_K = 128 };
 
-/* Whether a product in tiles is the vectors': of small whole numbers, whose sums are exact in any order. */
-static int as_by_vectors(int dtype) {
+/* Small integers, whose products' sums are exact in any order. */
+static int check_weight(int output, int k) { return (output * 5 + k * 3) % 7 - (output + k) % 3; }
+static int check_value(int row, int k) { return (row * 7 + k * 3) % 11 - 5; }
+
+/* Whether products in tiles are exact where they must be. */
+static int tiles_are_exact(int dtype) {
     union {
-        bf16 wide[3 * PANEL * CHECK_K];
-        int8_t narrow[3 * PANEL * CHECK_K];
+        bf16 wide[CHECK_PANELS * PANEL_WIDTH * CHECK_K];
+        int8_t narrow[CHECK_PANELS * PANEL_WIDTH * CHECK_K];
     } weights, rows;
-    float results[2][CHECK_ROWS * CHECK_N], scratch[CHECK_ROWS * 48], ones[3 * PANEL];
-    int32_t zeros[3 * PANEL] = {0};
-    for (int i = 0; i < 3 * PANEL * CHECK_K; i++) {
-        int weight = i * 5 % 7 - i % 3, value = i * 3 % 11 - 5;
-        if (dtype == BF16)
-            weights.wide[i] = to_bf16((float)weight), rows.wide[i] = to_bf16((float)value);
-        else
-            weights.narrow[i] = (int8_t)weight, rows.narrow[i] = (int8_t)(value + 128);
-    }
-    for (int i = 0; i < 3 * PANEL; i++) ones[i] = 1.0f;
-    Linear matrix = {.dtype = dtype, .n = CHECK_N, .k = CHECK_K, .data = &weights, .scale = ones, .sums = zeros};
-    Operand from = {&rows, CHECK_K, ones};
-    const int counts[] = {CHECK_ROWS, PAIR - 5, TILE_ROWS, 1};
-    for (int i = 0; i < 4; i++) {
-        for (int tiles = 0; tiles < 2; tiles++) {
-            Target to = {results[tiles], CHECK_N, 0, NO_ACTIVATION, 0};
-            matrix.tiles = tiles;
-            product(&matrix, from, counts[i], to, 0, 1, scratch);
+    float ones[CHECK_PANELS * PANEL_WIDTH], outputs[CHECK_ROWS * CHECK_N];
+    int32_t row_sums[CHECK_PANELS * PANEL_WIDTH] = {0};
+    int together = dtype == BF16 ? 2 : 4; /* elements of k that lie together in a panel */
+    for (int output = 0; output < CHECK_PANELS * PANEL_WIDTH; output++) {
+        ones[output] = 1.0f;
+        for (int k = 0; k < CHECK_K; k++) {
+            int weight = check_weight(output, k), value = check_value(output, k);
+            int at = output / PANEL_WIDTH * PANEL_WIDTH * CHECK_K + k / together * PANEL_WIDTH * together +
+                     output % PANEL_WIDTH * together + k % together;
+            row_sums[output] += weight;
+            if (dtype == BF16)
+                weights.wide[at] = to_bf16((float)weight), rows.wide[output * CHECK_K + k] = to_bf16((float)value);
+            else
+                weights.narrow[at] = (int8_t)weight, rows.narrow[output * CHECK_K + k] = (int8_t)(value + 128);
         }
-        if (memcmp(results[0], results[1], counts[i] * CHECK_N * sizeof **results)) return 0;
+    }
+    PackedMatrix matrix = {.dtype = dtype, .n = CHECK_N, .k = CHECK_K, .data = &weights, .scale = ones};
+    matrix.row_sums = row_sums;
+    Product p = {&matrix, {&rows, CHECK_K, ones}, {.rows = outputs, .stride = CHECK_N}, NULL};
+    const int counts[] = {CHECK_ROWS, PAIR_ROWS - 5, TILE_ROWS, 1};
+    for (int i = 0; i < 4; i++) {
+        amx_gemm(&p, counts[i], 0, CHECK_PANELS);
+        for (int row = 0; row < counts[i]; row++)
+            for (int output = 0; output < CHECK_N; output++) {
+                int sum = 0;
+                for (int k = 0; k < CHECK_K; k++) sum += check_weight(output, k) * check_value(row, k);
+                if (outputs[row * CHECK_N + output] != (float)sum) return 0;
+            }
     }
     return 1;
 }
 
 #endif
 
-/* Ask once for the use of tiles and see them work; matrices may have `tiles` set only where this gives USABLE. */
+/* Ask the system for the use of tiles and check what they compute; a library calls this once, when it is loaded. A matrix may
+ * have `tiles` set only if this returned USABLE. */
 EXPORTED int64_t start_tiles(void) {
 #if HAS_TILES
     if (!cpu_has_tiles()) return NOT_IN_CPU;
     if (!tiles_permitted()) return NOT_PERMITTED;
-    return as_by_vectors(BF16) && as_by_vectors(INT8) ? USABLE : WRONG;
+    return tiles_are_exact(BF16) && tiles_are_exact(INT8) ? USABLE : WRONG;
 #else
     return NONE_COMPILED;
 #endif

@@ -1,16 +1,17 @@
-/* Eight tile registers of up to 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES is defined.
+/* Eight tile registers of up to 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES is
+ * defined. amx.c multiplies with them.
  *
- * Tile numbers must be literal: they are part of the instructions. Between `tiles_begin` and `tiles_end` the calling
- * thread's tiles have the rows it asked for; outside of it they hold nothing, so that the system has nothing to save for it. */
+ * Tile numbers must be literals: they are part of the instructions. Between `tiles_begin` and `tiles_end` the calling
+ * thread's tiles have the rows that it asked for; at other times they hold nothing, so that the system has nothing to save. */
 #ifndef TRIPTYCH_AMX_H
 #define TRIPTYCH_AMX_H
 
-#include "vector.h"
+#include "matrix.h"
 
 #define TILE_ROWS 16
 #define TILE_BYTES 64 /* of a row: 32 bf16 or 64 int8 of an operand, 16 sums */
 
-#if !defined(__AVX512BF16__) || !defined(__AVX512VNNI__) /* rows would be in a form that tiles do not read */
+#if !defined(__AVX512BF16__) || !defined(__AVX512VNNI__) /* operands would be in a form that tiles do not read */
 #define HAS_TILES 0
 #elif defined(EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
 #define HAS_TILES 1
@@ -20,14 +21,17 @@
 
 #if HAS_TILES
 
-/* What LDTILECFG reads. */
+/* Multiply one or more rows of BF16 or INT8 by panels [first, last). */
+void amx_gemm(const Product *product, int64_t rows, int64_t first, int64_t last);
+
+/* What the instruction LDTILECFG reads. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } TileShapes;
 
-/* Sums 0 and 1 and operand 4 have `first` rows, sums 2 and 3 and operand 5 `second`; 6 and 7 are weights, and whole. */
+/* Tiles 0 and 1 (sums) and 4 (operand) get `first` rows, 2 and 3 (sums) and 5 (operand) `second`; 6 and 7 (weights) all 16. */
 INLINE TileShapes shapes_of(int first, int second) {
     TileShapes s = {.palette = 1};
     const int rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
@@ -41,15 +45,16 @@ INLINE TileShapes shapes_of(int first, int second) {
 #include <unistd.h>
 
 #define CACHED_ROW_BYTES 1310720 /* of an operand beside two panels, in the 2 MiB of second cache that such a core has */
-#define REQUEST_FEATURE 0x1023 /* ARCH_REQ_XCOMP_PERM */
-#define TILE_DATA 18           /* XFEATURE_XTILEDATA */
+#define REQUEST_FEATURE 0x1023   /* ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18             /* XFEATURE_XTILEDATA */
 
-INLINE int cpu_has_tiles(void) { /* and the system keeps their state: XCR0 is looked at too */
+/* Whether the CPU has tiles and the system keeps their state (XCR0). */
+INLINE int cpu_has_tiles(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8");
 }
 
-/* For the whole process and its threads, those to come included. */
+/* Ask Linux for the use of tiles, for the whole process, its future threads included; returns whether it permits it. */
 INLINE int tiles_permitted(void) { return syscall(SYS_arch_prctl, REQUEST_FEATURE, TILE_DATA) == 0; }
 
 INLINE void tiles_begin(int first, int second) {
@@ -67,7 +72,7 @@ INLINE void tiles_end(void) { _tile_release(); }
 
 #else
 
-#define CACHED_ROW_BYTES 2048 /* so that small products are taken in parts too */
+#define CACHED_ROW_BYTES 2048 /* so that tests with small products take rows in parts too */
 
 INLINE int cpu_has_tiles(void) { return 1; }
 INLINE int tiles_permitted(void) { return 1; }
@@ -111,10 +116,11 @@ static void shapes_must_fit(int sums, int a, int b) {
                  s->row_bytes[sums] == s->row_bytes[b]);
 }
 
+/* Zero for a denormal number, with its sign. */
 static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 
-/* TDPBF16PS as Intel's manual has it: the even and the odd products of a row are summed apart, from zero, by fused
- * multiply-adds to nearest even, then added to each other and to what was there; what is denormal counts as zero. */
+/* TDPBF16PS as Intel's manual describes it: the even and the odd products of a row are summed apart, from zero, by fused
+ * multiply-adds to nearest even, then added to each other and to the sum; denormal numbers count as zero. */
 static void emulated_dot_bf16(int sums, int a, int b) {
     shapes_must_fit(sums, a, b);
     for (int m = 0; m < emulated.shapes.rows[sums]; m++)
@@ -133,7 +139,7 @@ static void emulated_dot_bf16(int sums, int a, int b) {
         }
 }
 
-/* TDPBUSD: sums of 32 bits, which wrap. */
+/* TDPBUSD: sums of 32 bits, which wrap around. */
 static void emulated_dot_int8(int sums, int a, int b) {
     shapes_must_fit(sums, a, b);
     for (int m = 0; m < emulated.shapes.rows[sums]; m++)

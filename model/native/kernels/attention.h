@@ -44,7 +44,7 @@ void attend(const AttentionShape *shape, const Segments *segments, const Memory 
  * operand_kind says so, and a head's dimensions are even) BF16, and tiles of `like`: rows [heads + 2 kv_heads][dim] in that
  * dtype hold queries, keys and values. */
 int64_t whole_scratch(const AttentionShape *shape, int64_t longest);
-void attend_whole(const Linear *like, const AttentionShape *shape, const Segments *segments, const void *rows,
+void attend_whole(const PackedMatrix *like, const AttentionShape *shape, const Segments *segments, const void *rows,
                   int64_t stride, float *out, int part, int parts, float *scratch);
 /* Put one row of keys and values into the pool's row `slot`. */
 void remember(const AttentionShape *shape, const Memory *memory, int64_t slot, const float *key, const float *value);

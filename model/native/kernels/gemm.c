@@ -1,24 +1,26 @@
-/* Matrix products for few rows at the speed of memory and for many at that of the vector units.
+/* Matrix products by vectors: of few rows at the speed of memory, of many at that of the vector units.
  *
- * Each output is one chain of multiply-adds over k, ascending, whatever the number of rows: a row's result does not
- * depend on its neighbours. Threads share the outputs, never a sum. A matrix that may use tiles is multiplied there
- * (amx.c), in bfloat16 whatever the number of rows. */
+ * Invariant: each output is one chain of multiply-adds over k, ascending, whatever the number of rows, so a row's result
+ * does not depend on its neighbours. Threads divide the outputs, never a sum. A matrix that may use AMX tiles is multiplied by
+ * amx.c, in bfloat16 whatever the number of rows. */
 #include "gemm.h"
 
 #include "amx.h"
+#include "epilogue.h"
 
 #ifdef __AVX512F__
-#define PANELS 3 /* 8 x 3 accumulators of the 32 registers */
-#define ROWS 8
+#define KERNEL_PANELS 3 /* 8 x 3 accumulators of the 32 registers */
+#define KERNEL_ROWS 8
 #else
-#define PANELS 1 /* 6 x 1 accumulators of two AVX2 or four NEON registers each */
-#define ROWS 6
+#define KERNEL_PANELS 1 /* 6 x 1 accumulators of two AVX2 or four NEON registers each */
+#define KERNEL_ROWS 6
 #endif
-#define PARTS (PANEL / LANES) /* registers that the outputs of a panel fill */
-#define LEAST_INT8_ROWS 3 /* in tiles: one or two are faster by vectors, and the bits are the same */
-#define L2_BYTES 524288 /* of weights that are used for all rows before the next */
-#define LINE 64         /* bytes that memory gives at once, and that a step in k takes of a panel */
-#define AHEAD (32 * LINE)
+#define MIN_TILED_INT8_ROWS 3 /* fewer are faster by vectors, and the bits are the same */
+#define L2_BYTES 524288       /* of weights that are used for all rows before the next */
+#define CACHE_LINE 64         /* bytes; also what a step in k takes of a panel */
+#define PREFETCH_BYTES (32 * CACHE_LINE)
+
+_Static_assert(KERNEL_PANELS * PANEL_WIDTH <= GEMM_SCRATCH, "a row's sums must fit its scratch");
 
 #if defined(__AVX512BF16__)
 #define HAS_BF16_DOT 1
@@ -31,14 +33,14 @@
 #define HAS_INT8_DOT 0
 #endif
 
-int operand_kind(const Linear *matrix) {
+int operand_kind(const PackedMatrix *matrix) {
     if (matrix->dtype == BF16) return HAS_BF16_DOT ? BF16 : F32;
     return (int)matrix->dtype;
 }
 
-int64_t operand_bytes(const Linear *matrix) {
+int64_t operand_bytes(const PackedMatrix *matrix) {
     int kind = operand_kind(matrix);
-    return kind == F32 ? up_to(matrix->k, PANEL) * 4 : padded_k(kind, matrix->k) * element_bytes(kind);
+    return kind == F32 ? round_up(matrix->k, PANEL_WIDTH) * 4 : padded_k(kind, matrix->k) * element_bytes(kind);
 }
 
 void write_operand(int kind, const float *from, int64_t k, void *to, float *scale) {
@@ -49,8 +51,8 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
         for (; i + LANES <= k; i += LANES) store_bf16((bf16 *)to + i, load(from + i));
         for (; i < k; i++) ((bf16 *)to)[i] = to_bf16(from[i]);
         for (; i < padded_k(BF16, k); i++) ((bf16 *)to)[i] = 0;
-    } else { /* unsigned bytes around 128, as the integer dot product wants them */
-        float most = largest_size(from, k), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    } else { /* unsigned bytes around 128, as the integer dot product takes them */
+        float most = max_abs(from, k), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int64_t i = 0;
         *scale = most / 127.0f;
         for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round_vec(load(from + i) * inverse) + 128);
@@ -59,7 +61,7 @@ void write_operand(int kind, const float *from, int64_t k, void *to, float *scal
     }
 }
 
-void narrow_in_place(float *row, int64_t k) { /* what is written has been read */
+void narrow_in_place(float *row, int64_t k) { /* ascending: what is overwritten has been read */
     int64_t i = 0;
     for (; i + LANES <= k; i += LANES) store_bf16((bf16 *)row + i, load(row + i));
     for (; i < k; i++) {
@@ -70,65 +72,70 @@ void narrow_in_place(float *row, int64_t k) { /* what is written has been read *
     }
 }
 
-/* Sums of mr rows times nv registers' worth of outputs. */
-typedef vec Sums[ROWS][PANELS * PARTS];
+/* Sums of `rows` rows times `vecs` registers' worth of outputs. */
+typedef vec Accumulators[KERNEL_ROWS][KERNEL_PANELS * PANEL_VECS];
 
-/* Where register j's weights are from the first's, at `step` elements an output, panels being `panel` apart. */
-INLINE int64_t at_part(int j, int64_t panel, int step) { return j / PARTS * panel + j % PARTS * LANES * step; }
-
-/* Where weights are, in bytes. */
-typedef struct {
-    const char *end; /* of the block's first panel */
-    int64_t panel;   /* from one panel to the next */
-} Place;
-
-/* Asks memory for weights a little before they are wanted: the block's panels, and towards their end what follows the
- * last of them. One row is as fast as memory without. Weights are to stay in caches: the third may hold them all until the
- * next step. */
-INLINE void fetch(int mr, int panels, const void *weights, Place place) {
-    if (mr == 1) return;
-    const char *line = (const char *)weights + AHEAD;
-    if (line >= place.end) line += (panels - 1) * place.panel;
-#pragma GCC unroll 4
-    for (int j = 0; j < panels; j++, line += place.panel) __builtin_prefetch(line, 0, 3);
+/* How far register j's weights are from the first's, in elements: panels are `panel` elements apart, and `step` elements of
+ * each output lie together. */
+INLINE int64_t weight_offset(int j, int64_t panel, int step) {
+    return j / PANEL_VECS * panel + j % PANEL_VECS * LANES * step;
 }
 
-/* Sums over k in [0, count), continued from acc. Constant mr and nv unroll completely. */
-INLINE void block_f32(int mr, int nv, const float *const *a, const float *b, int64_t panel, int64_t count,
-                      int cold, Place place, Sums acc) {
-    for (int64_t k = 0; k < count; k++, b += PANEL) {
-        if (cold) fetch(mr, nv / PARTS, b, place);
-        vec w[PANELS * PARTS];
+/* Where a kernel's weights lie, in bytes, for prefetching. */
+typedef struct {
+    const char *end;     /* of what is read of the first panel */
+    int64_t panel_bytes; /* from one panel to the next */
+    int cold;            /* whether the weights may be in no cache yet */
+} WeightStream;
+
+/* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those of the
+ * panels that follow. One row is as fast as memory without. They are kept in caches: the third may hold all weights until the
+ * next step. */
+INLINE void prefetch_weights(int rows, int panels, const void *weights, WeightStream stream) {
+    if (!stream.cold || rows == 1) return;
+    const char *line = (const char *)weights + PREFETCH_BYTES;
+    if (line >= stream.end) line += (panels - 1) * stream.panel_bytes;
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) w[j] = load(b + at_part(j, panel, 1));
+    for (int j = 0; j < panels; j++, line += stream.panel_bytes) __builtin_prefetch(line, 0, 3);
+}
+
+/* kernel_f32, kernel_bf16, kernel_int8: add the products of rows a and weights b over k in [0, count) to `acc`. `rows` and
+ * `vecs` are constants, so that loops over them unroll completely; panels are `panel` elements apart. */
+INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b, int64_t panel, int64_t count,
+                      WeightStream stream, Accumulators acc) {
+    for (int64_t k = 0; k < count; k++, b += PANEL_WIDTH) {
+        prefetch_weights(rows, vecs / PANEL_VECS, b, stream);
+        vec w[KERNEL_PANELS * PANEL_VECS];
+#pragma GCC unroll 4
+        for (int j = 0; j < vecs; j++) w[j] = load(b + weight_offset(j, panel, 1));
 #pragma GCC unroll 8
-        for (int i = 0; i < mr; i++) {
+        for (int i = 0; i < rows; i++) {
             vec x = splat(a[i][k]);
 #pragma GCC unroll 4
-            for (int j = 0; j < nv; j++) acc[i][j] = fma_vec(x, w[j], acc[i][j]);
+            for (int j = 0; j < vecs; j++) acc[i][j] = fma_vec(x, w[j], acc[i][j]);
         }
     }
 }
 
-INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
-                      int cold, Place place, Sums acc) {
-    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL) {
-        if (cold) fetch(mr, nv / PARTS, b, place);
-        uvec w[PANELS * PARTS];
+INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
+                      WeightStream stream, Accumulators acc) {
+    for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL_WIDTH) {
+        prefetch_weights(rows, vecs / PANEL_VECS, b, stream);
+        uvec w[KERNEL_PANELS * PANEL_VECS];
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) memcpy(w + j, b + at_part(j, panel, 2), sizeof *w);
+        for (int j = 0; j < vecs; j++) memcpy(w + j, b + weight_offset(j, panel, 2), sizeof *w);
 #pragma GCC unroll 8
-        for (int i = 0; i < mr; i++) {
+        for (int i = 0; i < rows; i++) {
 #if HAS_BF16_DOT
             int32_t pair;
             memcpy(&pair, (const bf16 *)a[i] + k, 4);
             __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-            for (int j = 0; j < nv; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], x, (__m512bh)w[j]);
+            for (int j = 0; j < vecs; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], x, (__m512bh)w[j]);
 #else
             const float *row = a[i];
 #pragma GCC unroll 4
-            for (int j = 0; j < nv; j++) {
+            for (int j = 0; j < vecs; j++) {
                 acc[i][j] = fma_vec(splat(row[k]), (vec)(w[j] << 16), acc[i][j]);
                 if (k + 1 < count) acc[i][j] = fma_vec(splat(row[k + 1]), (vec)(w[j] & 0xffff0000u), acc[i][j]);
             }
@@ -138,7 +145,7 @@ INLINE void block_bf16(int mr, int nv, const void *const *a, const bf16 *b, int6
 }
 
 #if HAS_INT8_DOT
-/* sums + the dot product of each four of w's bytes, which have a sign, with those of x, which have none. */
+/* sums + the dot product of each four of w's signed bytes with the four unsigned bytes in x. */
 INLINE ivec dot_fours(ivec sums, ivec w, uint32_t x) {
 #if LANES == 16
     return (ivec)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32((int)x), (__m512i)w);
@@ -159,28 +166,28 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 }
 #endif
 
-/* Integer sums in the bits of acc. */
-INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
-                      int cold, Place place, Sums acc) {
-    for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL) {
-        if (cold) fetch(mr, nv / PARTS, b, place);
-        ivec w[PANELS * PARTS];
+/* Sums are integers, in the bits of `acc`. */
+INLINE void kernel_int8(int rows, int vecs, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
+                      WeightStream stream, Accumulators acc) {
+    for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL_WIDTH) {
+        prefetch_weights(rows, vecs / PANEL_VECS, b, stream);
+        ivec w[KERNEL_PANELS * PANEL_VECS];
 #if !HAS_INT8_DOT
-        ivec odd[PANELS * PARTS]; /* bytes 1 and 3 of each four, w keeping 0 and 2 */
+        ivec odd[KERNEL_PANELS * PANEL_VECS]; /* bytes 1 and 3 of each four; w keeps 0 and 2 */
 #endif
 #pragma GCC unroll 4
-        for (int j = 0; j < nv; j++) {
-            memcpy(w + j, b + at_part(j, panel, 4), sizeof *w);
+        for (int j = 0; j < vecs; j++) {
+            memcpy(w + j, b + weight_offset(j, panel, 4), sizeof *w);
 #if !HAS_INT8_DOT
             odd[j] = (ivec)((svec)w[j] >> 8), w[j] = (ivec)((svec)w[j] << 8 >> 8);
 #endif
         }
 #pragma GCC unroll 8
-        for (int i = 0; i < mr; i++) {
+        for (int i = 0; i < rows; i++) {
             uint32_t four;
             memcpy(&four, (const uint8_t *)a[i] + k, 4);
 #pragma GCC unroll 4
-            for (int j = 0; j < nv; j++) {
+            for (int j = 0; j < vecs; j++) {
 #if HAS_INT8_DOT
                 acc[i][j] = (vec)dot_fours((ivec)acc[i][j], w[j], four);
 #else
@@ -192,175 +199,118 @@ INLINE void block_int8(int mr, int nv, const void *const *a, const int8_t *b, in
     }
 }
 
-enum { FLOATS, ADDED, HALVES }; /* outputs: put, added to what is there, or rounded to bf16 and put */
-
-/* Up to LANES outputs to where they belong. */
-INLINE void put(const Target *to, int form, int64_t row, int64_t column, int64_t left, vec sum) {
-    int64_t at = row * to->stride + column;
-    if (form == HALVES) {
-        bf16 *out = (bf16 *)to->rows + at, rest[LANES];
-        if (left >= LANES) {
-            store_bf16(out, sum);
-        } else {
-            store_bf16(rest, sum);
-            memcpy(out, rest, left * sizeof *rest);
-        }
-        return;
-    }
-    float *out = (float *)to->rows + at, rest[LANES];
-    if (left >= LANES) {
-        store(out, form == ADDED ? load(out) + sum : sum);
-        return;
-    }
-    store(rest, sum);
-    for (int64_t i = 0; i < left; i++) out[i] = form == ADDED ? out[i] + rest[i] : rest[i];
-}
-
-/* Sums of `count` rows, of one activation and one form of outputs, which are constants. */
-INLINE void finish_as(int activation, int form, const Job *job, int64_t row, int count, int64_t column, int registers,
-                      const vec *sums, int64_t stride) {
-    const Linear *m = job->matrix;
-    Target to = job->to; /* a copy: what is stored could be it, for all that the compiler knows */
-    for (int j = 0; j < registers; j++, column += LANES) {
-        vec bias = m->bias ? load(m->bias + column) : splat(-0.0f); /* which changes nothing, not even a zero's sign */
-        int64_t left = m->n - column;
-        if (left >= LANES)
-            for (int i = 0; i < count; i++)
-                put(&to, form, row + i, column, LANES, activate(activation, sums[i * stride + j] + bias));
-        else
-            for (int i = 0; i < count; i++)
-                put(&to, form, row + i, column, left, activate(activation, sums[i * stride + j] + bias));
-    }
-}
-
-INLINE void finish_in(int form, const Job *job, int64_t row, int count, int64_t column, int registers, const vec *sums,
-                      int64_t stride) {
-    switch (job->to.activation) {
-    case RELU: finish_as(RELU, form, job, row, count, column, registers, sums, stride); break;
-    case GELU: finish_as(GELU, form, job, row, count, column, registers, sums, stride); break;
-    case GELU_TANH: finish_as(GELU_TANH, form, job, row, count, column, registers, sums, stride); break;
-    case SILU: finish_as(SILU, form, job, row, count, column, registers, sums, stride); break;
-    case TANH: finish_as(TANH, form, job, row, count, column, registers, sums, stride); break;
-    default: finish_as(NO_ACTIVATION, form, job, row, count, column, registers, sums, stride);
-    }
-}
-
-__attribute__((noinline)) void finish(const Job *job, int64_t row, int count, int64_t column, int registers, vec *sums,
-                                      int64_t stride) {
-    const Linear *m = job->matrix;
-    while (column + (registers - 1) * LANES >= m->n) registers--; /* a panel's outputs beyond the last */
-    for (int j = 0; m->dtype == INT8 && j < registers; j++) {
-        ivec shift;
-        memcpy(&shift, m->sums + column + j * LANES, sizeof shift);
-        vec scale = load(m->scale + column + j * LANES);
-        for (int i = 0; i < count; i++) {
-            vec *sum = sums + i * stride + j;
-            *sum = __builtin_convertvector((ivec)*sum - 128 * shift, vec) * scale * job->from.scale[row + i];
-        }
-    }
-    if (job->to.bf16_rows)
-        finish_in(HALVES, job, row, count, column, registers, sums, stride);
-    else if (job->to.add)
-        finish_in(ADDED, job, row, count, column, registers, sums, stride);
-    else
-        finish_in(FLOATS, job, row, count, column, registers, sums, stride);
-}
-
-/* Asks for where a block's outputs go, so that they are there when its sums are: these are a few lines of each of many
- * rows, which no prefetcher of the hardware foresees. */
-INLINE void expect(const Target *to, int mr, int nv, int64_t row, int64_t column) {
+/* Ask for where a kernel's outputs go, so that those lines are there when its sums are: they are a few of each of many rows,
+ * which no prefetcher of the hardware foresees. */
+INLINE void prefetch_outputs(const Output *to, int rows, int panels, int64_t row, int64_t column) {
     int64_t size = to->bf16_rows ? 2 : 4;
     const char *at = (const char *)to->rows + (row * to->stride + column) * size;
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++, at += to->stride * size)
-        for (int64_t byte = 0; byte < nv * PANEL * size; byte += LINE) __builtin_prefetch(at + byte, 1, 3);
+    for (int i = 0; i < rows; i++, at += to->stride * size)
+        for (int64_t byte = 0; byte < panels * PANEL_WIDTH * size; byte += CACHE_LINE)
+            __builtin_prefetch(at + byte, 1, 3);
 }
 
-/* `count` rows from `row` (at most mr) times nv panels from `column`, k in [start, stop);
- * cold: they may be in no cache yet. */
-INLINE void block(int dtype, int mr, int nv, const Job *job, int64_t row, int count, int64_t column, int64_t start,
-                  int64_t stop, int cold) {
-    const Linear *m = job->matrix;
-    int64_t panel = padded_k(dtype, m->k) * PANEL;
-    const char *b = (const char *)m->data + (column / PANEL * panel + start * PANEL) * element_bytes(dtype);
-    Place place = {b + (stop - start) * PANEL * element_bytes(dtype), panel * element_bytes(dtype)};
+/* What one call of the kernel computes: `count` rows from `row` times whole panels from `column`, over k in [start, stop). */
+typedef struct {
+    int64_t row, column, start, stop;
+    int count;
+    int cold; /* whether the weights may be in no cache yet */
+} KernelTile;
+
+/* Compute a tile of at most `rows` rows and of `panels` panels, which are constants. Sums over a part of k are kept in the
+ * product's scratch until the last part. */
+INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile t) {
+    const PackedMatrix *m = p->matrix;
+    int64_t panel = padded_k(dtype, m->k) * PANEL_WIDTH, count = t.stop - t.start, bytes = element_bytes(dtype);
+    const char *b = (const char *)m->data + (t.column / PANEL_WIDTH * panel + t.start * PANEL_WIDTH) * bytes;
+    WeightStream stream = {b + count * PANEL_WIDTH * bytes, panel * bytes, t.cold};
     int operand = dtype == BF16 && !HAS_BF16_DOT ? F32 : dtype;
-    const void *a[ROWS];
-    Sums acc;
-    if (mr == ROWS && count == ROWS && stop == m->k) expect(&job->to, mr, nv, row, column);
+    const void *a[KERNEL_ROWS];
+    Accumulators acc;
+    if (rows == KERNEL_ROWS && t.count == KERNEL_ROWS && t.stop == m->k)
+        prefetch_outputs(&p->output, rows, panels, t.row, t.column);
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++) {
-        int64_t at = row + (i < count ? i : count - 1);
-        a[i] = (const char *)job->from.rows + (at * job->from.stride + start) * element_bytes(operand);
+    for (int i = 0; i < rows; i++) {
+        int64_t at = t.row + (i < t.count ? i : t.count - 1);
+        a[i] = (const char *)p->operand.rows + (at * p->operand.stride + t.start) * element_bytes(operand);
 #pragma GCC unroll 4
-        for (int j = 0; j < nv * PARTS; j++)
-            acc[i][j] = start ? load(job->scratch + at * PANELS * PANEL + j * LANES) : splat(0.0f);
+        for (int j = 0; j < panels * PANEL_VECS; j++)
+            acc[i][j] = t.start ? load(p->scratch + at * GEMM_SCRATCH + j * LANES) : splat(0.0f);
     }
     if (dtype == F32)
-        block_f32(mr, nv * PARTS, (const float *const *)a, (const float *)b, panel, stop - start, cold, place, acc);
+        kernel_f32(rows, panels * PANEL_VECS, (const float *const *)a, (const float *)b, panel, count, stream, acc);
     else if (dtype == BF16)
-        block_bf16(mr, nv * PARTS, a, (const bf16 *)b, panel, stop - start, cold, place, acc);
+        kernel_bf16(rows, panels * PANEL_VECS, a, (const bf16 *)b, panel, count, stream, acc);
     else
-        block_int8(mr, nv * PARTS, a, (const int8_t *)b, panel, stop - start, cold, place, acc);
-    Sums done; /* a copy, so that acc stays in registers */
+        kernel_int8(rows, panels * PANEL_VECS, a, (const int8_t *)b, panel, count, stream, acc);
+    Accumulators done; /* a copy, so that acc stays in registers */
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++)
+    for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < nv * PARTS; j++) {
-            if (stop == m->k)
+        for (int j = 0; j < panels * PANEL_VECS; j++) {
+            if (t.stop == m->k)
                 done[i][j] = acc[i][j];
-            else if (i < count)
-                store(job->scratch + (row + i) * PANELS * PANEL + j * LANES, acc[i][j]);
+            else if (i < t.count)
+                store(p->scratch + (t.row + i) * GEMM_SCRATCH + j * LANES, acc[i][j]);
         }
-    if (stop == m->k) finish(job, row, count, column, nv * PARTS, done[0], PANELS * PARTS);
+    if (t.stop == m->k)
+        epilogue(p, &(SumTile){t.row, t.column, t.count, panels * PANEL_VECS, done[0], KERNEL_PANELS * PANEL_VECS});
 }
 
-INLINE void blocks(int dtype, int nv, const Job *job, int64_t rows, int64_t column, int64_t start, int64_t stop) {
-    int64_t row = 0; /* the first block brings the weights for all others; of few rows it is the one below */
-    if (rows >= ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop, 1), row += ROWS;
-    for (; row + ROWS <= rows; row += ROWS) block(dtype, ROWS, nv, job, row, ROWS, column, start, stop, 0);
-    int left = (int)(rows - row);
-    if (left > 4)
-        block(dtype, ROWS, nv, job, row, left, column, start, stop, !row);
-    else if (left > 2)
-        block(dtype, 4, nv, job, row, left, column, start, stop, !row);
-    else if (left == 2)
-        block(dtype, 2, nv, job, row, left, column, start, stop, !row);
-    else if (left == 1)
-        block(dtype, 1, nv, job, row, left, column, start, stop, !row);
+/* Multiply all rows by `panels` panels (a constant) from `column`, over k in [start, stop). */
+INLINE void multiply_rows(int dtype, int panels, const Product *p, int64_t rows, int64_t column, int64_t start,
+                          int64_t stop) {
+    KernelTile t = {.column = column, .start = start, .stop = stop, .count = KERNEL_ROWS};
+    if (rows >= KERNEL_ROWS) { /* the first kernel brings the weights for all others; of few rows it is the one below */
+        t.cold = 1;
+        kernel(dtype, KERNEL_ROWS, panels, p, t);
+        t.cold = 0, t.row = KERNEL_ROWS;
+    }
+    for (; t.row + KERNEL_ROWS <= rows; t.row += KERNEL_ROWS) kernel(dtype, KERNEL_ROWS, panels, p, t);
+    t.count = (int)(rows - t.row), t.cold = !t.row;
+    if (t.count > 4)
+        kernel(dtype, KERNEL_ROWS, panels, p, t);
+    else if (t.count > 2)
+        kernel(dtype, 4, panels, p, t);
+    else if (t.count == 2)
+        kernel(dtype, 2, panels, p, t);
+    else if (t.count == 1)
+        kernel(dtype, 1, panels, p, t);
 }
 
-INLINE void panels(int dtype, const Job *job, int64_t rows, int64_t first, int64_t last) {
-    int64_t k = job->matrix->k;
-    int64_t depth = L2_BYTES / (PANELS * PANEL * element_bytes(dtype)) / 64 * 64;
-    for (int64_t panel = first; panel < last; panel += PANELS)
+/* Multiply all rows by panels [first, last): as many weights at a time as stay in the second cache while all rows pass. */
+INLINE void multiply_panels(int dtype, const Product *p, int64_t rows, int64_t first, int64_t last) {
+    int64_t k = p->matrix->k;
+    int64_t depth = L2_BYTES / (KERNEL_PANELS * PANEL_WIDTH * element_bytes(dtype)) / 64 * 64;
+    for (int64_t panel = first; panel < last; panel += KERNEL_PANELS)
         for (int64_t start = 0; start < k; start += depth) {
-            int64_t stop = start + depth < k ? start + depth : k, column = panel * PANEL;
+            int64_t stop = min_i64(start + depth, k), column = panel * PANEL_WIDTH;
             switch (last - panel) {
-            case 1: blocks(dtype, 1, job, rows, column, start, stop); break;
-#if PANELS > 1
-            case 2: blocks(dtype, 2, job, rows, column, start, stop); break;
+            case 1: multiply_rows(dtype, 1, p, rows, column, start, stop); break;
+#if KERNEL_PANELS > 1
+            case 2: multiply_rows(dtype, 2, p, rows, column, start, stop); break;
 #endif
-            default: blocks(dtype, PANELS, job, rows, column, start, stop);
+            default: multiply_rows(dtype, KERNEL_PANELS, p, rows, column, start, stop);
             }
         }
 }
 
-void product(const Linear *matrix, Operand from, int64_t rows, Target to, int part, int parts, float *scratch) {
-    Job job = {matrix, from, to, scratch};
-    int64_t count = up_to(matrix->n, PANEL) / PANEL;
-    int64_t first = count * part / parts, last = count * (part + 1) / parts;
+void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int thread, int threads,
+          float *scratch) {
+    Product p = {matrix, operand, output, scratch};
+    int64_t count = round_up(matrix->n, PANEL_WIDTH) / PANEL_WIDTH;
+    int64_t first = count * thread / threads, last = count * (thread + 1) / threads;
 #if HAS_TILES
-    int64_t least = matrix->dtype == BF16 ? 1 : LEAST_INT8_ROWS;
+    int64_t least = matrix->dtype == BF16 ? 1 : MIN_TILED_INT8_ROWS;
     if (matrix->tiles && matrix->dtype != F32 && rows >= least) {
-        product_in_tiles(&job, rows, first, last);
+        amx_gemm(&p, rows, first, last);
         return;
     }
 #endif
     if (matrix->dtype == F32)
-        panels(F32, &job, rows, first, last);
+        multiply_panels(F32, &p, rows, first, last);
     else if (matrix->dtype == BF16)
-        panels(BF16, &job, rows, first, last);
+        multiply_panels(BF16, &p, rows, first, last);
     else
-        panels(INT8, &job, rows, first, last);
+        multiply_panels(INT8, &p, rows, first, last);
 }

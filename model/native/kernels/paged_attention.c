@@ -27,21 +27,21 @@ INLINE int64_t row_of(const Source *s, int64_t at) {
 /* Keys [from, to) that the query at `position` sees. */
 INLINE void range_of(const Source *s, int64_t position, int64_t *from, int64_t *to) {
     int64_t window = s->shape->window;
-    *from = window ? larger(0, position - window + 1) : 0;
+    *from = window ? max_i64(0, position - window + 1) : 0;
     *to = s->segments->kv_lens[s->segment];
-    if (s->segments->causal) *to = smaller(*to, position + 1);
-    else if (window) *to = smaller(*to, position + window);
+    if (s->segments->causal) *to = min_i64(*to, position + 1);
+    else if (window) *to = min_i64(*to, position + window);
 }
 
 /* Scores of keys [at, at + LANES) as the softmax wants them: scaled, biased, masked. */
 INLINE vec adjust(const Source *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from, int64_t to) {
-    static const ivec lanes = NUMBERS;
+    static const ivec lanes = LANE_INDICES;
     score *= s->shape->scale;
     if (s->shape->bias)
         score += load(s->shape->bias + head * s->shape->bias_width + s->shape->bias_width / 2 + at - position);
     if (at < from || at + LANES > to) {
         ivec key = lanes + (int32_t)at;
-        score = choose((key >= (int32_t)from) & (key < (int32_t)to), score, splat(-__builtin_inff()));
+        score = select_vec((key >= (int32_t)from) & (key < (int32_t)to), score, splat(-__builtin_inff()));
     }
     return score;
 }
@@ -49,14 +49,14 @@ INLINE vec adjust(const Source *s, vec score, int64_t head, int64_t position, in
 /* Scores to weights that are not divided by their sum yet; returns its inverse. */
 static float soften(float *scores, int64_t first, int64_t last) {
     vec most = splat(-__builtin_inff()), sum = splat(0.0f);
-    for (int64_t at = first; at < last; at += LANES) most = larger_of(most, load(scores + at));
-    vec top = splat(largest_of(most));
+    for (int64_t at = first; at < last; at += LANES) most = max_vec(most, load(scores + at));
+    vec top = splat(reduce_max(most));
     for (int64_t at = first; at < last; at += LANES) {
         vec weight = exp_vec(load(scores + at) - top);
         sum += weight;
         store(scores + at, weight);
     }
-    float total = sum_of(sum);
+    float total = reduce_add(sum);
     return total == 0.0f ? 0.0f : 1.0f / total; /* no keys: zeros, not 0 / 0 */
 }
 
@@ -65,7 +65,7 @@ static float soften(float *scores, int64_t first, int64_t last) {
 INLINE void locate(const Source *s, int64_t at, int64_t last, int64_t *rows) {
     int64_t first = row_of(s, at);
     for (int i = 0; i < GROUP; i++)
-        rows[i] = s->together ? first + smaller(i, last - 1 - at) : row_of(s, smaller(at + i, last - 1));
+        rows[i] = s->together ? first + min_i64(i, last - 1 - at) : row_of(s, min_i64(at + i, last - 1));
 }
 
 INLINE void scales_of(const float *scales, const int64_t *rows, int64_t kv_heads, int64_t head, float *out) {
@@ -121,7 +121,7 @@ INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one
     float scales[GROUP];
     for (int64_t at = one->begin; at < one->to; at += GROUP) {
         visit(s, one, base, m->value_stride * element_bytes(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
-        int skip = (int)larger(0, one->from - at), count = (int)smaller(GROUP, one->to - at) - skip;
+        int skip = (int)max_i64(0, one->from - at), count = (int)min_i64(GROUP, one->to - at) - skip;
         for (int64_t g = one->first; g < one->last; g++) {
             for (int i = 0; i < GROUP; i++) values[i] = rows[i] + (g - one->first) * head_bytes;
             if (kind == INT8) {
@@ -134,7 +134,7 @@ INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one
             }
             for (int64_t h = g * one->per; h < (g + 1) * one->per; h += QROWS) {
                 const float *weights[QROWS];
-                int some = (int)smaller(QROWS, (g + 1) * one->per - h);
+                int some = (int)min_i64(QROWS, (g + 1) * one->per - h);
                 for (int r = 0; r < some; r++) weights[r] = one->scores + (h + r) * one->width + at + skip;
                 mix_rows(kind, some, weights, values + skip, count, one->sums + h * one->padded, one->padded, dim);
             }
@@ -146,11 +146,11 @@ INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one
 INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, float *out, int64_t first, int64_t last,
                    float *scratch) {
     const AttentionShape *a = s->shape;
-    int64_t padded = up_to(dim, LANES);
+    int64_t padded = round_up(dim, LANES);
     Single one = {.first = first, .last = last, .per = a->heads / a->kv_heads, .padded = padded};
     one.position = s->segments->kv_lens[s->segment] - 1;
     range_of(s, one.position, &one.from, &one.to);
-    one.begin = one.from / GROUP * GROUP, one.width = up_to(one.to, GROUP);
+    one.begin = one.from / GROUP * GROUP, one.width = round_up(one.to, GROUP);
     one.q = scratch, one.sums = one.q + a->heads * padded, one.scores = one.sums + a->heads * padded;
     for (int64_t h = first * one.per; h < last * one.per; h++) {
         for (int64_t i = 0; i < padded; i++) one.q[h * padded + i] = i < dim ? query[h * dim + i] : 0.0f;
@@ -167,7 +167,7 @@ INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, f
 /* Keys or values of one head as floats [to - begin][padded], and their scales. */
 INLINE void gather(int kind, const Source *s, const void *base, int64_t stride, const float *scales, int64_t head,
                    int64_t begin, int64_t to, float *rows, float *row_scales) {
-    int64_t dim = s->shape->dim, padded = up_to(dim, LANES);
+    int64_t dim = s->shape->dim, padded = round_up(dim, LANES);
     for (int64_t at = begin; at < to; at++) {
         int64_t row = row_of(s, at);
         const char *from = (const char *)base + (row * stride + head * dim) * element_bytes(kind);
@@ -183,7 +183,7 @@ INLINE void mix_seen(int rows, int64_t at, const int64_t *lo, const int64_t *hi,
                      const void *const *values, float *sums, int64_t padded) {
     int first[QROWS], last[QROWS] = {0}, alike = 1;
     for (int r = 0; r < rows; r++) {
-        first[r] = (int)larger(0, lo[r] - at), last[r] = (int)smaller(GROUP, hi[r] - at);
+        first[r] = (int)max_i64(0, lo[r] - at), last[r] = (int)min_i64(GROUP, hi[r] - at);
         alike &= !first[r] && last[r] == last[0];
     }
     if (alike) {
@@ -201,13 +201,13 @@ INLINE void mix_seen(int rows, int64_t at, const int64_t *lo, const int64_t *hi,
 INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, int64_t position, int rows, int64_t head,
                   int64_t begin, int64_t to, const float *keys, const float *values, const float *key_scales,
                   const float *value_scales, float *scores, float *sums) {
-    int64_t padded = up_to(dim, LANES), width = up_to(to - begin, GROUP);
+    int64_t padded = round_up(dim, LANES), width = round_up(to - begin, GROUP);
     float inverse[QROWS];
     int64_t lo[QROWS], hi[QROWS];
     const void *at_hand[GROUP];
     for (int r = 0; r < rows; r++) range_of(s, position + r, lo + r, hi + r);
     for (int64_t at = begin; at < to; at += GROUP) {
-        for (int i = 0; i < GROUP; i++) at_hand[i] = keys + (smaller(at + i, to - 1) - begin) * padded;
+        for (int i = 0; i < GROUP; i++) at_hand[i] = keys + (min_i64(at + i, to - 1) - begin) * padded;
         for (int r = 0; r < rows; r++) {
             for (int i = 0; i < GROUP; i += LANES) {
                 vec raw = score(F32, q + r * padded, at_hand + i, dim == padded ? dim : padded);
@@ -226,7 +226,7 @@ INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, i
                 store(w + i, load(w + i) * load(value_scales + at - begin + i));
             weights[r] = w;
         }
-        for (int i = 0; i < GROUP; i++) at_hand[i] = values + (smaller(at + i, to - 1) - begin) * padded;
+        for (int i = 0; i < GROUP; i++) at_hand[i] = values + (min_i64(at + i, to - 1) - begin) * padded;
         mix_seen(rows, at, lo, hi, weights, at_hand, sums, padded);
     }
     for (int r = 0; r < rows; r++)
@@ -259,13 +259,13 @@ INLINE void prefill(int kind, int64_t dim, const Source *s, const float *queries
                     int64_t group, int64_t first, int64_t last, float *scratch) {
     const AttentionShape *a = s->shape;
     const Memory *m = s->memory;
-    int64_t per = a->heads / a->kv_heads, padded = up_to(dim, LANES), start = s->segments->q_starts[s->segment];
+    int64_t per = a->heads / a->kv_heads, padded = round_up(dim, LANES), start = s->segments->q_starts[s->segment];
     int64_t offset = s->segments->kv_lens[s->segment] - (s->segments->q_starts[s->segment + 1] - start);
     int64_t begin, to, unused;
     range_of(s, offset + first, &begin, &unused);
     range_of(s, offset + last - 1, &unused, &to);
     begin = begin / GROUP * GROUP;
-    int64_t width = up_to(to - begin, GROUP);
+    int64_t width = round_up(to - begin, GROUP);
     float *keys = scratch, *values = keys + width * padded, *key_scales = values + width * padded;
     float *value_scales = key_scales + width, *scores = value_scales + width, *q = scores + QROWS * width;
     float *sums = q + QROWS * padded;
@@ -273,11 +273,11 @@ INLINE void prefill(int kind, int64_t dim, const Source *s, const float *queries
     gather(kind, s, m->values, m->value_stride, m->value_scales, group, begin, to, values, value_scales);
     for (int64_t head = group * per; head < (group + 1) * per; head++)
         for (int64_t row = first; row < last; row += QROWS) {
-            int rows = (int)smaller(QROWS, last - row);
+            int rows = (int)min_i64(QROWS, last - row);
             for (int r = 0; r < rows; r++)
                 for (int64_t i = 0; i < padded; i++)
                     q[r * padded + i] = i < dim ? queries[(start + row + r) * q_stride + head * dim + i] : 0.0f;
-            int64_t end = s->segments->causal ? smaller(to, offset + row + rows) : to;
+            int64_t end = s->segments->causal ? min_i64(to, offset + row + rows) : to;
             block_of(dim)(kind == INT8, s, q, offset + row, rows, head, begin, end, keys, values, key_scales,
                           value_scales, scores, sums);
             for (int r = 0; r < rows; r++)
@@ -289,23 +289,23 @@ void find_longest(const Segments *segments, Longest *longest) {
     for (int64_t i = 0; i < segments->segments; i++) {
         int64_t rows = segments->q_starts[i + 1] - segments->q_starts[i];
         int64_t *most = rows == 1 ? &longest->decoding : &longest->filling;
-        *most = larger(*most, segments->kv_lens[i]);
+        *most = max_i64(*most, segments->kv_lens[i]);
     }
 }
 
 /* What `decode` and `prefill` lay out. A window leaves keys out; they are counted here. */
 int64_t attention_scratch(const AttentionShape *shape, Longest longest) {
-    int64_t padded = up_to(shape->dim, LANES), singly = up_to(longest.decoding, GROUP);
-    int64_t decoding = shape->heads * (2 * padded + singly), width = up_to(longest.filling, GROUP) + GROUP;
+    int64_t padded = round_up(shape->dim, LANES), singly = round_up(longest.decoding, GROUP);
+    int64_t decoding = shape->heads * (2 * padded + singly), width = round_up(longest.filling, GROUP) + GROUP;
     int64_t filling = longest.filling ? 2 * width * padded + (2 + QROWS) * width + 2 * QROWS * padded : 0;
-    return larger(decoding, filling) + LANES;
+    return max_i64(decoding, filling) + LANES;
 }
 
 INLINE void attend_as(int kind, int64_t dim, const AttentionShape *shape, const Segments *segments,
                       const Memory *memory, const float *queries, int64_t q_stride, float *out, int part, int parts,
                       float *scratch) {
     /* Few segments: heads are shared too; many: a segment's pages are read by one thread, one after the other. */
-    int64_t pieces = segments->segments >= 4 * parts ? 1 : smaller(parts, shape->kv_heads), task = 0;
+    int64_t pieces = segments->segments >= 4 * parts ? 1 : min_i64(parts, shape->kv_heads), task = 0;
     Source s = {shape, segments, memory, 0, !segments->tables || segments->block_size % GROUP == 0};
     for (s.segment = 0; s.segment < segments->segments; s.segment++) {
         int64_t start = segments->q_starts[s.segment], rows = segments->q_starts[s.segment + 1] - start;
@@ -319,7 +319,7 @@ INLINE void attend_as(int kind, int64_t dim, const AttentionShape *shape, const 
         for (int64_t group = 0; group < shape->kv_heads; group++)
             for (int64_t first = 0; first < rows; first += TASK_ROWS, task++)
                 if (task % parts == part)
-                    prefill(kind, dim, &s, queries, q_stride, out, group, first, smaller(rows, first + TASK_ROWS),
+                    prefill(kind, dim, &s, queries, q_stride, out, group, first, min_i64(rows, first + TASK_ROWS),
                             scratch);
     }
 }
@@ -361,7 +361,7 @@ static void keep(int64_t kind, int64_t heads, int64_t dim, const float *from, vo
     for (int64_t head = 0; head < heads; head++) {
         const float *x = from + head * dim;
         int8_t *to = (int8_t *)rows + slot * stride + head * dim;
-        float most = largest_size(x, dim), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        float most = max_abs(x, dim), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int64_t i = 0;
         scales[slot * heads + head] = most / 127.0f;
         for (; i + LANES <= dim; i += LANES) store_int8(to + i, round_vec(load(x + i) * inverse));

@@ -19,14 +19,14 @@ static void normalise(const Norm *norm, const float *x, int64_t size, float *out
     if (norm->kind == LAYER) {
         for (; i + LANES <= size; i += LANES) sum += load(x + i);
         for (; i < size; i++) tail += x[i];
-        mean = (sum_of(sum) + tail) / (float)size;
+        mean = (reduce_add(sum) + tail) / (float)size;
     }
     for (i = 0, tail = 0.0f; i + LANES <= size; i += LANES) {
         vec centred = load(x + i) - mean;
         squares = fma_vec(centred, centred, squares);
     }
     for (; i < size; i++) tail += (x[i] - mean) * (x[i] - mean);
-    float inverse = 1.0f / __builtin_sqrtf((sum_of(squares) + tail) / (float)size + norm->eps);
+    float inverse = 1.0f / __builtin_sqrtf((reduce_add(squares) + tail) / (float)size + norm->eps);
     for (i = 0; i + LANES <= size; i += LANES) {
         vec y = (load(x + i) - mean) * inverse * load(norm->weight + i);
         store(out + i, norm->bias ? y + load(norm->bias + i) : y);

@@ -17,7 +17,7 @@
 
 typedef struct {
     Norm attn_in, attn_out, cross_in, cross_out, ffn_in, ffn_out, q_norm, k_norm;
-    Linear qkv, out, cross_q, cross_proj, up, down;
+    PackedMatrix qkv, out, cross_q, cross_proj, up, down;
     int64_t has_cross, gated, activation, parallel;
 } Layer;
 
@@ -59,7 +59,7 @@ INLINE void share(const Team *t, int64_t rows, int64_t *first, int64_t *last) {
 }
 
 /* Rows, normalised or as they are, in the form that a product with `matrix` reads; ends at a barrier. */
-static Operand prepare(const Team *t, const Norm *norm, const Linear *matrix, const float *rows, int64_t count) {
+static Operand prepare(const Team *t, const Norm *norm, const PackedMatrix *matrix, const float *rows, int64_t count) {
     int kind = operand_kind(matrix);
     int64_t bytes = operand_bytes(matrix), size = matrix->k, first, last;
     Operand operand = {rows, size, t->operand_scales};
@@ -81,14 +81,14 @@ static Operand prepare(const Team *t, const Norm *norm, const Linear *matrix, co
 }
 
 /* target = (float or bf16) or += (float) operand x matrix^T; ends at a barrier. */
-static void multiply_into(const Team *t, const Linear *matrix, Operand operand, int64_t rows, int kind, void *target,
+static void multiply_into(const Team *t, const PackedMatrix *matrix, Operand operand, int64_t rows, int kind, void *target,
                           int64_t add) {
-    Target to = {target, matrix->n, kind == BF16, NO_ACTIVATION, add};
-    product(matrix, operand, rows, to, t->part, t->parts, t->scratch);
+    Output to = {target, matrix->n, kind == BF16, NO_ACTIVATION, add};
+    gemm(matrix, operand, rows, to, t->part, t->parts, t->scratch);
     meet(t->meeting, t->part, t->parts);
 }
 
-static void multiply(const Team *t, const Linear *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
+static void multiply(const Team *t, const PackedMatrix *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
     multiply_into(t, matrix, operand, rows, F32, target, add);
 }
 
@@ -128,8 +128,8 @@ static int is_whole(const Stack *stack, const Step *step) {
 }
 
 /* The dtype and tiles of such attention's products. */
-static Linear whole_like(const Stack *stack) {
-    Linear like = {.dtype = stack->shape.dim % 2 ? F32 : stack->dtype, .tiles = stack->tiles};
+static PackedMatrix whole_like(const Stack *stack) {
+    PackedMatrix like = {.dtype = stack->shape.dim % 2 ? F32 : stack->dtype, .tiles = stack->tiles};
     like.dtype = operand_kind(&like);
     return like;
 }
@@ -143,7 +143,7 @@ static void self_attention(const Team *t, const Layer *layer, int64_t number) {
         shape.bias = step->bias + number % step->bias_layers * shape.heads * step->bias_width;
         shape.bias_width = step->bias_width;
     }
-    Linear like = whole_like(stack);
+    PackedMatrix like = whole_like(stack);
     int whole = is_whole(stack, step), kind = whole ? (int)like.dtype : F32;
     int turned = step->cos || layer->q_norm.kind != NO_NORM; /* by place, which wants floats */
     Operand operand = prepare(t, &layer->attn_in, &layer->qkv, t->x, step->rows);
@@ -182,13 +182,13 @@ static void mlp(const Team *t, const Layer *layer, const float *from, float *to,
     int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
     Operand inner = {t->hidden, width, t->operand_scales};
     if (!layer->gated && (kind == F32 || (kind == BF16 && bytes == 2 * size))) { /* what comes out is what goes in */
-        Target target = {t->hidden, size, kind == BF16, layer->activation, 0};
+        Output target = {t->hidden, size, kind == BF16, layer->activation, 0};
         if (kind == BF16) target.stride = bytes / 2;
         inner.stride = target.stride;
-        product(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
+        gemm(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
     } else {
-        Target target = {t->hidden, width, 0, layer->gated ? NO_ACTIVATION : layer->activation, 0};
-        product(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
+        Output target = {t->hidden, width, 0, layer->gated ? NO_ACTIVATION : layer->activation, 0};
+        gemm(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
         meet(t->meeting, t->part, t->parts);
         share(t, rows, &first, &last);
         for (int64_t row = first; row < last; row++) {
@@ -242,12 +242,12 @@ static Sizes sizes_of(const Stack *stack, const Step *step, int64_t rows) {
     int64_t widest = 0, inner = 0, parallel = 0, hidden = 0, line = stack->hidden;
     for (int64_t i = 0; i < stack->distinct; i++) {
         const Layer *layer = stack->layer_data + i;
-        widest = larger(widest, larger(operand_bytes(&layer->qkv), operand_bytes(&layer->out)));
-        inner = larger(inner, larger(operand_bytes(&layer->up), operand_bytes(&layer->down)));
+        widest = max_i64(widest, max_i64(operand_bytes(&layer->qkv), operand_bytes(&layer->out)));
+        inner = max_i64(inner, max_i64(operand_bytes(&layer->up), operand_bytes(&layer->down)));
         if (layer->has_cross)
-            widest = larger(widest, larger(operand_bytes(&layer->cross_q), operand_bytes(&layer->cross_proj)));
+            widest = max_i64(widest, max_i64(operand_bytes(&layer->cross_q), operand_bytes(&layer->cross_proj)));
         parallel |= layer->parallel;
-        hidden = larger(hidden, larger(layer->up.n * 4, operand_bytes(&layer->down)));
+        hidden = max_i64(hidden, max_i64(layer->up.n * 4, operand_bytes(&layer->down)));
     }
     int64_t chunk = rows < CHUNK ? rows : CHUNK;
     Sizes s = {
@@ -255,9 +255,9 @@ static Sizes sizes_of(const Stack *stack, const Step *step, int64_t rows) {
         .qkv = aligned(rows * (a->heads + 2 * a->kv_heads) * a->dim * 4),
         .mixed = aligned(rows * a->heads * a->dim * 4),
         .hidden = aligned(chunk * hidden),
-        .operand = aligned(larger(rows * widest, chunk * inner)),
+        .operand = aligned(max_i64(rows * widest, chunk * inner)),
         .scales = aligned(rows * 4),
-        .scratch = aligned(larger(attending_scratch(stack, step), rows * 48) * 4),
+        .scratch = aligned(max_i64(attending_scratch(stack, step), rows * 48) * 4),
         .line = aligned(line * 4 + 64),
     };
     return s;
@@ -266,7 +266,7 @@ static Sizes sizes_of(const Stack *stack, const Step *step, int64_t rows) {
 /* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need
  * nothing of each other, and be so many that the last group is not waited for long. */
 static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
-    return is_whole(stack, step) && step->rows >= 2 * threads * larger(step->longest, GROUP_ROWS);
+    return is_whole(stack, step) && step->rows >= 2 * threads * max_i64(step->longest, GROUP_ROWS);
 }
 
 static int64_t team_bytes(const Stack *stack, const Step *step, int64_t threads) {
@@ -305,7 +305,7 @@ static void run_layers(const Team *t) {
 /* Segments from `first` on that make a group, towards the end a smaller one; returns the one behind the last. */
 static int64_t group_end(const Segments *s, int64_t first, int64_t threads) {
     int64_t last = first + 1, share = (s->q_starts[s->segments] - s->q_starts[first]) / (3 * threads);
-    int64_t rows = share > GROUP_ROWS ? GROUP_ROWS : larger(share, LEAST_ROWS);
+    int64_t rows = share > GROUP_ROWS ? GROUP_ROWS : max_i64(share, LEAST_ROWS);
     while (last < s->segments && last - first < GROUP_ROWS && s->q_starts[last] - s->q_starts[first] < rows) last++;
     return last;
 }
@@ -347,12 +347,12 @@ EXPORTED void run_stack(const Stack *stack, const Step *step, float *x, char *me
     }
 }
 
-EXPORTED int64_t linear_scratch_bytes(const Linear *matrix, int64_t rows, int64_t threads) {
+EXPORTED int64_t linear_scratch_bytes(const PackedMatrix *matrix, int64_t rows, int64_t threads) {
     return aligned(rows * operand_bytes(matrix)) + aligned(rows * 4) + threads * aligned(rows * 192) + 64;
 }
 
 /* out [rows][n] = x [rows][k] x matrix^T + bias. */
-EXPORTED void run_linear(const Linear *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
+EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
     Meeting meeting = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
@@ -393,7 +393,7 @@ EXPORTED void run_attention(const AttentionShape *shape, const Segments *segment
 
 /* The sizes of the structures that a caller fills, in the order in which they are declared to Python; returns their number. */
 EXPORTED int64_t structure_sizes(int64_t *sizes) {
-    const int64_t found[] = {sizeof(Linear), sizeof(Memory), sizeof(Segments), sizeof(AttentionShape),
+    const int64_t found[] = {sizeof(PackedMatrix), sizeof(Memory), sizeof(Segments), sizeof(AttentionShape),
                              sizeof(Norm),   sizeof(Layer),  sizeof(Stack),    sizeof(Step)};
     memcpy(sizes, found, sizeof found);
     return sizeof found / sizeof *found;

@@ -22,7 +22,7 @@ static void offer(Best *best, float value, int64_t token) {
 INLINE vec largest_of_stride(const float *x) {
     vec most = load(x);
 #pragma GCC unroll 8
-    for (int i = 1; i < STRIDE; i++) most = larger_of(most, load(x + i * LANES));
+    for (int i = 1; i < STRIDE; i++) most = max_vec(most, load(x + i * LANES));
     return most;
 }
 
@@ -30,9 +30,9 @@ INLINE vec largest_of_stride(const float *x) {
 static void find(Best *best, const float *x, int64_t size) {
     int64_t i = 0;
     while (i < size) {
-        int64_t stop = smaller(i + STRIDE * LANES, size);
+        int64_t stop = min_i64(i + STRIDE * LANES, size);
         if (best->found < best->count || stop - i < STRIDE * LANES ||
-            largest_of(largest_of_stride(x + i)) > best->values[best->count - 1])
+            reduce_max(largest_of_stride(x + i)) > best->values[best->count - 1])
             for (int64_t at = i; at < stop; at++) offer(best, x[at], at);
         i = stop;
     }
@@ -51,10 +51,10 @@ static float log_mass(const float *x, int64_t size, float most) {
     }
     for (; i < size; i += LANES) {
         store(rest, splat(-__builtin_inff()));
-        memcpy(rest, x + i, smaller(LANES, size - i) * sizeof *x);
+        memcpy(rest, x + i, min_i64(LANES, size - i) * sizeof *x);
         sum += exp_vec(load(rest) - top);
     }
-    return most + __builtin_logf(sum_of(sum));
+    return most + __builtin_logf(reduce_add(sum));
 }
 
 /* Of each of `rows` rows of `size` floats the `count` highest in order with their places, and log sum exp. A row with a

@@ -1,7 +1,7 @@
-/* Vectors through the compiler's vector extensions: AVX-512, AVX2, NEON or plain code, whatever -march gives.
+/* Vectors of floats through the compiler's vector extensions: AVX-512, AVX2, NEON or plain code, whatever -march gives.
  *
- * Every sum here has one order that depends on nothing but its own length, so a row's result is the same bit for bit
- * whatever else is computed beside it. */
+ * Invariant: every sum has one order, which depends on the number of its terms alone. A row's result is therefore the same
+ * bit for bit whatever else is computed beside it. */
 #ifndef TRIPTYCH_VECTOR_H
 #define TRIPTYCH_VECTOR_H
 
@@ -12,31 +12,35 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-/* What Python calls. All else is hidden (-fvisibility=hidden), so that no other library's function of the same name can
- * take its place. */
+/* Marks a function that Python calls. All others are hidden (-fvisibility=hidden), so that no other library's function of
+ * the same name can take their place. */
 #define EXPORTED __attribute__((visibility("default")))
 
 typedef uint16_t bf16;
 
+/* How numbers are stored: IEEE float32, bfloat16, or 8-bit integers with a scale. */
 enum { F32 = 0, BF16 = 1, INT8 = 2 };
 
-/* As many floats as a register holds: what is wider lives in memory. */
+/* LANES is the number of floats in a vector register: a wider vector would live in memory. */
 #if defined(__AVX512F__)
 #define LANES 16
-#define ALL(x) {x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}
-#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define REPEAT_LANES(x) {x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}
+#define LANE_INDICES {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #elif defined(__AVX__)
 #define LANES 8
-#define ALL(x) {x, x, x, x, x, x, x, x}
-#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#define REPEAT_LANES(x) {x, x, x, x, x, x, x, x}
+#define LANE_INDICES {0, 1, 2, 3, 4, 5, 6, 7}
 #else
 #define LANES 4
-#define ALL(x) {x, x, x, x}
-#define NUMBERS {0, 1, 2, 3}
+#define REPEAT_LANES(x) {x, x, x, x}
+#define LANE_INDICES {0, 1, 2, 3}
 #endif
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* vec: LANES floats; vec_u: the same at any address; ivec, uvec, svec: its bits as integers of 32 or 16 bits;
+ * hvec_u: LANES bfloat16 at any address. */
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec_u __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -44,7 +48,7 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef int16_t svec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec_u __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-INLINE vec splat(float x) { return (vec)ALL(x); }
+INLINE vec splat(float x) { return (vec)REPEAT_LANES(x); }
 INLINE vec load(const float *p) { return *(const vec_u *)p; }
 INLINE void store(float *p, vec v) { *(vec_u *)p = v; }
 
@@ -57,9 +61,10 @@ INLINE vec fma_vec(vec a, vec b, vec c) {
 #endif
 }
 
+/* Read LANES bfloat16 as floats. */
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec_u *)p, uvec) << 16); }
 
-/* GCC 12 converts bytes one by one unless it is told how. */
+/* Read LANES signed bytes as floats; intrinsics, because GCC 12 converts bytes one by one. */
 INLINE vec load_int8(const int8_t *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -74,7 +79,7 @@ INLINE vec load_int8(const int8_t *p) {
 #endif
 }
 
-/* Whole numbers that fit a byte. */
+/* Write LANES integers, each of which fits a byte, as bytes. */
 INLINE void store_int8(int8_t *p, ivec v) {
 #ifdef __AVX512F__
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
@@ -83,11 +88,12 @@ INLINE void store_int8(int8_t *p, ivec v) {
 #endif
 }
 
-/* Rounded to the nearest whole number, ties to even, for sizes below 2^22. */
+/* Round to the nearest integer, ties to even; for absolute values below 2^22. */
 INLINE ivec round_vec(vec x) { return __builtin_convertvector(x + 12582912.0f - 12582912.0f, ivec); }
-INLINE vec size_of_each(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+INLINE vec abs_vec(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
-INLINE void store_bf16(bf16 *p, vec v) { /* to nearest, ties to even */
+/* Write LANES floats as bfloat16, rounded to nearest, ties to even. */
+INLINE void store_bf16(bf16 *p, vec v) {
 #ifdef __AVX512BF16__
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
 #else
@@ -110,18 +116,19 @@ INLINE float from_bf16(bf16 x) {
     return value;
 }
 
-/* Lanes where the mask is all ones from a, the others from b. Of two numbers with a NaN these give b. */
-INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+/* Take lanes from a where the mask is all ones, from b elsewhere. */
+INLINE vec select_vec(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+/* The larger and the smaller of each pair of lanes; b where either is NaN. */
 #ifdef __AVX512F__
-INLINE vec larger_of(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE vec smaller_of(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vec max_vec(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec min_vec(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
 #else
-INLINE vec larger_of(vec a, vec b) { return choose(a > b, a, b); }
-INLINE vec smaller_of(vec a, vec b) { return choose(a < b, a, b); }
+INLINE vec max_vec(vec a, vec b) { return select_vec(a > b, a, b); }
+INLINE vec min_vec(vec a, vec b) { return select_vec(a < b, a, b); }
 #endif
 
-/* In halves, as _mm512_reduce_add_ps does. */
-INLINE float sum_of(vec v) {
+/* Add up all lanes: the upper half onto the lower one until one lane is left, as _mm512_reduce_add_ps does. */
+INLINE float reduce_add(vec v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
 #else
@@ -133,7 +140,8 @@ INLINE float sum_of(vec v) {
 #endif
 }
 
-INLINE float largest_of(vec v) {
+/* The largest lane. */
+INLINE float reduce_max(vec v) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)v);
 #else
@@ -145,14 +153,15 @@ INLINE float largest_of(vec v) {
 #endif
 }
 
-/* The largest size among n floats; NaN where one is, as bits of sizes are in the order of sizes and NaN comes last. */
-INLINE float largest_size(const float *x, int64_t n) {
+/* The largest absolute value of n floats, NaN if one of them is: without their signs, floats are ordered as their bits are, NaN
+ * last. */
+INLINE float max_abs(const float *x, int64_t n) {
     ivec most = {0};
     int32_t each[LANES], best = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        ivec size = (ivec)size_of_each(load(x + i)), larger = size > most;
-        most = (size & larger) | (most & ~larger);
+        ivec size = (ivec)abs_vec(load(x + i)), above = size > most;
+        most = (size & above) | (most & ~above);
     }
     memcpy(each, &most, sizeof each);
     for (int lane = 0; lane < LANES; lane++) best = each[lane] > best ? each[lane] : best;
@@ -167,10 +176,10 @@ INLINE float largest_size(const float *x, int64_t n) {
     return found;
 }
 
-/* e^x to 2 ulp; exactly 0 below -87, so that what is masked adds nothing; NaN of NaN. Range reduction and a polynomial
- * (Cephes). */
+/* e^x to 2 ulp by range reduction and the polynomial of Cephes' expf. Exactly 0 below -87, so that masked scores add
+ * nothing; NaN of NaN. */
 INLINE vec exp_vec(vec x) {
-    vec clamped = larger_of(splat(-87.0f), smaller_of(splat(88.0f), x));
+    vec clamped = max_vec(splat(-87.0f), min_vec(splat(88.0f), x));
     vec n = clamped * 1.44269504088896341f + 12582912.0f;
     n -= 12582912.0f;
     vec r = fma_vec(n, splat(-0.693359375f), clamped);
@@ -190,10 +199,14 @@ INLINE vec exp_vec(vec x) {
     return (vec)((ivec)y & ~(x < -87.0f));
 }
 
+/* tanh(x), absolute error below 2e-7. */
 INLINE vec tanh_vec(vec x) { return 1.0f - 2.0f / (exp_vec(x + x) + 1.0f); }
 
-/* Absolute error below 2e-7: erf(x) / x is a polynomial in 2 x^2 / 3.9^2 - 1, interpolated at Chebyshev's nodes; beyond
- * 3.9 it is 1 to within 4e-8. */
+/* cap * tanh(x / cap): x, held between -cap and cap (Gemma 2). */
+INLINE vec softcap_vec(vec x, float cap) { return cap * tanh_vec(x / cap); }
+
+/* erf(x), absolute error below 2e-7: erf(x) / x is a polynomial in 2 x^2 / 3.9^2 - 1, interpolated at Chebyshev's nodes;
+ * beyond 3.9 it is 1 to within 4e-8. */
 INLINE vec erf_vec(vec x) {
     static const float terms[] = {
         1.944994321e-3f, -1.153882477e-3f, 1.828000415e-3f,  -7.548484951e-3f, 1.368475705e-2f,
@@ -203,14 +216,16 @@ INLINE vec erf_vec(vec x) {
 #pragma GCC unroll 15
     for (int i = 0; i < 15; i++) y = fma_vec(y, u, splat(terms[i]));
     vec one = (vec)(((ivec)x & (int32_t)0x80000000) | (ivec)splat(1.0f));
-    return choose(size_of_each(x) < 3.9f, y * x, one);
+    return select_vec(abs_vec(x) < 3.9f, y * x, one);
 }
 
+/* What may follow a product. */
 enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4, TANH = 5 };
 
+/* Apply an activation to each lane. */
 INLINE vec activate(int kind, vec x) {
     switch (kind) {
-    case RELU: return larger_of(splat(0.0f), x);
+    case RELU: return max_vec(splat(0.0f), x);
     case GELU: return 0.5f * x * (1.0f + erf_vec(x * 0.70710678118654752f));
     case GELU_TANH: return 0.5f * x * (1.0f + tanh_vec(0.79788456080286536f * (x + 0.044715f * x * x * x)));
     case SILU: return x / (1.0f + exp_vec(-x));

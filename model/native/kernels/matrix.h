@@ -1,0 +1,54 @@
+/* The types of matrix products: packed matrices, their operands and outputs. */
+#ifndef TRIPTYCH_MATRIX_H
+#define TRIPTYCH_MATRIX_H
+
+#include "vector.h"
+
+#define PANEL_WIDTH 16                    /* outputs whose weights lie together */
+#define PANEL_VECS (PANEL_WIDTH / LANES) /* registers that the outputs of a panel fill */
+
+/* A weight matrix [n, k] in panels of 16 outputs; rows beyond n and columns beyond k are zero:
+ *   F32   [panels][k][16] float
+ *   BF16  [panels][k / 2][16][2] bf16, k rounded up to a multiple of 32
+ *   INT8  [panels][k / 4][16][4] int8, k rounded up to a multiple of 64; weight = integer * scale of its row
+ * The caller owns all arrays, which hold n rounded up to 16 elements. */
+typedef struct {
+    int64_t dtype, n, k;     /* F32, BF16 or INT8 */
+    const void *data;
+    const float *bias;       /* null: none */
+    const float *scale;      /* INT8: of each row */
+    const int32_t *row_sums; /* INT8: the sum of each row's integers */
+    int64_t tiles;           /* whether AMX tiles multiply it, where there are any (see start_tiles) */
+} PackedMatrix;
+
+/* The rows [rows][k] that a product reads, in the form that `operand_kind` names. The caller owns them. */
+typedef struct {
+    const void *rows;
+    int64_t stride;     /* elements from row to row */
+    const float *scale; /* INT8: of each row */
+} Operand;
+
+/* Where a product writes its rows [rows][n]. The caller owns them. */
+typedef struct {
+    void *rows;         /* floats, or bf16 */
+    int64_t stride;     /* elements from row to row */
+    int64_t bf16_rows;  /* whether rows are bf16 */
+    int64_t activation;
+    int64_t add;        /* whether the product is added to what float rows hold */
+} Output;
+
+/* One product, as all the functions that compute it see it. */
+typedef struct {
+    const PackedMatrix *matrix;
+    Operand operand;
+    Output output;
+    float *scratch; /* [rows][48]: sums of products whose k is taken in parts */
+} Product;
+
+INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+INLINE int64_t element_bytes(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : 1; }
+
+/* The k of a matrix's panels and of its operands' rows: narrow numbers fill 64 bytes, which are a row of an AMX tile. */
+INLINE int64_t padded_k(int64_t dtype, int64_t k) { return round_up(k, dtype == F32 ? 1 : 64 / element_bytes(dtype)); }
+
+#endif
