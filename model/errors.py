@@ -1,12 +1,22 @@
-"""What can go wrong between accepting a request and answering it.
+"""The errors that the whole package raises.
 
-EngineError
+ConfigError            a configuration that cannot be served (a `ValueError`)
+`- CheckpointError     tensors that do not fit their configuration
+EngineError            a request was accepted, or refused, and not answered
 |- QueueFullError    refused now: nothing was computed, try again after `retry_after_s`
 `- EngineDeadError   the engine failed while the request was in it
    `- EngineGoneError  it was gone before: nothing was computed
 """
 
 from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served; the message says what, where, what was found and what is expected."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint whose tensors do not fit its configuration."""
 
 
 class EngineError(Exception):

@@ -25,10 +25,9 @@ from model.api.request import (
 )
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
 from model.checkpoint.folder import read_checkpoint
-from model.config.model import ConfigError
 from model.engine.builder import load
 from model.engine.generate_engine import Engine
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from model.text.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]

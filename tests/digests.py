@@ -24,8 +24,8 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
-from model.config.model import ConfigError
 from model.engine.builder import LoadedModel, load
+from model.errors import ConfigError
 from model.native.library import Library, native
 from model.pretrained import embedded_models
 from tests.model.checkpoints import KINDS, prompt, saved

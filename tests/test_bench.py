@@ -20,7 +20,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.families import FAMILIES
 from model.families.table.raw_config import Settings
 from model.native.library import Library, native
-from model.network.weights import build_model
+from model.network.build import build_model
 from model.pretrained.training.corpus import held_out_sample
 
 

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from model.api.request import Request, SamplingParams
 from model.cache.paged import KVCache
-from model.config.model import (
+from model.config.layer import (
     Activation,
     AttentionConfig,
-    EmbeddingConfig,
-    HeadConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    HeadConfig,
+    ModelConfig,
     StackConfig,
 )
 from model.engine.execution.model_runner import ModelRunner

@@ -20,8 +20,9 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import tensor_names
 from model.families import FAMILIES
 from model.families.table.raw_config import Settings
+from model.network.build import build_model
 from model.network.transformer import Transformer
-from model.network.weights import build_model, stored_tensors
+from model.network.weights import stored_tensors
 
 _VERSION = 2  # of what is written; another one is built anew
 _STD = 0.02

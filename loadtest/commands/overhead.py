@@ -28,7 +28,7 @@ from loadtest.results import machine
 from loadtest.runs import flags, output
 from loadtest.runs.run import Subject
 from loadtest.settings import Arrivals, Clients, Settings, Workload
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.system.child_process import SPIN_COUNT
 
 RUNTIMES = ("local", "ray")
@@ -36,7 +36,7 @@ PROMPT = 64  # tokens
 OUTPUT = 192  # tokens of each of many streams
 SINGLE = 20  # requests one after the other
 SPOKEN = 0.9  # of the tokens: so many have to make text
-_ENGINE = "model.client.process_transport"  # in its command line
+_ENGINE = "-m model.engine "  # in its command line
 
 
 @dataclass(frozen=True, slots=True)

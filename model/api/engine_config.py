@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from model.api.request import SamplingParams
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 GREEDY_BELOW = 1e-4  # a temperature; dividing logits by less overflows float32
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.cache.paged import LayerCache
-from model.config.model import AttentionConfig
+from model.config.layer import AttentionConfig
 from model.system import transfer
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from model.attention.base import AttentionMetadata, ScoreBias, given
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import LayerCache
-from model.config.model import AttentionConfig
+from model.config.layer import AttentionConfig
 from model.native.library import Kind, Library, Memory, Segments
 from model.network.native_stack import fill_segments, memory_of, shape_of
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
 from model.cache.paged import LayerCache
-from model.config.model import AttentionConfig
+from model.config.layer import AttentionConfig
 
 
 class ReferenceBackend:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
 from model.cache.paged import LayerCache
-from model.config.model import AttentionConfig
+from model.config.layer import AttentionConfig
 
 
 class SdpaBackend:

@@ -11,7 +11,7 @@ import torch
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.native.library import Library, native
 from model.system.fallbacks import summary
 

@@ -18,7 +18,7 @@ from model.attention.base import AttentionMetadata, DeviceLengths, ScoreBias, di
 from model.attention.sdpa import SdpaBackend
 from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
 from model.cache.paged import LayerCache
-from model.config.model import AttentionConfig
+from model.config.layer import AttentionConfig
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers

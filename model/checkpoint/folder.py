@@ -14,38 +14,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from model.api.request import Pooling
-from model.config.model import ConfigError, ModelConfig
+from model.checkpoint.generation_config import GENERATION_SETTINGS, not_served, sampling_defaults, token_id_settings
+from model.config.model import ModelConfig
+from model.errors import ConfigError
 from model.families import config_from_raw
 from model.media.images import ImageProcessing, processing
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # where the folder samples
-_GENERATION = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "repetition_penalty", "no_repeat_ngram_size"),
-    *("max_length", "min_length", "max_new_tokens", "min_new_tokens"),
-    *("num_beams", "length_penalty", "early_stopping"),
-)
-_ALWAYS_DEFAULTS = (
-    *("repetition_penalty", "no_repeat_ngram_size", "max_length"),
-    *("num_beams", "length_penalty", "early_stopping"),
-)
-# What else of generation_config.json changes an output and is not served; at 1, or at 0 and empty, it changes nothing.
-_NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
-_NOT_SERVED = (
-    "constraints",
-    "diversity_penalty",
-    "dola_layers",
-    "encoder_no_repeat_ngram_size",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "force_words_ids",
-    "penalty_alpha",
-    "sequence_bias",
-    "stop_strings",
-    "top_h",
-    "watermarking_config",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +48,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     newer = read_json(path / "generation_config.json")
     if raw.get("force_bos_token_to_be_generated") and not newer:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
-    generation = {key: raw[key] for key in _GENERATION if key in raw} | newer
+    generation = {key: raw[key] for key in GENERATION_SETTINGS if key in raw} | newer
     files = _weight_files(path)
-    config = config_from_raw({**raw, **_token_ids(generation)}, tensor_names(files))
+    config = config_from_raw({**raw, **token_id_settings(generation)}, tensor_names(files))
     try:
         pooling, normalize = _pooling(path, config)
     except (TypeError, AttributeError) as error:
@@ -86,12 +61,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         config=config,
         weight_files=files,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-        sampling_defaults=_sampling_defaults(generation, config.form == "encoder-decoder"),
+        sampling_defaults=sampling_defaults(generation, config.form == "encoder-decoder"),
         pooling=pooling,
         normalize=normalize,
         images=processing(read_json(path / "preprocessor_config.json"), config.image) if config.image else None,
         max_input_tokens=limit,
-        not_served=_not_served(generation) if config.can_generate else (),
+        not_served=not_served(generation) if config.can_generate else (),
     )
 
 
@@ -124,41 +99,6 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str]:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file.parent.name}: {file.name} is not a valid safetensors file: {error}") from None
     return frozenset(names)
-
-
-def _token_ids(generation: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json overrules config.json on ids, as it does in the reference library."""
-    names = (
-        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "bad_words_ids"),
-        *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    )
-    return {name: generation[name] for name in names if generation.get(name) is not None}
-
-
-def _sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dict[str, Any]:
-    """Defaults for fields a client leaves out: greedy unless the folder asks for sampling."""
-    for name in set(_GENERATION) - {"do_sample", "early_stopping"}:
-        value = generation.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"generation_config.json: {name} must be a number, found {value!r}")
-    sampled = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
-    wanted = (*_ALWAYS_DEFAULTS, *sampled)
-    chosen = {name: generation[name] for name in wanted if generation.get(name) is not None}
-    if sampled:
-        chosen.setdefault("temperature", 1.0)
-    if generation.get("max_new_tokens"):
-        chosen["max_tokens"] = generation["max_new_tokens"]
-    if generation.get("min_new_tokens"):
-        chosen["min_tokens"] = generation["min_new_tokens"]
-    elif generation.get("min_length") and encoder_decoder:
-        chosen["min_tokens"] = generation["min_length"] - 1  # the start token counts
-    return chosen
-
-
-def _not_served(generation: dict[str, Any]) -> tuple[str, ...]:
-    asked = {name for name in _NOT_SERVED if generation.get(name)}
-    asked |= {name for name in _NOT_SERVED_UNLESS_ONE if generation.get(name) not in (None, 1)}
-    return tuple(sorted(asked))
 
 
 def _pooling(path: Path, config: ModelConfig) -> tuple[Pooling, bool]:

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.families.table.rules import CheckpointError, Shape
+from model.errors import CheckpointError
+from model.families.table.rules import Shape
 
 BUFFER_BYTES = 16 << 20  # what is read at a time; a single row may be more
 _LEAST_RUN = 4096  # bytes of neighbouring columns that are worth a read of their own: a page of the file

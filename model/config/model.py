@@ -1,8 +1,7 @@
 """What a Transformer is, as data: stacks, norms, positions, heads. Frozen, validated, without torch.
 
 A family (`model.families`) turns a config.json into a `ModelConfig`; `model.network.transformer` builds the network
-from it.
- A field exists only because a family needs it. Sizes count elements, not bytes.
+from it. A field exists only because a family needs it. Sizes count elements, not bytes.
 """
 
 from __future__ import annotations
@@ -10,142 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be served; the message says what, where, what was found and what is expected."""
-
-
-class NormKind(StrEnum):
-    LAYER = "layer"  # Ba et al. 2016
-    RMS = "rms"  # Zhang & Sennrich 2019
-
-
-class PositionKind(StrEnum):
-    NONE = "none"
-    LEARNED = "learned"  # a table added to the embeddings
-    SINUSOIDAL = "sinusoidal"  # Vaswani et al. 2017, [sin | cos] halves
-    ROTARY = "rotary"  # Su et al. 2021
-    T5_BUCKETS = "t5_buckets"  # Raffel et al. 2020: a learned bias per head and distance bucket
-    XLNET_RELATIVE = "xlnet_relative"  # Dai et al. 2019: the query meets a projected sinusoid of the distance
-
-
-class RopeScaling(StrEnum):
-    """How a rotary model was stretched beyond the context it was first trained on."""
-
-    NONE = "none"
-    LINEAR = "linear"  # positions divided by the factor (Chen et al. 2023)
-    DYNAMIC = "dynamic"  # the base grows with the length ("NTK-aware")
-    LLAMA3 = "llama3"  # only long wavelengths are stretched (Llama 3.1)
-    YARN = "yarn"  # a ramp between stretched and not (Peng et al. 2023)
-
-
-class Activation(StrEnum):
-    RELU = "relu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    SILU = "silu"
-    TANH = "tanh"
-
-
-def _positive(owner: object, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if value <= 0:
-            raise ConfigError(f"{type(owner).__name__}.{name} must be positive, found {value}")
-
-
-@dataclass(frozen=True, slots=True)
-class NormConfig:
-    kind: NormKind
-    eps: float
-    unit_offset: bool = False  # the gain is stored as its distance from 1 (Gemma)
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryConfig:
-    """Rotary positions: which of a head's dimensions turn, how fast, and how the context was stretched."""
-
-    dim: int  # the first so many of a head's dimensions
-    theta: float = 10_000.0
-    scaling: RopeScaling = RopeScaling.NONE
-    factor: float = 1.0
-    original_max_positions: int = 0  # the context before stretching
-    length: int = 0  # DYNAMIC: the context that the base is computed for
-    low_freq_factor: float = 1.0  # LLAMA3
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # YARN
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0  # of cosine and sine
-
-    def __post_init__(self) -> None:
-        _positive(self, dim=self.dim)
-        if self.dim % 2:
-            raise ConfigError(f"rotary dimensions come in pairs, found {self.dim}")
-        if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
-            raise ConfigError(f"rope scaling {self.scaling} needs the original context")
-
-
-@dataclass(frozen=True, slots=True)
-class PositionConfig:
-    """How order enters: added to embeddings (learned, sinusoidal), turned into q and k (rotary), or added to scores."""
-
-    kind: PositionKind = PositionKind.NONE
-    max_positions: int = 0  # rows of a learned table, offset not counted; 0: unlimited
-    offset: int = 0  # added to positions: rows of a table before position 0 (BART 2, RoBERTa pad + 1)
-    rotary: RotaryConfig | None = None
-    interleaved: bool = False  # sinusoidal: sine and cosine in turn, as the paper has it, not in halves
-    inclusive: bool = False  # sinusoidal: wavelengths end at exactly 10000 (fairseq), not one step before
-    num_buckets: int = 32
-    max_distance: int = 128
-    every_layer: bool = False  # learned, sinusoidal: added before every block, not only before the first
-    per_layer: bool = False  # T5 buckets: a table for every layer (umT5), not one for the stack
-
-    def __post_init__(self) -> None:
-        if (self.kind is PositionKind.ROTARY) != (self.rotary is not None):
-            raise ConfigError("rotary positions and their settings go together")
-        if self.kind is PositionKind.LEARNED:
-            _positive(self, max_positions=self.max_positions)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """Multi-head attention: `num_kv_heads` < `num_heads` is grouped-query, 1 multi-query."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-    query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
-    window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, as many behind it
-
-    def __post_init__(self) -> None:
-        _positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        if self.window is not None:
-            _positive(self, window=self.window)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class MLPConfig:
-    intermediate_size: int
-    activation: Activation
-    gated: bool = False  # Shazeer 2020: act(x W_gate) * (x W_up)
-    bias: bool = True
-
-    def __post_init__(self) -> None:
-        _positive(self, intermediate_size=self.intermediate_size)
+from model.config.layer import (
+    Activation,
+    AttentionConfig,
+    MLPConfig,
+    NormConfig,
+    PositionConfig,
+    PositionKind,
+    RopeScaling,
+    require_positive,
+)
+from model.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +34,7 @@ class EmbeddingConfig:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(self, embedding_size=self.embedding_size)
+        require_positive(self, embedding_size=self.embedding_size)
         if self.vocab_size < 0:
             raise ConfigError(f"vocab_size must not be negative, found {self.vocab_size}")
 
@@ -174,7 +48,7 @@ class ImageConfig:
     channels: int = 3
 
     def __post_init__(self) -> None:
-        _positive(self, size=self.size, patch=self.patch, channels=self.channels)
+        require_positive(self, size=self.size, patch=self.patch, channels=self.channels)
         if self.size % self.patch:
             raise ConfigError(f"image size {self.size} is not a multiple of the patch size {self.patch}")
 
@@ -217,7 +91,7 @@ class StackConfig:
     unique_layers: int | None = None  # ALBERT: how many distinct blocks the layers cycle through; None: all
 
     def __post_init__(self) -> None:
-        _positive(self, num_layers=self.num_layers, hidden_size=self.hidden_size)
+        require_positive(self, num_layers=self.num_layers, hidden_size=self.hidden_size)
         if self.num_layers % self.distinct_layers:
             raise ConfigError(
                 f"num_layers ({self.num_layers}) must be a multiple of unique_layers ({self.unique_layers})"

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.model import ConfigError, ModelConfig, StackConfig
+from model.config.model import ModelConfig, StackConfig
+from model.errors import ConfigError
 
 Shape = tuple[int, ...]
 Range = tuple[int, int]

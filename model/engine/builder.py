@@ -17,7 +17,8 @@ from model.api.stats import ModelInfo
 from model.attention.selection import Selection, select_backend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.model import ConfigError, ModelConfig, PositionKind
+from model.config.layer import PositionKind
+from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
@@ -39,6 +40,7 @@ from model.engine.memory_plan import (
 )
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.errors import ConfigError
 from model.inspection.anatomy import dissect
 from model.linear.native import PackedLinear
 from model.native.library import Kind
@@ -48,6 +50,7 @@ from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.rank0 import LeadingCache, LeadingTransformer, load_leader
 from model.system import fallbacks
+from model.system.devices import resolve_device
 from model.system.fallbacks import summary
 from model.system.host_memory import available_memory
 from model.text.grammar_matcher import Grammars
@@ -171,18 +174,6 @@ def packing_of(engine: EngineConfig, selection: Selection) -> Packing | None:
         return None
     kind = Kind.INT8 if engine.quantization == "int8" else None
     return Packing(selection.library, kind, engine.batch_invariant)
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu or cuda[:N], found {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
-    return device
 
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:

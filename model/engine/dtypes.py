@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.config.model import ConfigError, ModelConfig
+from model.config.model import ModelConfig
+from model.errors import ConfigError
+from model.system.devices import has_fast_bf16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AMPERE = (8, 0)  # the first compute capability that multiplies in bfloat16
@@ -43,8 +45,3 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> Comput
     if config.float16_overflows:
         return ComputeDtype(torch.float32, f"{gpu} has no bfloat16, and {config.model_type} leaves float16's range")
     return ComputeDtype(torch.float16, f"{gpu} has no bfloat16")
-
-
-def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies in bfloat16: AVX-512 BF16 or AMX."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

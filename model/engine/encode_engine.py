@@ -25,11 +25,12 @@ from model.api.request import (
 )
 from model.api.stats import StepStats
 from model.config.model import ImageConfig
-from model.engine.execution.model_runner import packed_input
 from model.engine.fault_isolation import in_parts
 from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
 from model.media.images import ImageProcessing
-from model.network.transformer import StackInput, StackPass, Transformer
+from model.network.inputs import StackInput, packed_input
+from model.network.stack import StackPass
+from model.network.transformer import Transformer
 from model.system.transfer import brought, on_device, sent
 
 

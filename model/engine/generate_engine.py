@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from model.api.request import FinishReason, Request, TokenOutput
 from model.api.stats import EngineStats, StepStats
-from model.config.model import ConfigError
 from model.engine.fault_isolation import in_parts
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import AWAITED, Beams, Sequence, SequenceStatus
 from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
+from model.errors import ConfigError
 from model.text.grammar import GrammarError
 
 if TYPE_CHECKING:

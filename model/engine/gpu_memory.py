@@ -20,9 +20,9 @@ from torch import Tensor
 from model.api.engine_config import BatchLimits
 from model.api.request import SamplingParams
 from model.attention.base import AttentionMetadata
-from model.config.model import ConfigError
-from model.engine.execution.model_runner import packed_input
-from model.network.transformer import CrossInput, StackInput, Transformer
+from model.errors import ConfigError
+from model.network.inputs import CrossInput, StackInput, packed_input
+from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample
 
 MARGIN = 256 << 20  # bytes; not measured on a GPU yet

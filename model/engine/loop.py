@@ -18,7 +18,6 @@ from typing import Protocol
 from model.api.messages import Abort, Channel, Commands, Events
 from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
-from model.config.model import ConfigError
 from model.engine.builder import LoadedModel, load
 from model.engine.fault_isolation import FaultLimit
 from model.engine.step_pacer import (
@@ -30,7 +29,7 @@ from model.engine.step_pacer import (
     StepPacer,
     StepWork,
 )
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 
 HEARTBEAT_SECONDS = 1.0
 PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do

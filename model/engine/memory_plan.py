@@ -18,20 +18,20 @@ from model.api.engine_config import BatchLimits, EngineConfig
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_files import read_headers
-from model.config.model import ConfigError, ModelConfig
+from model.config.model import ModelConfig
 from model.config.sharding import Shard
-from model.engine.dtypes import has_fast_bf16
+from model.errors import ConfigError
 from model.inspection.anatomy import part_of
 from model.linear.native import packed_bytes
 from model.native.library import KINDS, Kind
+from model.network.build import build_model, parameter_shapes
 from model.network.native_stack import NativeStack, packable_names
 from model.network.weights import (
-    build_model,
     kept_table_dtype,
     largest_in_flight,
-    parameter_shapes,
     plan_tensors,
 )
+from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
 LEAST_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for

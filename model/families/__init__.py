@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from model.config.model import ConfigError, ModelConfig
+from model.config.model import ModelConfig
+from model.errors import ConfigError
 from model.families import (
     albert,
     bart,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.model import (
+from model.config.layer import (
     AttentionConfig,
-    EmbeddingConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
     PositionKind,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    ModelConfig,
     StackConfig,
 )
 from model.families.table.classifiers import classifier, classifier_rules

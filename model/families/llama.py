@@ -10,18 +10,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from model.config.model import (
+from model.config.layer import (
     AttentionConfig,
-    ConfigError,
-    EmbeddingConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
     PositionKind,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    ModelConfig,
     StackConfig,
 )
+from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import (
     activation,

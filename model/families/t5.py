@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.model import (
+from model.config.layer import (
     AttentionConfig,
-    EmbeddingConfig,
-    HeadConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
     PositionKind,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    HeadConfig,
+    ModelConfig,
     StackConfig,
 )
 from model.families.table.helpers import (

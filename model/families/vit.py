@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.model import (
+from model.config.layer import (
     AttentionConfig,
-    ConfigError,
-    EmbeddingConfig,
-    ImageConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
     PositionKind,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    ImageConfig,
+    ModelConfig,
     StackConfig,
 )
+from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import (
     activation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from model.attention.reference import ReferenceBackend
 from model.config.model import ModelConfig, StackConfig
-from model.network.weights import build_model
+from model.network.build import build_model
 
 _SUBLAYERS = {
     "attn": "attention",

@@ -15,9 +15,10 @@ from torch import Tensor
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.model import AttentionConfig, ConfigError
-from model.engine.execution.model_runner import packed_input
-from model.network.transformer import CrossInput, Transformer
+from model.config.layer import AttentionConfig
+from model.errors import ConfigError
+from model.network.inputs import CrossInput, packed_input
+from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.text.tokenizer import Tokenizer
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from model.config.model import ConfigError, ImageConfig
+from model.config.model import ImageConfig
+from model.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL import Image  # loaded where an image is read: text models run without

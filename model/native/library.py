@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from model.config.model import Activation
+from model.config.layer import Activation
 from model.native.build import BuildError, Built, build, prebuilt
 
 logger = logging.getLogger(__name__)

@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias
 from model.cache.paged import LayerCache
-from model.config.model import Activation, AttentionConfig, MLPConfig, NormConfig, NormKind
-from model.network.fused_ops import gated, rotate_both
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.RELU: functional.relu,
-    Activation.GELU: functional.gelu,
-    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    Activation.SILU: functional.silu,
-    Activation.TANH: torch.tanh,
-}
-
-
-class OffsetRMSNorm(nn.Module):
-    """RMS norm whose gain is 1 + weight, computed in float32: in bfloat16 the sum would lose the weight (Gemma)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
-
-
-def build_norm(config: NormConfig, size: int) -> nn.Module:
-    if config.kind is NormKind.RMS and config.unit_offset:
-        return OffsetRMSNorm(size, config.eps)
-    if config.kind is NormKind.RMS:
-        return nn.RMSNorm(size, eps=config.eps)
-    return nn.LayerNorm(size, eps=config.eps)
-
-
-class MLP(nn.Module):
-    """`down(act(up(x)))`; gated: `down(act(gate(x)) * up(x))` with gate and up in one matrix."""
-
-    def __init__(self, config: MLPConfig, hidden_size: int) -> None:
-        super().__init__()
-        self.gated = config.gated
-        self.activation = ACTIVATIONS[config.activation]
-        self.up = nn.Linear(hidden_size, config.intermediate_size * (2 if config.gated else 1), bias=config.bias)
-        self.down = nn.Linear(config.intermediate_size, hidden_size, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, d] -> [T, d]
-        hidden = self.up(x)
-        return self.down(gated(hidden, self.activation) if self.gated else self.activation(hidden))
+from model.config.layer import (
+    AttentionConfig,
+    NormConfig,
+)
+from model.network.fused_ops import rotate_both
+from model.network.norms import build_norm
 
 
 class SelfAttention(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.network.score_bias import rotate
+from model.network.rotary import rotate
 from model.system import fallbacks
 
 P = ParamSpec("P")

@@ -17,22 +17,25 @@ from torch import Tensor, nn
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import KVCache, LayerCache
-from model.config.model import (
+from model.config.layer import (
     AttentionConfig,
-    ConfigError,
     NormKind,
     PositionKind,
-    StackConfig,
 )
+from model.config.model import StackConfig
+from model.errors import ConfigError
 from model.linear.native import PackedLinear
 from model.native.library import ACTIVATIONS, KINDS, AttentionShape, Kind, Layer, Library, Memory, Norm, Segments
 from model.native.library import Stack as StackData
 from model.native.library import Step as StepData
-from model.network.attention import OffsetRMSNorm
+from model.network.norms import OffsetRMSNorm
 
 if TYPE_CHECKING:
+    from model.network.inputs import CrossInput, StackInput
+    from model.network.layer import Block
     from model.network.score_bias import BucketBias
-    from model.network.transformer import Block, CrossInput, Stack, StackInput, Transformer
+    from model.network.stack import Stack
+    from model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
 _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last

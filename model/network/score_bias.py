@@ -3,118 +3,17 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup, distance_table
-from model.config.model import AttentionConfig, PositionConfig, RopeScaling, RotaryConfig
-
-
-class LearnedPositions(nn.Module):
-    """A trained table; row `position + offset` (BART reserves 2 rows, RoBERTa pad + 1)."""
-
-    def __init__(self, config: PositionConfig, size: int) -> None:
-        super().__init__()
-        self.offset = config.offset
-        self.weight = nn.Parameter(torch.empty(config.max_positions + config.offset, size))
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return self.weight[positions + self.offset]  # [T, E]
-
-
-@lru_cache(maxsize=64)
-def inverse_frequencies(base: float, size: int, device: torch.device) -> Tensor:
-    """`base^(-2k / size)` for k < size / 2, float64. Kept outside of modules: a change of dtype must not round it."""
-    exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
-    return torch.pow(base, -exponent).to(device)
-
-
-@lru_cache(maxsize=64)
-def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
-    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was."""
-    theta, factor, dim = config.theta, config.factor, config.dim
-    if config.scaling is RopeScaling.DYNAMIC and config.length > config.original_max_positions:
-        stretch = factor * config.length / config.original_max_positions - (factor - 1)
-        theta *= stretch ** (dim / (dim - 2))
-    plain = inverse_frequencies(theta, dim, device)
-    if config.scaling is RopeScaling.LINEAR:
-        plain = plain / factor
-    elif config.scaling is RopeScaling.LLAMA3:
-        plain = _llama3(config, plain)
-    elif config.scaling is RopeScaling.YARN:
-        plain = _yarn(config, plain)
-    return plain.float()
-
-
-def _llama3(config: RotaryConfig, plain: Tensor) -> Tensor:
-    """Wavelengths beyond the original context over `low_freq_factor` are stretched, those below it over
-    `high_freq_factor` are not, those between are blended."""
-    turns = config.original_max_positions * plain / (2 * math.pi)  # of the original context
-    span = config.high_freq_factor - config.low_freq_factor
-    keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
-    return keep * plain + (1 - keep) * plain / config.factor
-
-
-def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times in the original context are kept, fewer than `beta_slow`
-    stretched, a linear ramp over the dimensions between (Peng et al. 2023, section 3.2)."""
-
-    def dimension(turns: float) -> float:
-        spread = config.original_max_positions / (turns * 2 * math.pi)
-        return config.dim * math.log(spread) / (2 * math.log(config.theta))
-
-    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
-    if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.dim - 1)
-    at = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
-    stretched = ((at - low) / max(high - low, 0.001)).clamp(0, 1)
-    return stretched * plain / config.factor + (1 - stretched) * plain
-
-
-class SinusoidalPositions(nn.Module):
-    """`[sin(t w_k) | cos(t w_k)]` with `w_k = 10000^(-2k / d)`, computed, never stored (Vaswani et al. 2017, 3.5)."""
-
-    def __init__(self, config: PositionConfig, size: int) -> None:
-        super().__init__()
-        self.offset = config.offset
-        self.interleaved = config.interleaved
-        # The inclusive variant spreads as many frequencies from 1 to exactly 1 / 10000.
-        half = size // 2
-        self.base = 10_000.0 ** (half / (half - 1)) if config.inclusive else 10_000.0
-        self.size = size
-
-    def forward(self, positions: Tensor) -> Tensor:
-        frequencies = inverse_frequencies(self.base, self.size, positions.device)
-        angles = (positions + self.offset)[:, None] * frequencies  # [T, E / 2]
-        pair = (angles.sin(), angles.cos())
-        return (torch.stack(pair, dim=-1).flatten(1) if self.interleaved else torch.cat(pair, dim=-1)).float()
-
-
-class RotaryPositions(nn.Module):
-    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does)."""
-
-    def __init__(self, config: RotaryConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two of `[T, 1, R]` for the R dimensions that turn, to be broadcast over heads."""
-        angles = positions[:, None].float() * rotary_frequencies(self.config, positions.device)  # [T, R / 2]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        factor = self.config.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """`x` `[T, H, D]` turned by its positions: scores then depend on differences of positions only."""
-    cos, sin = rotary
-    turning, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+from model.config.layer import (
+    AttentionConfig,
+    PositionConfig,
+)
+from model.config.model import StackConfig
+from model.network.rotary import inverse_frequencies
 
 
 class BucketBias(nn.Module):
@@ -215,3 +114,7 @@ class RelativeBias(nn.Module):
         own = (types if group.rows is None else types[group.rows]).view(group.size, -1)  # [B, L]
         differs = (own[:, :, None] != own[:, None, :])[:, None]  # [B, 1, Q, S]
         return torch.where(differs, choice[..., 1:], choice[..., :1])
+
+
+def bucket_bias(config: StackConfig) -> BucketBias:
+    return BucketBias(config.position, config.attention.num_heads, bidirectional=not config.causal)

@@ -18,14 +18,18 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.load_plan import plan_load
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, read_headers
 from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, Piece, Shard, cuts, local_shape
+from model.errors import CheckpointError
 from model.families import FAMILIES
-from model.families.table.rules import CheckpointError, Shape, WeightRule, plan_load
+from model.families.table.rules import Shape, WeightRule
 from model.linear.native import PackedLinear
+from model.network.build import build_model, parameter_shapes
+from model.network.embeddings import TokenTable
 from model.network.native_stack import Packing, pack_linears
-from model.network.transformer import TokenTable, Transformer
+from model.network.transformer import Transformer
 
 PROGRESS_SECONDS = 5.0  # between two words of how far loading is
 
@@ -155,16 +159,6 @@ class _Progress:
             self._said = time.monotonic()
             share = 1 - sum(self._left.values()) / self._total
             logger.info("%s: %.0f %% of %.2f billion weights read", self._name, 100 * share, self._total / 1e9)
-
-
-def build_model(config: ModelConfig, backend: AttentionBackend) -> Transformer:
-    """The network without storage: every parameter is on torch's meta device."""
-    with torch.device("meta"):
-        return Transformer(config, backend)
-
-
-def parameter_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:

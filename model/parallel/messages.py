@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, DeviceLengths
-from model.network.transformer import CrossInput, StackInput
+from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 
 _TYPES: dict[str, type[Any]] = {one.__name__: one for one in (StackInput, CrossInput, AttentionMetadata, DeviceLengths)}

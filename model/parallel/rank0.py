@@ -21,8 +21,8 @@ from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.model import ModelConfig, StackConfig
 from model.config.sharding import Shard
-from model.network.sharded import ShardedTransformer
-from model.network.transformer import CrossInput, StackInput
+from model.network.build import ShardedTransformer
+from model.network.inputs import CrossInput, StackInput
 from model.network.weights import load_weights
 from model.parallel.group import Group
 

@@ -23,7 +23,7 @@ from model.attention.selection import select_backend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
-from model.network.sharded import ShardedTransformer, build_shard
+from model.network.build import ShardedTransformer, build_shard
 from model.network.weights import load_weights
 from model.parallel.group import Group
 from model.parallel.messages import (

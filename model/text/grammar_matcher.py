@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.text.grammar import GrammarError
 from model.text.token_bytes import TokenBytes
 

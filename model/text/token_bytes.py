@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 _SHORT = 256  # tokens that are decoded at once, in some 0.1 ms
 _HELD = 16  # tokens whose text is held back whole

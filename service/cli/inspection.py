@@ -12,9 +12,9 @@ from rich.table import Table
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.model import ConfigError
 from model.engine.dtypes import choose_dtype
 from model.engine.memory_plan import KVLayout, NumberFormat, can_quantise, plan_weights
+from model.errors import ConfigError
 from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 
 _DTYPE = "float32"

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from model.api.sampling_bounds import check_value
-from model.config.model import ConfigError
-from model.errors import EngineError
+from model.errors import ConfigError, EngineError
 from service.settings import option_table
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
-from model.config.model import ConfigError
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from service.lifecycle.state import version
 from service.runtimes import local
 from service.runtimes.ray_serve.autoscaling_policy import Scaling

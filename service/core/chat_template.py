@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.folder import read_json
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.core.errors import ApiError, invalid, scrub
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 

@@ -12,7 +12,8 @@ from enum import StrEnum
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import Checkpoint
-from model.config.model import ConfigError, ModelConfig
+from model.config.model import ModelConfig
+from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.core.chat_template import ChatTemplate
 from service.core.errors import ApiError, invalid, not_found, unknown_model

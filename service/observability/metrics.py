@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from model.api.request import FinishReason, Timings
 from model.api.stats import EngineStats, ModelInfo, StepStats
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.core.engine_client import EngineClient
 from service.core.errors import OUR_FAULT
 from service.core.model_registry import Task

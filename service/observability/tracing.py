@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from model.api.request import FinishReason, Timings
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.core.request_context import RequestContext
 
 if TYPE_CHECKING:

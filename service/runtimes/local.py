@@ -29,7 +29,7 @@ from model.api.stats import ModelInfo
 from model.checkpoint.folder import read_checkpoint
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
 from service.core.chat_template import ChatTemplate

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.settings.service_settings import ServiceSettings, check_key
 
 _CHECK_SECONDS = 1.0  # how old a look at the file may be

@@ -23,7 +23,7 @@ from model.api.engine_config import (
     SLOW_FALLBACKS,
     EngineConfig,
 )
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.runtimes.ray_serve.autoscaling_policy import Scaling
 from service.settings.service_settings import Limits, ServiceSettings
 

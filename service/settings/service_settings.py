@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; the smaller is served first
 _LONGEST_INTERVAL = 10.0  # seconds without an event, by our own doing

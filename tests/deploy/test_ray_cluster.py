@@ -112,7 +112,7 @@ def test_it_serves_on_the_worker_what_the_operator_tells_the_head(cluster: tuple
 def test_the_replica_is_not_on_the_head(cluster: tuple[Node, Node]) -> None:
     head, worker = cluster
     commands = "for c in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$c; echo; done 2>/dev/null"
-    engine = f"{commands} | grep -c model.client.process_transport"
+    engine = f"{commands} | grep -c 'm model.engine '"
     counts = [one.execute("sh", "-c", engine, check=False).stdout.strip() for one in (head, worker)]
     assert int(counts[0]) < int(counts[1])
 

@@ -17,7 +17,8 @@ from model.api.request import FinishReason, TokenOutput
 from model.client.async_engine import AsyncEngine, Transport
 from model.client.generation_stream import GenerationStream
 from model.engine.thread_transport import ThreadTransport
-from model.network.transformer import StackInput, Transformer
+from model.network.inputs import StackInput
+from model.network.transformer import Transformer
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
 

@@ -6,8 +6,7 @@ import pytest
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.client.admission import Admission
-from model.config.model import ConfigError
-from model.errors import QueueFullError
+from model.errors import ConfigError, QueueFullError
 
 
 def admission(*, seqs: int = 2, requests: int = 3, tokens: int = 100) -> Admission:

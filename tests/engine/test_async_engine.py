@@ -15,12 +15,11 @@ from model.api.request import EncodeRequest, FinishReason, TokenOutput
 from model.api.stats import Health
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
-from model.config.model import ConfigError
 from model.engine import builder
 from model.engine.loop import MOST_FAULTS
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from model.engine.thread_transport import ThreadTransport
-from model.errors import EngineDeadError, EngineGoneError, QueueFullError
+from model.errors import ConfigError, EngineDeadError, EngineGoneError, QueueFullError
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import mixed, request, running
 from tests.model.checkpoints import prompt

@@ -11,8 +11,8 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, Request
 from model.attention import selection
-from model.config.model import ConfigError
 from model.engine.builder import LoadedModel, load
+from model.errors import ConfigError
 from model.linear.native import PackedLinear
 from model.native.library import Kind, Library, native
 from tests.engine.support import mixed

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import model.engine.dtypes as dtypes
-from model.config.model import ConfigError
 from model.engine.dtypes import choose_dtype
+from model.errors import ConfigError
 from tests.model.checkpoints import loaded
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)

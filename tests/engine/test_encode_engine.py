@@ -22,9 +22,9 @@ from model.api.request import (
 from model.engine import encode_engine
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.model_runner import packed_input
 from model.engine.step_pacer import StepBudget
-from model.network.transformer import StackPass
+from model.network.inputs import packed_input
+from model.network.stack import StackPass
 from model.system import transfer
 from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 

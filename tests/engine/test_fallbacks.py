@@ -14,9 +14,9 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection
-from model.config.model import ConfigError
 from model.engine.builder import load, slow_ways
 from model.engine.execution.model_runner import ModelRunner
+from model.errors import ConfigError
 from model.system import fallbacks
 from tests.model.checkpoints import saved
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import model.engine.builder as loading
 from model.api.engine_config import BatchLimits, EngineConfig
-from model.config.model import ConfigError
 from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, Card, largest_step, peak_of, pool_bytes, pool_memory
-from model.network.transformer import StackInput, Transformer
+from model.errors import ConfigError
+from model.network.inputs import StackInput
+from model.network.transformer import Transformer
 from tests.model.checkpoints import loaded
 
 GIB = 1 << 30

@@ -13,10 +13,9 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import SamplingParams
-from model.config.model import ConfigError
 from model.engine.builder import load
 from model.engine.memory_plan import most_context
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from model.llm import LLM
 from tests.engine.support import request, running
 from tests.model.checkpoints import VOCAB, copied, loaded, prompt, reference_logits, saved

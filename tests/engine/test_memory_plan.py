@@ -15,7 +15,6 @@ from model.api.request import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.tensor_files import TensorReader
-from model.config.model import ConfigError
 from model.config.sharding import Shard
 from model.engine import builder
 from model.engine.builder import load, weight_bytes
@@ -28,11 +27,11 @@ from model.engine.memory_plan import (
     plan_memory,
     plan_weights,
 )
-from model.families.table.rules import CheckpointError
+from model.errors import CheckpointError, ConfigError
 from model.llm import LLM
 from model.native.library import Kind
+from model.network.build import build_shard
 from model.network.native_stack import Packing, pack_model
-from model.network.sharded import build_shard
 from model.network.weights import load_model, load_weights
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, KINDS, copied, native_backends, prompt, saved

@@ -24,8 +24,10 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import Commands, Events, ModelSpec
 from model.api.request import EncodeRequest
 from model.api.stats import Demand
-from model.client import async_engine, process_transport
-from model.client.process_transport import ProcessTransport, SocketChannel
+from model.client import async_engine
+from model.client.process_transport import ProcessTransport
+from model.engine import __main__ as engine_main
+from model.engine.__main__ import SocketChannel
 from model.engine.thread_transport import ThreadTransport
 from model.errors import EngineDeadError
 from model.system.child_process import FrameSocket
@@ -197,7 +199,7 @@ def test_a_full_collection_in_the_child_passes_over_what_was_loaded(monkeypatch:
     thresholds = gc.get_threshold()
     ready: list[int] = []
     monkeypatch.setattr(sys, "argv", ["process", str(theirs.detach())])
-    monkeypatch.setattr(process_transport, "ignore_signals", lambda: None)
+    monkeypatch.setattr(engine_main, "ignore_signals", lambda: None)
     send = SocketChannel.send
 
     def sends(self: SocketChannel, events: Events) -> None:
@@ -212,7 +214,7 @@ def test_a_full_collection_in_the_child_passes_over_what_was_loaded(monkeypatch:
     before = gc.get_freeze_count()
     try:
         frames.send(msgspec.msgpack.encode(Commands(load=[spec])))
-        process_transport.main()
+        engine_main.main()
         assert gc.get_threshold()[0] > thresholds[0]
         assert len(ready) == 1 and ready[0] > before + 10_000
     finally:

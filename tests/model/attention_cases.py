@@ -10,7 +10,11 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import LayerCache
-from model.config.model import AttentionConfig, PositionConfig, PositionKind
+from model.config.layer import (
+    AttentionConfig,
+    PositionConfig,
+    PositionKind,
+)
 from model.network.score_bias import BucketBias
 
 NAN = float("nan")

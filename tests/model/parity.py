@@ -10,8 +10,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.config.model import ImageConfig
-from model.engine.execution.model_runner import packed_input
-from model.network.transformer import CrossInput, StackInput, Transformer
+from model.network.inputs import CrossInput, StackInput, packed_input
+from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU, START, prompt, reference_logits, saved
 
 LENGTHS = (5, 1, 23, 5, 12)  # equal and unequal neighbours, and a single token

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from model.attention.reference import ReferenceBackend
+from model.checkpoint.load_plan import wanted_shape
 from model.families import FAMILIES, config_from_raw
-from model.families.table.rules import wanted_shape
-from model.network.weights import build_model, parameter_shapes
+from model.network.build import build_model, parameter_shapes
 
 _BYTES = {"F32": 4, "BF16": 2}
 

@@ -13,7 +13,7 @@ from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, vis
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
-from model.config.model import (
+from model.config.layer import (
     Activation,
     AttentionConfig,
     MLPConfig,
@@ -21,8 +21,8 @@ from model.config.model import (
     NormKind,
     PositionConfig,
     PositionKind,
-    StackConfig,
 )
+from model.config.model import StackConfig
 from model.system import transfer
 from tests.model.checkpoints import CPU, native_backends
 

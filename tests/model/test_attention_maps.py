@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.inspection.attention_maps import LONGEST, attention_maps
 from model.pretrained import embedded_models
 

@@ -16,10 +16,10 @@ from model.api.messages import ModelSpec
 from model.api.request import Pooling
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.model import ConfigError, PositionKind
+from model.config.layer import PositionKind
 from model.engine.builder import load
+from model.errors import CheckpointError, ConfigError
 from model.families import FAMILIES
-from model.families.table.rules import CheckpointError
 from model.network.transformer import Transformer
 from model.network.weights import load_model, stored_tensors
 from tests.model.checkpoints import CPU, KINDS, copied, loaded, saved

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from model.network import fused_ops
-from model.network.attention import OffsetRMSNorm
+from model.network.norms import OffsetRMSNorm
 from model.system import fallbacks
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.config.model import ConfigError, ImageConfig
+from model.config.model import ImageConfig
+from model.errors import ConfigError
 from model.media.images import MAX_PIXELS, ImageError, decode, processing
 
 CONFIG = ImageConfig(size=32, patch=8)

@@ -14,23 +14,27 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.config.model import (
+from model.config.layer import (
     Activation,
     AttentionConfig,
-    EmbeddingConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
     PositionKind,
     RotaryConfig,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    ModelConfig,
     StackConfig,
 )
-from model.engine.execution.model_runner import packed_input
-from model.network.attention import MLP
-from model.network.score_bias import BucketBias, SinusoidalPositions
-from model.network.transformer import Stack, Transformer
+from model.network.embeddings import SinusoidalPositions
+from model.network.inputs import packed_input
+from model.network.mlp import MLP
+from model.network.score_bias import BucketBias
+from model.network.stack import Stack
+from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU
 
 VOCAB, SIZE, HEADS, DIM, LAYERS = 50, 32, 4, 8, 3

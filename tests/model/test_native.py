@@ -21,12 +21,12 @@ from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
-from model.config.model import Activation, AttentionConfig
-from model.engine.execution.model_runner import packed_input
+from model.config.layer import Activation, AttentionConfig
 from model.linear.native import PackedLinear, packed_bytes
 from model.native import build
 from model.native import library as native_library
 from model.native.library import Kind, Library, Norm, Segments
+from model.network.inputs import packed_input
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import fill_segments, pack_model
 from model.network.weights import load_model

@@ -10,22 +10,21 @@ import torch
 from torch import Tensor
 
 from model.attention.reference import ReferenceBackend
-from model.config.model import (
+from model.config.layer import (
     Activation,
     AttentionConfig,
-    EmbeddingConfig,
     MLPConfig,
     NormConfig,
     NormKind,
     PositionConfig,
     PositionKind,
     RotaryConfig,
-    StackConfig,
 )
-from model.engine.execution.model_runner import packed_input
+from model.config.model import EmbeddingConfig, StackConfig
 from model.native.library import Kind, Library
+from model.network.inputs import packed_input
 from model.network.native_stack import NativeStack
-from model.network.transformer import Stack
+from model.network.stack import Stack
 from tests.model.checkpoints import CPU, native_backends
 from tests.model.tiled import REFUSED, emulated, needs_vectors
 

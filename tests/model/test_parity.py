@@ -10,8 +10,8 @@ from model.attention.base import AttentionBackend, AttentionMetadata
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.engine.execution.model_runner import packed_input
-from model.network.transformer import CrossInput, Transformer
+from model.network.inputs import CrossInput, packed_input
+from model.network.transformer import Transformer
 from model.network.weights import load_model
 from tests.model.checkpoints import CPU, DECODERS, KINDS, loaded, native_backends, prompt, saved
 from tests.model.parity import (

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config.model import PositionConfig, PositionKind, RotaryConfig
-from model.network.score_bias import (
-    BucketBias,
-    LearnedPositions,
-    RotaryPositions,
-    SinusoidalPositions,
-    StepBias,
-    rotate,
+from model.config.layer import (
+    PositionConfig,
+    PositionKind,
+    RotaryConfig,
 )
+from model.network.embeddings import LearnedPositions, SinusoidalPositions
+from model.network.rotary import RotaryPositions, rotate
+from model.network.score_bias import BucketBias, StepBias
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 

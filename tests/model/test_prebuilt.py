@@ -13,7 +13,7 @@ from torch import nn
 from model.attention.base import AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
-from model.config.model import AttentionConfig
+from model.config.layer import AttentionConfig
 from model.linear.native import PackedLinear
 from model.native import build
 from model.native.build import Built, build_portable, prebuilt

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from model.checkpoint.folder import read_checkpoint
-from model.config.model import ConfigError, ModelConfig, RopeScaling, RotaryConfig
+from model.config.layer import RopeScaling, RotaryConfig
+from model.config.model import ModelConfig
+from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
 from model.families.table.raw_config import Settings
 from tests.model.checkpoints import KINDS, saved

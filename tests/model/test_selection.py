@@ -11,7 +11,7 @@ import torch
 
 import model.attention.selection as selection
 from model.attention.selection import select_backend
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.pretrained import embedded_models
 from model.text.token_bytes import TokenBytes, token_bytes
 from model.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.text.tokenizer import Detokenizer, Tokenizer
 from tests.model.texts import (
     CHARACTERS,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.families.table.rules import CheckpointError
+from model.errors import CheckpointError
 from model.network.weights import load_model, stored_tensors
 from tests.model.checkpoints import CPU, prompt
 from tests.model.parity import encoder_decoder_logits

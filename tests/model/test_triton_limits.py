@@ -13,7 +13,11 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.base import AttentionMetadata, SegmentGroup
 from model.attention.reference import ReferenceBackend
 from model.attention.triton import TritonBackend
-from model.config.model import AttentionConfig, PositionConfig, PositionKind
+from model.config.layer import (
+    AttentionConfig,
+    PositionConfig,
+    PositionKind,
+)
 from model.network.score_bias import BucketBias, StepBias
 from tests.model.attention_cases import Case, assert_finite_and_close, problem
 from tests.model.triton_cases import CPU, run

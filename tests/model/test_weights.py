@@ -15,7 +15,7 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint import tensor_files
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.tensor_files import TensorReader, read_headers
-from model.families.table.rules import CheckpointError
+from model.errors import CheckpointError
 from model.linear.native import PackedLinear
 from model.native.library import Kind
 from model.network.native_stack import Packing, pack_linears, pack_model

@@ -11,7 +11,7 @@ from model.attention.sdpa import SdpaBackend
 from model.attention.triton import Tiles, TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.paged import LayerCache
-from model.config.model import PositionConfig, PositionKind
+from model.config.layer import PositionConfig, PositionKind
 from model.network.score_bias import BucketBias
 from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
 

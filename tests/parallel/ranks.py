@@ -12,7 +12,7 @@ import torch
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
-from model.network.sharded import ShardedTransformer, build_shard
+from model.network.build import ShardedTransformer, build_shard
 from model.network.weights import load_weights
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.network.transformer import CrossInput, StackInput
+from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 from model.parallel.messages import (
     Call,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import KVCache
-from model.engine.execution.model_runner import packed_input
-from model.network.sharded import RowLinear
-from model.network.transformer import CrossInput, StackInput, Transformer
+from model.linear.parallel import RowLinear
+from model.network.inputs import CrossInput, StackInput, packed_input
+from model.network.transformer import Transformer
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, KINDS, loaded, prompt
 from tests.model.parity import decoder_logits, decoder_prompts, encoder_decoder_logits, hidden_states, sources

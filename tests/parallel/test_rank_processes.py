@@ -26,9 +26,8 @@ from model.api.request import (
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
-from model.config.model import ConfigError
 from model.engine.builder import load
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from model.parallel import group
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request

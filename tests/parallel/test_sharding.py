@@ -15,11 +15,12 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint import tensor_files
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.tensor_files import StoredTensor, TensorReader
-from model.config.model import ConfigError, ModelConfig
+from model.config.model import ModelConfig
 from model.config.sharding import Piece, Shard, cuts, local_shape
 from model.engine.builder import load
-from model.network.sharded import build_shard
-from model.network.weights import build_model, load_weights, parameter_shapes
+from model.errors import ConfigError
+from model.network.build import build_model, build_shard, parameter_shapes
+from model.network.weights import load_weights
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
 

@@ -99,7 +99,7 @@ class ServiceProcess:
 
     def engine_pid(self) -> int:
         """The process that the engines run in; there must be one."""
-        (pid,) = (pid for pid, line in self.descendants().items() if "model.client.process_transport" in line)
+        (pid,) = (pid for pid, line in self.descendants().items() if "-m model.engine " in line)
         return pid
 
     @contextmanager

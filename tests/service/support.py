@@ -25,16 +25,18 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from model.api.stats import ModelInfo, StepStats
 from model.checkpoint.folder import Checkpoint
-from model.config.model import (
+from model.config.layer import (
     Activation,
     AttentionConfig,
-    EmbeddingConfig,
-    HeadConfig,
     MLPConfig,
-    ModelConfig,
     NormConfig,
     NormKind,
     PositionConfig,
+)
+from model.config.model import (
+    EmbeddingConfig,
+    HeadConfig,
+    ModelConfig,
     StackConfig,
 )
 from model.text.tokenizer import Encoded, Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.settings import api_keys
 from service.settings.api_keys import KeyRing
 from service.settings.service_settings import ServiceSettings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.cli import serve
 from service.runtimes.ray_serve.config_file import chosen, serve_config
 from service.settings import option_table

@@ -18,12 +18,12 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from model.api.engine_config import EngineConfig
-from model.engine.dtypes import has_fast_bf16
 from model.llm import LLM
 from model.native.library import Library, native
 from model.pretrained import CHECKPOINTS, embedded_models
 from model.pretrained.training import corpus, pairs
 from model.pretrained.training.evaluate import pieces
+from model.system.devices import has_fast_bf16
 from tests.service.processes import running
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sentence_vectors.json").read_text())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model.api.request import Request, SamplingParams
 from model.api.sampling_bounds import check_value
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
 from service.settings.service_settings import Limits, ServiceSettings

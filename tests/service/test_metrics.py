@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.observability.metrics import MULTIPROCESS_FOLDER, Metrics
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.

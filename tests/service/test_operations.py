@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from model.api.request import FinishReason
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.cli import serve
 from service.core.errors import OUR_FAULT
 from service.observability import logs

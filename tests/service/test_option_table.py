@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.cli import serve
 from service.settings import option_table
 from tests.service.support import info

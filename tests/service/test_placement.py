@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model.api.engine_config import EngineConfig
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
 
 

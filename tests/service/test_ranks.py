@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.config.model import ConfigError
 from model.engine.builder import load
+from model.errors import ConfigError
 from service.cli import serve
 from service.settings import option_table
 from tests import checkpoints

@@ -27,7 +27,7 @@ import httpx
 import pytest
 
 from model.api.messages import ModelSpec
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.observability.metrics import MULTIPROCESS_FOLDER
 from service.runtimes.local import ServeConfig, base_url, listening, settle
 from service.runtimes.ray_serve import environment

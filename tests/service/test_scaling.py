@@ -10,7 +10,7 @@ import pytest
 from model.api.engine_config import EngineConfig
 from model.api.stats import EngineStats
 from model.client.admission import Admission
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.cli import serve
 from service.runtimes.ray_serve.autoscaling_policy import SATURATION, SaturationPolicy, Scaling
 from service.settings import option_table

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.settings.service_settings import ServiceSettings
 from tests import checkpoints
 from tests.service.processes import running

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.test_huggingface import judging
 from tests.service.support import make_app, run

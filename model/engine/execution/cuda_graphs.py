@@ -23,7 +23,8 @@ from model.cache.paged import KVCache
 from model.engine.execution.batch import Layout, PackedStep, pack
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import ScheduledSequence
-from model.network.transformer import CrossInput, StackInput, Transformer
+from model.network.inputs import CrossInput, StackInput
+from model.network.transformer import Transformer
 from model.system.transfer import sent
 
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones

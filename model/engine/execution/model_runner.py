@@ -13,7 +13,6 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,8 @@ from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import Sequence
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
-from model.network.transformer import CrossInput, StackInput, Transformer
+from model.network.inputs import CrossInput, StackInput, packed_input
+from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, likeliest, logprobs_of, sample
 from model.system.transfer import Fetched, on_device, sent
 
@@ -248,25 +248,3 @@ class ModelRunner:
 def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:
     """The order in which they are packed: attention may launch what decodes apart from prompts."""
     return sorted(steps, key=lambda step: step.num_tokens > 1)
-
-
-def packed_input(
-    segments: Rows[Rows[int]],
-    device: torch.device,
-    *,
-    causal: bool,
-    token_types: Rows[Rows[int]] | None = None,
-) -> StackInput:
-    """Whole segments, one after the other, attending to themselves without a cache."""
-    lens = tuple(map(len, segments))
-
-    def flat(rows: Rows[Rows[int]]) -> Tensor:
-        return sent(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
-
-    types = flat(token_types) if token_types is not None else None
-    return StackInput(
-        input_ids=flat(segments),
-        positions=flat([range(length) for length in lens]),
-        metadata=AttentionMetadata(lens, lens, causal=causal, device=device),
-        token_types=types,
-    )

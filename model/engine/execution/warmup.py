@@ -17,12 +17,14 @@ import torch
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.cache.paged import KVCache
-from model.config.model import PositionKind
+from model.config.layer import PositionKind
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import Engine
 from model.network.fused_ops import release_compilers
-from model.network.transformer import CrossInput, Stack, StackInput, Transformer
+from model.network.inputs import CrossInput, StackInput
+from model.network.stack import Stack
+from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample
 
 LENGTHS = (3, 40, 200)  # tokens of the requests

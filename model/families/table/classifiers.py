@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from model.config.layer import Activation
 from model.config.model import (
-    Activation,
     ClassifierConfig,
     ClassifierInput,
-    ConfigError,
     ModelConfig,
 )
+from model.errors import ConfigError
 from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
 from model.families.table.rules import ClassifierTable, WeightRule

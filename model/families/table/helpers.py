@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.config.model import (
-    Activation,
-    AttentionConfig,
-    ConfigError,
-    GenerationRules,
-    HeadConfig,
-)
+from model.config.layer import Activation, AttentionConfig
+from model.config.model import GenerationRules, HeadConfig
+from model.errors import ConfigError
 from model.families.table.rules import WeightRule
 
 _ACTIVATIONS = {

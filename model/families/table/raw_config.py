@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 # What config.json may hold that changes no number in the network: bookkeeping, training, and generation, which
 # `model.checkpoint.folder` takes care of. Names are whole; patterns are for words that mean one thing at the end of any

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from model.config.model import ConfigError, RopeScaling, RotaryConfig
+from model.config.layer import RopeScaling, RotaryConfig
+from model.errors import ConfigError
 from model.families.table.raw_config import Settings
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.families import config_from_raw
-from model.network.transformer import CrossInput, StackInput, Transformer
+from model.network.inputs import CrossInput, StackInput
+from model.network.transformer import Transformer
 from model.network.weights import stored_tensors
 from model.pretrained import CHECKPOINTS
 from model.pretrained.training import corpus, pairs, vocabulary

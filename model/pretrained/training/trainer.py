@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from model.attention.sdpa import SdpaBackend
 from model.config.model import ModelConfig
+from model.network.build import build_model
 from model.network.transformer import Transformer
-from model.network.weights import build_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 SATURATION = "saturation"
 

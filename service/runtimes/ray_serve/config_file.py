@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from model.pretrained import embedded_models
 from service.cli import serve
 from service.runtimes.local import KEEP_ALIVE_SECONDS, ServeConfig

@@ -31,8 +31,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.api.stats import ModelInfo
-from model.config.model import ConfigError
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from service.http.route_prefix import unprefixed
 from service.lifecycle.state import service_of
 from service.observability import log_pipe, logs

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.core.errors import request_too_slow, unavailable
 from service.observability.metrics import MULTIPROCESS_FOLDER, make_folder
 from service.settings.service_settings import Limits

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from model.api.engine_config import EngineConfig
-from model.config.model import ConfigError
+from model.errors import ConfigError
 
 
 def gpus_of_replica(engines: Iterable[EngineConfig], cluster_gpus: float) -> int:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from model.config.model import ConfigError
+from model.errors import ConfigError
 from service.core.chat_template import ChatTemplate
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 from service.settings.service_settings import Limits, ServiceSettings

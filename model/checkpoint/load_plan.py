@@ -1,0 +1,66 @@
+"""Which stored tensor fills which parameter: a bijection, planned before anything is read. Pure; opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from model.config.model import ModelConfig
+from model.errors import CheckpointError
+from model.families.table.rules import Family, Shape, WeightRule
+
+
+def plan_load(
+    family: Family, config: ModelConfig, sources: Mapping[str, Shape], targets: Mapping[str, Shape]
+) -> list[tuple[str, WeightRule]]:
+    """Pairs of stored tensor name and rule, duplicates last; raises `CheckpointError` unless they are a bijection.
+
+    `sources` are the stored tensors' shapes, `targets` the parameters'.
+    """
+    stored = {family.canonical(name): name for name in sources if not family.drops(family.canonical(name))}
+    rules = list(family.rules(config))
+    present = [rule for rule in rules if rule.source in stored]
+    missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
+    served = {stored[rule.source] for rule in present}
+    extra = [name for name in sources if name not in served and not family.drops(family.canonical(name))]
+    shapes = [
+        f"{stored[rule.source]}: found {list(sources[stored[rule.source]])}, expected {list(wanted)}"
+        for rule in present
+        if sources[stored[rule.source]] != (wanted := wanted_shape(rule, targets))
+    ]
+    unfilled = _unfilled([rule for rule in rules if not rule.duplicate], targets)
+    extra += _unread(present)
+    _raise_all({"missing": missing, "extra": extra, "misshaped": shapes, "parameters without a rule": unfilled})
+    return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
+
+
+def wanted_shape(rule: WeightRule, targets: Mapping[str, Shape]) -> Shape:
+    """Of the tensor that `rule` takes, as it is stored; `targets` are the parameters' shapes."""
+    if rule.shape is not None:
+        return rule.shape
+    shape = targets[rule.target]
+    if rule.rows is not None:
+        shape = (rule.rows[1] - rule.rows[0], *shape[1:])
+    return shape[::-1] if rule.transpose else shape
+
+
+def _unfilled(rules: Iterable[WeightRule], targets: Mapping[str, Shape]) -> list[str]:
+    rows = dict.fromkeys(targets, 0)
+    for rule in rules:
+        rows[rule.target] += rule.rows[1] - rule.rows[0] if rule.rows else targets[rule.target][0]
+    return [f"{name} ({rows[name]} of {shape[0]} rows)" for name, shape in targets.items() if rows[name] != shape[0]]
+
+
+def _unread(rules: Iterable[WeightRule]) -> list[str]:
+    """Tensors of which no rule takes some of the rows."""
+    rows: dict[str, list[int]] = {}
+    for rule in rules:
+        if rule.part is not None and rule.shape is not None:
+            left = rows.setdefault(rule.source, list(range(rule.shape[0])))
+            rows[rule.source] = [row for row in left if not rule.part[0] <= row < rule.part[1]]
+    return [f"{name} ({len(left)} rows)" for name, left in rows.items() if left]
+
+
+def _raise_all(problems: Mapping[str, list[str]]) -> None:
+    found = [f"{kind}: {', '.join(sorted(names))}" for kind, names in problems.items() if names]
+    if found:
+        raise CheckpointError(f"the tensors do not fit config.json; {'; '.join(found)}")

@@ -1,0 +1,87 @@
+"""Tokens, positions and image patches to vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from model.config.layer import PositionConfig
+from model.config.model import ImageConfig
+from model.config.sharding import Range
+from model.network.rotary import inverse_frequencies
+from model.parallel.group import Group
+
+
+class LearnedPositions(nn.Module):
+    """A trained table; row `position + offset` (BART reserves 2 rows, RoBERTa pad + 1)."""
+
+    def __init__(self, config: PositionConfig, size: int) -> None:
+        super().__init__()
+        self.offset = config.offset
+        self.weight = nn.Parameter(torch.empty(config.max_positions + config.offset, size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.weight[positions + self.offset]  # [T, E]
+
+
+class SinusoidalPositions(nn.Module):
+    """`[sin(t w_k) | cos(t w_k)]` with `w_k = 10000^(-2k / d)`, computed, never stored (Vaswani et al. 2017, 3.5)."""
+
+    def __init__(self, config: PositionConfig, size: int) -> None:
+        super().__init__()
+        self.offset = config.offset
+        self.interleaved = config.interleaved
+        # The inclusive variant spreads as many frequencies from 1 to exactly 1 / 10000.
+        half = size // 2
+        self.base = 10_000.0 ** (half / (half - 1)) if config.inclusive else 10_000.0
+        self.size = size
+
+    def forward(self, positions: Tensor) -> Tensor:
+        frequencies = inverse_frequencies(self.base, self.size, positions.device)
+        angles = (positions + self.offset)[:, None] * frequencies  # [T, E / 2]
+        pair = (angles.sin(), angles.cos())
+        return (torch.stack(pair, dim=-1).flatten(1) if self.interleaved else torch.cat(pair, dim=-1)).float()
+
+
+class TokenTable(nn.Embedding):
+    """Token vectors, which may be kept in a narrower dtype than the network computes in."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        # Not drawn at random: for that, on the meta device, torch would load its compiler, a second or two.
+        super().__init__(rows, size, _weight=torch.empty(rows, size))
+        self.vector_dtype: torch.dtype | None = None  # None: the table's own
+
+    def forward(self, ids: Tensor) -> Tensor:  # [T] -> [T, E]
+        vectors = super().forward(ids)
+        return vectors if self.vector_dtype is None else vectors.to(self.vector_dtype)
+
+
+class PatchEmbedding(nn.Module):
+    """Images to token vectors: one matrix over the flattened patches, behind a learned first token."""
+
+    def __init__(self, config: ImageConfig, size: int) -> None:
+        super().__init__()
+        self.patch = config.patch
+        self.first = nn.Parameter(torch.empty(size))
+        self.project = nn.Linear(config.patch_elements, size)
+
+    def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * (1 + patches), E]
+        patches = nn.functional.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # [B, N, C * P * P]
+        first = self.first.expand(len(pixels), 1, -1)
+        return torch.cat((first, self.project(patches)), dim=1).flatten(0, 1)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """A token table of which a rank has the rows `[first, last)`."""
+
+    def __init__(self, table: nn.Embedding, rows: Range, group: Group) -> None:
+        # The weight is given because drawing one on the meta device would load torch's compiler.
+        super().__init__(table.num_embeddings, table.embedding_dim, _weight=table.weight.detach())
+        self.first = rows[0]
+        self.group = group
+
+    def forward(self, ids: Tensor) -> Tensor:  # [T] -> [T, E]
+        rows = ids - self.first
+        elsewhere = (rows < 0) | (rows >= self.num_embeddings)
+        vectors = super().forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)
+        return self.group.sum(vectors)

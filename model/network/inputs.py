@@ -1,0 +1,55 @@
+"""What a forward pass reads: packed rows, and where each sequence begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata
+from model.system.transfer import sent
+
+
+@dataclass(frozen=True, slots=True)
+class StackInput:
+    """What a stack reads: one row a token."""
+
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    metadata: AttentionMetadata
+    token_types: Tensor | None = None  # [T]; None: all of segment 0
+    pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
+
+
+@dataclass(frozen=True, slots=True)
+class CrossInput:
+    """What a decoder attends to: the memory itself, or nothing where its keys and values are in the pool."""
+
+    metadata: AttentionMetadata
+    memory: Tensor | None = None  # [S, d]
+
+
+def packed_input(
+    segments: Rows[Rows[int]],
+    device: torch.device,
+    *,
+    causal: bool,
+    token_types: Rows[Rows[int]] | None = None,
+) -> StackInput:
+    """Whole segments, one after the other, attending to themselves without a cache."""
+    lens = tuple(map(len, segments))
+
+    def flat(rows: Rows[Rows[int]]) -> Tensor:
+        return sent(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
+
+    types = flat(token_types) if token_types is not None else None
+    return StackInput(
+        input_ids=flat(segments),
+        positions=flat([range(length) for length in lens]),
+        metadata=AttentionMetadata(lens, lens, causal=causal, device=device),
+        token_types=types,
+    )

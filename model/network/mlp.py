@@ -1,0 +1,35 @@
+"""The feed-forward sublayer and its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.config.layer import Activation, MLPConfig
+from model.network.fused_ops import gated
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.RELU: functional.relu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    Activation.SILU: functional.silu,
+    Activation.TANH: torch.tanh,
+}
+
+
+class MLP(nn.Module):
+    """`down(act(up(x)))`; gated: `down(act(gate(x)) * up(x))` with gate and up in one matrix."""
+
+    def __init__(self, config: MLPConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.gated = config.gated
+        self.activation = ACTIVATIONS[config.activation]
+        self.up = nn.Linear(hidden_size, config.intermediate_size * (2 if config.gated else 1), bias=config.bias)
+        self.down = nn.Linear(config.intermediate_size, hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, d] -> [T, d]
+        hidden = self.up(x)
+        return self.down(gated(hidden, self.activation) if self.gated else self.activation(hidden))
