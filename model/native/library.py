@@ -153,7 +153,7 @@ class Library:
     """The compiled functions, with a scratch buffer for each thread that calls them."""
 
     # Functions that return nothing, and those that return a number: all that a library exports.
-    _ACTIONS = ("run_stack", "run_linear", "run_attention", "rank_rows", "pack_rows")
+    _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows")
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes"),
         *("features", "start_tiles", "structure_sizes"),
@@ -249,7 +249,7 @@ class Library:
         mass = torch.empty(rows, 1)
         sizes = (c_int64(rows), c_int64(size), c_int64(count))
         threads = _team()
-        self._functions.rank_rows(_at(logits), *sizes, _at(values), _at(tokens), _at(mass), threads)
+        self._functions.top_k(_at(logits), *sizes, _at(values), _at(tokens), _at(mass), threads)
         return values, tokens, mass
 
     def _scratch_of(self, needed: int) -> c_void_p:

@@ -1,52 +1,73 @@
-/* Attention over packed rows or over pages read where they lie. */
+/* Attention: softmax(q k^T * scale + bias) v over pages of a KV cache, over packed rows, and over whole encoder inputs. */
 #ifndef TRIPTYCH_ATTENTION_H
 #define TRIPTYCH_ATTENTION_H
 
-#include "gemm.h"
+#include "matrix.h"
 
-/* One layer's keys and values: rows of kv_heads x dim; a pool's row is a slot. */
+/* One layer's keys and values: rows of [kv_heads][dim]. Of a KV cache, row number s is slot s: block s / block_size, place
+ * s % block_size. The caller owns all arrays. */
 typedef struct {
     int64_t kind; /* F32, BF16 or INT8 */
     void *keys, *values;
-    float *key_scales, *value_scales; /* INT8: one for each row and head */
+    float *key_scales, *value_scales; /* INT8: [rows][kv_heads] */
     int64_t key_stride, value_stride; /* elements from row to row */
-} Memory;
+} KVPages;
 
-/* Which rows attend to which keys: segment b owns rows [q_starts[b], q_starts[b + 1]) and kv_lens[b] keys, the last
- * query standing at the last key. Without tables the keys are the rows of the segments themselves, k_starts[b] on. */
+/* Which rows attend to which keys. Segment b owns query rows [q_starts[b], q_starts[b + 1]) and kv_lens[b] keys; its last
+ * query stands at its last key. Without tables its keys are rows k_starts[b] and following of the keys and values. Entries of
+ * `tables` for blocks that no query of the step sees (behind a window) are never read. The caller owns all arrays. */
 typedef struct {
     int64_t segments, causal, block_size, table_width;
     const int64_t *q_starts, *k_starts, *kv_lens;
-    const int64_t *tables; /* [segments][table_width] blocks, or null */
-    const int64_t *slots;  /* [rows] where this step's keys and values go, or null */
+    const int64_t *tables; /* [segments][table_width] block numbers, or null */
+    const int64_t *slots;  /* [rows] where this step's keys and values are written, or null */
 } Segments;
 
+/* What one attention computes. Query head h reads the keys of head h / (heads / kv_heads). */
 typedef struct {
-    int64_t heads, kv_heads, dim, window; /* window 0: none */
+    int64_t heads, kv_heads, dim;
+    int64_t window; /* a query sees this many keys up to itself and, unless causal, as many from itself on; 0: all */
     float scale;
     const float *bias; /* [heads][bias_width] by key - query + bias_width / 2, or null */
     int64_t bias_width;
 } AttentionShape;
 
-/* The most keys of a segment of one row, and of one of more rows. */
+/* The most keys of a segment of one row, and of a segment of several. */
 typedef struct {
-    int64_t decoding, filling;
-} Longest;
+    int64_t decode, prefill;
+} LongestSegments;
 
-/* Raises `longest` to what `segments` has. */
-void find_longest(const Segments *segments, Longest *longest);
-/* Floats of scratch that a thread needs. */
-int64_t attention_scratch(const AttentionShape *shape, Longest longest);
-/* The share of thread `part` of `parts`: out [rows][heads * dim] for queries of row stride `q_stride`. */
-void attend(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
-            int64_t q_stride, float *out, int part, int parts, float *scratch);
-/* The same where a segment's queries all see its own keys, no more and no others, by products of the dtype, F32 or (where
- * operand_kind says so, and a head's dimensions are even) BF16, and tiles of `like`: rows [heads + 2 kv_heads][dim] in that
- * dtype hold queries, keys and values. */
-int64_t whole_scratch(const AttentionShape *shape, int64_t longest);
-void attend_whole(const PackedMatrix *like, const AttentionShape *shape, const Segments *segments, const void *rows,
-                  int64_t stride, float *out, int part, int parts, float *scratch);
-/* Put one row of keys and values into the pool's row `slot`. */
-void remember(const AttentionShape *shape, const Memory *memory, int64_t slot, const float *key, const float *value);
+/* One attention over packed rows. The caller owns all that this points to. */
+typedef struct {
+    const AttentionShape *shape;
+    const Segments *segments;
+    const KVPages *pages;
+    const float *queries; /* rows of [heads][dim] */
+    int64_t query_stride; /* floats from row to row */
+    float *out;           /* [rows][heads][dim] */
+} Attention;
+
+/* One attention of segments whose queries all see their own segment's keys, all of them and no others. */
+typedef struct {
+    const AttentionShape *shape;
+    const Segments *segments;
+    int64_t kind, tiles; /* of its products: F32, or BF16 where operand_kind says so and dim is even; whether in AMX tiles */
+    const void *rows;    /* of [heads + 2 kv_heads][dim]: queries, keys and values in that kind */
+    int64_t stride;      /* elements from row to row */
+    float *out;          /* [rows][heads][dim] */
+} EncoderAttention;
+
+/* Raise `longest` to what `segments` has. */
+void find_longest(const Segments *segments, LongestSegments *longest);
+/* Bytes of scratch, aligned to SCRATCH_ALIGNMENT, that each thread of paged_attention needs. */
+int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments longest);
+/* Compute thread `thread`'s part (of `threads`) of an attention over pages or rows. */
+void paged_attention(const Attention *attention, int thread, int threads, void *scratch);
+/* Bytes of scratch that each thread of encoder_attention needs for segments of at most `longest` keys. */
+int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest);
+/* Compute thread `thread`'s part (of `threads`) of an encoder's attention. */
+void encoder_attention(const EncoderAttention *attention, int thread, int threads, void *scratch);
+/* Write one row of keys and values [kv_heads][dim] into row `slot`, rounded or quantised head by head. */
+void write_kv(const AttentionShape *shape, const KVPages *pages, int64_t slot, const float *key, const float *value);
 
 #endif

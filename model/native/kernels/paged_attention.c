@@ -1,31 +1,34 @@
-/* softmax(q k^T * scale + bias) v in float32, whatever the cache holds.
+/* softmax(q k^T * scale + bias) v in float32 over pages of a KV cache or over packed rows, whatever these are stored as.
  *
- * A query's scores, their softmax and the mix of values are each summed in one order that its own position decides:
- * decoding a token and prefilling it give the same bits. Work is shared by segment, head and rows, never within a sum. */
+ * Invariant: a query's scores, their softmax and its weighted sum of values are each added up in one order, which the query's
+ * position alone decides. Decoding a token and prefilling it give the same bits. Work is divided by segment, head and rows,
+ * never within a sum. */
 #include "attention.h"
 
 #include "attention_lanes.h"
+#include "scratch.h"
 
-#define GROUP 16 /* keys that are scored together */
-#define TASK_ROWS 64
+#define KEY_GROUP 16 /* keys that are scored together; groups begin at multiples of it */
+#define TASK_ROWS 64 /* rows of a prefill that one thread takes */
 
+/* One segment's keys and values. */
 typedef struct {
     const AttentionShape *shape;
     const Segments *segments;
-    const Memory *memory;
+    const KVPages *pages;
     int64_t segment;
-    int together; /* whether GROUP keys from a multiple of GROUP lie one after the other */
-} Source;
+    int contiguous; /* whether KEY_GROUP keys from a multiple of KEY_GROUP lie in rows that follow each other */
+} KeySource;
 
-/* The memory's row of key `at` of the segment. */
-INLINE int64_t row_of(const Source *s, int64_t at) {
+/* The row of key `at` of the segment. */
+INLINE int64_t key_row(const KeySource *s, int64_t at) {
     const Segments *g = s->segments;
     if (!g->tables) return g->k_starts[s->segment] + at;
     return g->tables[s->segment * g->table_width + at / g->block_size] * g->block_size + at % g->block_size;
 }
 
 /* Keys [from, to) that the query at `position` sees. */
-INLINE void range_of(const Source *s, int64_t position, int64_t *from, int64_t *to) {
+INLINE void visible_keys(const KeySource *s, int64_t position, int64_t *from, int64_t *to) {
     int64_t window = s->shape->window;
     *from = window ? max_i64(0, position - window + 1) : 0;
     *to = s->segments->kv_lens[s->segment];
@@ -33,8 +36,9 @@ INLINE void range_of(const Source *s, int64_t position, int64_t *from, int64_t *
     else if (window) *to = min_i64(*to, position + window);
 }
 
-/* Scores of keys [at, at + LANES) as the softmax wants them: scaled, biased, masked. */
-INLINE vec adjust(const Source *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from, int64_t to) {
+/* Scale, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees [from, to). */
+INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from,
+                         int64_t to) {
     static const ivec lanes = LANE_INDICES;
     score *= s->shape->scale;
     if (s->shape->bias)
@@ -46,8 +50,8 @@ INLINE vec adjust(const Source *s, vec score, int64_t head, int64_t position, in
     return score;
 }
 
-/* Scores to weights that are not divided by their sum yet; returns its inverse. */
-static float soften(float *scores, int64_t first, int64_t last) {
+/* Turn scores [first, last), a multiple of LANES, into exp(score - max); returns the inverse of their sum. */
+static float softmax(float *scores, int64_t first, int64_t last) {
     vec most = splat(-__builtin_inff()), sum = splat(0.0f);
     for (int64_t at = first; at < last; at += LANES) most = max_vec(most, load(scores + at));
     vec top = splat(reduce_max(most));
@@ -60,298 +64,338 @@ static float soften(float *scores, int64_t first, int64_t last) {
     return total == 0.0f ? 0.0f : 1.0f / total; /* no keys: zeros, not 0 / 0 */
 }
 
-/* The memory's rows of GROUP keys from `at`, a multiple of GROUP; those beyond the last repeat it and are masked or weigh
- * nothing. */
-INLINE void locate(const Source *s, int64_t at, int64_t last, int64_t *rows) {
-    int64_t first = row_of(s, at);
-    for (int i = 0; i < GROUP; i++)
-        rows[i] = s->together ? first + min_i64(i, last - 1 - at) : row_of(s, min_i64(at + i, last - 1));
+/* The rows of KEY_GROUP keys from `at`, a multiple of KEY_GROUP. Of those outside of [from, to), which are masked or weigh
+ * nothing, it gives rows that are inside or in the same block. */
+INLINE void locate_keys(const KeySource *s, int64_t at, int64_t from, int64_t to, int64_t *rows) {
+    if (s->contiguous) {
+        int64_t first = key_row(s, at);
+        for (int i = 0; i < KEY_GROUP; i++) rows[i] = first + min_i64(i, to - 1 - at);
+    } else {
+        for (int i = 0; i < KEY_GROUP; i++) rows[i] = key_row(s, max_i64(from, min_i64(at + i, to - 1)));
+    }
 }
 
-INLINE void scales_of(const float *scales, const int64_t *rows, int64_t kv_heads, int64_t head, float *out) {
-    for (int i = 0; i < GROUP; i++) out[i] = scales[rows[i] * kv_heads + head];
+/* The scales of one head of KEY_GROUP rows. */
+INLINE void load_scales(const float *scales, const int64_t *rows, int64_t kv_heads, int64_t head, float *out) {
+    for (int i = 0; i < KEY_GROUP; i++) out[i] = scales[rows[i] * kv_heads + head];
 }
 
-/* One query of a segment and the heads that share keys [first, last). */
+/* The one query of a segment, and the heads that share the keys of heads [first, last). It sees keys [from, to). */
 typedef struct {
-    int64_t first, last, per; /* of the keys' heads, and query heads for each of them */
-    int64_t position, from, to, begin, width, padded;
-    float *q, *sums, *scores; /* [heads][padded], the same, [heads][width] */
-} Single;
+    int64_t first, last, per_kv_head; /* query heads for each key head */
+    int64_t position, from, to;
+    int64_t begin, width, padded; /* the first key's group; keys up to the end of the last group; dim in whole registers */
+    float *q, *sums, *scores;     /* [heads][padded], [heads][padded], [heads][width] */
+} DecodeQuery;
 
-/* Bytes `base` of GROUP rows from key `at`, which are wanted now, and those of the next, which are fetched ahead. */
-INLINE void visit(const Source *s, const Single *one, const char *base, int64_t stride, int64_t bytes, int64_t at,
-                  const char **rows, int64_t *numbers) {
-    int64_t next[GROUP];
-    locate(s, at, one->to, numbers);
-    for (int i = 0; i < GROUP; i++) rows[i] = base + numbers[i] * stride;
-    if (at + GROUP >= one->to) return;
-    locate(s, at + GROUP, one->to, next);
-    for (int i = 0; i < GROUP; i++)
+/* Take its buffers, for a shape and keys in groups that end at `width`. */
+INLINE void decode_buffers(Scratch *scratch, const AttentionShape *a, int64_t width, DecodeQuery *query) {
+    query->padded = round_up(a->dim, LANES), query->width = width;
+    query->q = scratch_take(scratch, a->heads * query->padded * sizeof *query->q);
+    query->sums = scratch_take(scratch, a->heads * query->padded * sizeof *query->sums);
+    query->scores = scratch_take(scratch, a->heads * width * sizeof *query->scores);
+}
+
+/* The pointers to KEY_GROUP rows of `base` from key `at`, which are needed now, and their numbers; the next are prefetched. */
+INLINE void load_group(const KeySource *s, const DecodeQuery *query, const char *base, int64_t stride, int64_t at,
+                       const char **rows, int64_t *numbers) {
+    int64_t next[KEY_GROUP], bytes = (query->last - query->first) * s->shape->dim * element_bytes(s->pages->kind);
+    locate_keys(s, at, query->from, query->to, numbers);
+    for (int i = 0; i < KEY_GROUP; i++) rows[i] = base + numbers[i] * stride;
+    if (at + KEY_GROUP >= query->to) return;
+    locate_keys(s, at + KEY_GROUP, query->from, query->to, next);
+    for (int i = 0; i < KEY_GROUP; i++)
         for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(base + next[i] * stride + byte);
 }
 
-INLINE void decode_scores(int kind, int64_t dim, const Source *s, const Single *one) {
-    const Memory *m = s->memory;
-    int64_t head_bytes = dim * element_bytes(kind), numbers[GROUP];
-    const char *base = (const char *)m->keys + one->first * head_bytes, *rows[GROUP];
-    const void *keys[GROUP];
-    float scales[GROUP];
-    for (int64_t at = one->begin; at < one->to; at += GROUP) {
-        visit(s, one, base, m->key_stride * element_bytes(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
-        for (int64_t g = one->first; g < one->last; g++) {
-            for (int i = 0; i < GROUP; i++) keys[i] = rows[i] + (g - one->first) * head_bytes;
-            if (kind == INT8) scales_of(m->key_scales, numbers, s->shape->kv_heads, g, scales);
-            for (int64_t h = g * one->per; h < (g + 1) * one->per; h++)
-                for (int i = 0; i < GROUP; i += LANES) {
-                    vec raw = score(kind, one->q + h * one->padded, keys + i, dim);
+/* Fill the query's scores. */
+INLINE void decode_scores(int kind, int64_t dim, const KeySource *s, const DecodeQuery *query) {
+    const KVPages *m = s->pages;
+    int64_t head_bytes = dim * element_bytes(kind), per = query->per_kv_head, numbers[KEY_GROUP];
+    const char *base = (const char *)m->keys + query->first * head_bytes, *rows[KEY_GROUP];
+    const void *keys[KEY_GROUP];
+    float scales[KEY_GROUP];
+    for (int64_t at = query->begin; at < query->to; at += KEY_GROUP) {
+        load_group(s, query, base, m->key_stride * element_bytes(kind), at, rows, numbers);
+        for (int64_t g = query->first; g < query->last; g++) {
+            for (int i = 0; i < KEY_GROUP; i++) keys[i] = rows[i] + (g - query->first) * head_bytes;
+            if (kind == INT8) load_scales(m->key_scales, numbers, s->shape->kv_heads, g, scales);
+            for (int64_t h = g * per; h < (g + 1) * per; h++)
+                for (int i = 0; i < KEY_GROUP; i += LANES) {
+                    vec raw = dot_keys(kind, query->q + h * query->padded, keys + i, dim);
                     if (kind == INT8) raw *= load(scales + i);
-                    store(one->scores + h * one->width + at + i,
-                          adjust(s, raw, h, one->position, at + i, one->from, one->to));
+                    store(query->scores + h * query->width + at + i,
+                          finish_scores(s, raw, h, query->position, at + i, query->from, query->to));
                 }
         }
     }
 }
 
-INLINE void decode_mix(int kind, int64_t dim, const Source *s, const Single *one) {
-    const Memory *m = s->memory;
-    int64_t head_bytes = dim * element_bytes(kind), numbers[GROUP];
-    const char *base = (const char *)m->values + one->first * head_bytes, *rows[GROUP];
-    const void *values[GROUP];
-    float scales[GROUP];
-    for (int64_t at = one->begin; at < one->to; at += GROUP) {
-        visit(s, one, base, m->value_stride * element_bytes(kind), (one->last - one->first) * head_bytes, at, rows, numbers);
-        int skip = (int)max_i64(0, one->from - at), count = (int)min_i64(GROUP, one->to - at) - skip;
-        for (int64_t g = one->first; g < one->last; g++) {
-            for (int i = 0; i < GROUP; i++) values[i] = rows[i] + (g - one->first) * head_bytes;
+/* Add the values, weighted by what the scores have become, to the query's sums. */
+INLINE void decode_weighted_sum(int kind, int64_t dim, const KeySource *s, const DecodeQuery *query) {
+    const KVPages *m = s->pages;
+    int64_t head_bytes = dim * element_bytes(kind), per = query->per_kv_head, numbers[KEY_GROUP];
+    const char *base = (const char *)m->values + query->first * head_bytes, *rows[KEY_GROUP];
+    const void *values[KEY_GROUP];
+    float scales[KEY_GROUP];
+    for (int64_t at = query->begin; at < query->to; at += KEY_GROUP) {
+        load_group(s, query, base, m->value_stride * element_bytes(kind), at, rows, numbers);
+        int skip = (int)max_i64(0, query->from - at), count = (int)min_i64(KEY_GROUP, query->to - at) - skip;
+        for (int64_t g = query->first; g < query->last; g++) {
+            for (int i = 0; i < KEY_GROUP; i++) values[i] = rows[i] + (g - query->first) * head_bytes;
             if (kind == INT8) {
-                scales_of(m->value_scales, numbers, s->shape->kv_heads, g, scales);
-                for (int64_t h = g * one->per; h < (g + 1) * one->per; h++)
-                    for (int i = 0; i < GROUP; i += LANES) {
-                        float *w = one->scores + h * one->width + at + i;
+                load_scales(m->value_scales, numbers, s->shape->kv_heads, g, scales);
+                for (int64_t h = g * per; h < (g + 1) * per; h++)
+                    for (int i = 0; i < KEY_GROUP; i += LANES) {
+                        float *w = query->scores + h * query->width + at + i;
                         store(w, load(w) * load(scales + i));
                     }
             }
-            for (int64_t h = g * one->per; h < (g + 1) * one->per; h += QROWS) {
-                const float *weights[QROWS];
-                int some = (int)min_i64(QROWS, (g + 1) * one->per - h);
-                for (int r = 0; r < some; r++) weights[r] = one->scores + (h + r) * one->width + at + skip;
-                mix_rows(kind, some, weights, values + skip, count, one->sums + h * one->padded, one->padded, dim);
+            for (int64_t h = g * per; h < (g + 1) * per; h += QUERY_ROWS) {
+                int count_of_rows = (int)min_i64(QUERY_ROWS, (g + 1) * per - h);
+                WeightedSum w = {.values = values + skip, .count = count, .stride = query->padded};
+                w.sums = query->sums + h * query->padded;
+                for (int r = 0; r < count_of_rows; r++)
+                    w.weights[r] = query->scores + (h + r) * query->width + at + skip;
+                weighted_sum(kind, count_of_rows, &w, dim);
             }
         }
     }
 }
 
-/* One query of a segment, for the heads that share keys [first, last): pages are read once, where they lie. */
-INLINE void decode(int kind, int64_t dim, const Source *s, const float *query, float *out, int64_t first, int64_t last,
-                   float *scratch) {
+/* Attend with the one query [heads][dim] of a segment, for the heads that share the keys of heads [first, last): pages are
+ * read once, where they lie. */
+INLINE void decode(int kind, int64_t dim, const KeySource *s, const float *query, float *out, int64_t first, int64_t last,
+                   Scratch scratch) {
     const AttentionShape *a = s->shape;
-    int64_t padded = round_up(dim, LANES);
-    Single one = {.first = first, .last = last, .per = a->heads / a->kv_heads, .padded = padded};
+    DecodeQuery one = {.first = first, .last = last, .per_kv_head = a->heads / a->kv_heads};
     one.position = s->segments->kv_lens[s->segment] - 1;
-    range_of(s, one.position, &one.from, &one.to);
-    one.begin = one.from / GROUP * GROUP, one.width = round_up(one.to, GROUP);
-    one.q = scratch, one.sums = one.q + a->heads * padded, one.scores = one.sums + a->heads * padded;
-    for (int64_t h = first * one.per; h < last * one.per; h++) {
+    visible_keys(s, one.position, &one.from, &one.to);
+    one.begin = one.from / KEY_GROUP * KEY_GROUP;
+    decode_buffers(&scratch, a, round_up(one.to, KEY_GROUP), &one);
+    int64_t padded = one.padded;
+    for (int64_t h = first * one.per_kv_head; h < last * one.per_kv_head; h++) {
         for (int64_t i = 0; i < padded; i++) one.q[h * padded + i] = i < dim ? query[h * dim + i] : 0.0f;
         memset(one.sums + h * padded, 0, padded * sizeof *one.sums);
     }
     decode_scores(kind, dim, s, &one);
-    for (int64_t h = first * one.per; h < last * one.per; h++)
-        one.q[h * padded] = soften(one.scores + h * one.width, one.begin, one.width);
-    decode_mix(kind, dim, s, &one);
-    for (int64_t h = first * one.per; h < last * one.per; h++)
+    for (int64_t h = first * one.per_kv_head; h < last * one.per_kv_head; h++) /* the query has done its work */
+        one.q[h * padded] = softmax(one.scores + h * one.width, one.begin, one.width);
+    decode_weighted_sum(kind, dim, s, &one);
+    for (int64_t h = first * one.per_kv_head; h < last * one.per_kv_head; h++)
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = one.sums[h * padded + i] * one.q[h * padded];
 }
 
-/* Keys or values of one head as floats [to - begin][padded], and their scales. */
-INLINE void gather(int kind, const Source *s, const void *base, int64_t stride, const float *scales, int64_t head,
-                   int64_t begin, int64_t to, float *rows, float *row_scales) {
+/* Copy one head's keys or values [begin, to) as floats [to - begin][padded] and their scales. No query sees keys before
+ * `from`: what stands for those may be any key's. */
+INLINE void gather_head(int kind, const KeySource *s, const void *base, int64_t stride, const float *scales, int64_t head,
+                        int64_t begin, int64_t from, int64_t to, float *rows, float *row_scales) {
     int64_t dim = s->shape->dim, padded = round_up(dim, LANES);
     for (int64_t at = begin; at < to; at++) {
-        int64_t row = row_of(s, at);
-        const char *from = (const char *)base + (row * stride + head * dim) * element_bytes(kind);
+        int64_t row = key_row(s, max_i64(at, from));
+        const char *stored = (const char *)base + (row * stride + head * dim) * element_bytes(kind);
         for (int64_t i = 0; i < padded; i += LANES)
-            store(rows + (at - begin) * padded + i, load_head(kind, from, i, dim));
+            store(rows + (at - begin) * padded + i, load_head(kind, stored, i, dim));
         if (kind == INT8) row_scales[at - begin] = scales[row * s->shape->kv_heads + head];
     }
 }
 
-/* GROUP values from key `at` on into the sums of each row that sees them, keys [lo, hi). What a row does not see is left out
- * and not merely weighed with zero: zero times infinity is no number. */
-INLINE void mix_seen(int rows, int64_t at, const int64_t *lo, const int64_t *hi, const float *const *weights,
-                     const void *const *values, float *sums, int64_t padded) {
-    int first[QROWS], last[QROWS] = {0}, alike = 1;
+/* Some queries of one head, and its gathered keys and values [begin, to). */
+typedef struct {
+    const KeySource *source;
+    int64_t head, position, begin, to; /* of the first query; of keys */
+    int rows;                          /* up to QUERY_ROWS */
+    int quantised;                     /* whether keys and values have scales */
+    float *keys, *values;              /* [to - begin][padded] */
+    float *key_scales, *value_scales;  /* [width] */
+    float *q, *sums;                   /* [QUERY_ROWS][padded]: queries, and what they get */
+    float *scores;                     /* [QUERY_ROWS][width] */
+} QueryTile;
+
+/* Take its buffers, for heads of `dim` and up to `width` keys, whole groups. */
+INLINE void prefill_buffers(Scratch *scratch, int64_t dim, int64_t width, QueryTile *tile) {
+    int64_t padded = round_up(dim, LANES), number = sizeof(float);
+    tile->keys = scratch_take(scratch, width * padded * number);
+    tile->values = scratch_take(scratch, width * padded * number);
+    tile->key_scales = scratch_take(scratch, width * number);
+    tile->value_scales = scratch_take(scratch, width * number);
+    tile->scores = scratch_take(scratch, QUERY_ROWS * width * number);
+    tile->q = scratch_take(scratch, QUERY_ROWS * padded * number);
+    tile->sums = scratch_take(scratch, QUERY_ROWS * padded * number);
+}
+
+/* Add KEY_GROUP values from key `at` on to the sums of each row that sees them, which are its keys [from, to). What a row does
+ * not see is left out rather than weighted with zero: zero times infinity is NaN. */
+INLINE void add_visible_values(int rows, int64_t at, const int64_t *from, const int64_t *to, WeightedSum *all,
+                               int64_t padded) {
+    int first[QUERY_ROWS], last[QUERY_ROWS] = {0}, alike = 1;
     for (int r = 0; r < rows; r++) {
-        first[r] = (int)max_i64(0, lo[r] - at), last[r] = (int)min_i64(GROUP, hi[r] - at);
+        first[r] = (int)max_i64(0, from[r] - at), last[r] = (int)min_i64(KEY_GROUP, to[r] - at);
         alike &= !first[r] && last[r] == last[0];
     }
     if (alike) {
-        mix_rows(F32, rows, weights, values, last[0], sums, padded, padded);
+        all->count = last[0];
+        weighted_sum(F32, rows, all, padded);
         return;
     }
     for (int r = 0; r < rows; r++) {
         if (first[r] >= last[r]) continue;
-        const float *seen = weights[r] + first[r];
-        mix_rows(F32, 1, &seen, values + first[r], last[r] - first[r], sums + r * padded, padded, padded);
+        WeightedSum one = {.values = all->values + first[r], .count = last[r] - first[r], .stride = padded};
+        one.weights[0] = all->weights[r] + first[r], one.sums = all->sums + r * padded;
+        weighted_sum(F32, 1, &one, padded);
     }
 }
 
-/* Up to 4 queries of one head against gathered keys and values. */
-INLINE void block(int64_t dim, int quantised, const Source *s, const float *q, int64_t position, int rows, int64_t head,
-                  int64_t begin, int64_t to, const float *keys, const float *values, const float *key_scales,
-                  const float *value_scales, float *scores, float *sums) {
-    int64_t padded = round_up(dim, LANES), width = round_up(to - begin, GROUP);
-    float inverse[QROWS];
-    int64_t lo[QROWS], hi[QROWS];
-    const void *at_hand[GROUP];
-    for (int r = 0; r < rows; r++) range_of(s, position + r, lo + r, hi + r);
-    for (int64_t at = begin; at < to; at += GROUP) {
-        for (int i = 0; i < GROUP; i++) at_hand[i] = keys + (min_i64(at + i, to - 1) - begin) * padded;
-        for (int r = 0; r < rows; r++) {
-            for (int i = 0; i < GROUP; i += LANES) {
-                vec raw = score(F32, q + r * padded, at_hand + i, dim == padded ? dim : padded);
-                if (quantised) raw *= load(key_scales + at - begin + i);
-                store(scores + r * width + at - begin + i, adjust(s, raw, head, position + r, at + i, lo[r], hi[r]));
+/* Attend with the queries of a tile. */
+INLINE void attend_tile(int64_t dim, const QueryTile *tile) {
+    const QueryTile t = *tile; /* a copy: what is stored could be it, for all that the compiler knows */
+    int64_t padded = round_up(dim, LANES), width = round_up(t.to - t.begin, KEY_GROUP);
+    float inverse[QUERY_ROWS];
+    int64_t from[QUERY_ROWS], to[QUERY_ROWS];
+    const void *group[KEY_GROUP];
+    for (int r = 0; r < t.rows; r++) visible_keys(t.source, t.position + r, from + r, to + r);
+    for (int64_t at = t.begin; at < t.to; at += KEY_GROUP) {
+        for (int i = 0; i < KEY_GROUP; i++) group[i] = t.keys + (min_i64(at + i, t.to - 1) - t.begin) * padded;
+        for (int r = 0; r < t.rows; r++) {
+            for (int i = 0; i < KEY_GROUP; i += LANES) {
+                vec raw = dot_keys(F32, t.q + r * padded, group + i, dim == padded ? dim : padded);
+                if (t.quantised) raw *= load(t.key_scales + at - t.begin + i);
+                store(t.scores + r * width + at - t.begin + i,
+                      finish_scores(t.source, raw, t.head, t.position + r, at + i, from[r], to[r]));
             }
         }
     }
-    for (int r = 0; r < rows; r++) inverse[r] = soften(scores + r * width, 0, width);
-    memset(sums, 0, rows * padded * sizeof *sums);
-    for (int64_t at = begin; at < to; at += GROUP) {
-        const float *weights[QROWS];
-        for (int r = 0; r < rows; r++) {
-            float *w = scores + r * width + at - begin;
-            for (int i = 0; quantised && i < GROUP; i += LANES)
-                store(w + i, load(w + i) * load(value_scales + at - begin + i));
-            weights[r] = w;
+    for (int r = 0; r < t.rows; r++) inverse[r] = softmax(t.scores + r * width, 0, width);
+    memset(t.sums, 0, t.rows * padded * sizeof *t.sums);
+    for (int64_t at = t.begin; at < t.to; at += KEY_GROUP) {
+        WeightedSum w = {.values = group, .sums = t.sums, .stride = padded};
+        for (int r = 0; r < t.rows; r++) {
+            float *weights = t.scores + r * width + at - t.begin;
+            for (int i = 0; t.quantised && i < KEY_GROUP; i += LANES)
+                store(weights + i, load(weights + i) * load(t.value_scales + at - t.begin + i));
+            w.weights[r] = weights;
         }
-        for (int i = 0; i < GROUP; i++) at_hand[i] = values + (min_i64(at + i, to - 1) - begin) * padded;
-        mix_seen(rows, at, lo, hi, weights, at_hand, sums, padded);
+        for (int i = 0; i < KEY_GROUP; i++) group[i] = t.values + (min_i64(at + i, t.to - 1) - t.begin) * padded;
+        add_visible_values(t.rows, at, from, to, &w, padded);
     }
-    for (int r = 0; r < rows; r++)
-        for (int64_t i = 0; i < dim; i++) sums[r * padded + i] *= inverse[r];
+    for (int r = 0; r < t.rows; r++)
+        for (int64_t i = 0; i < dim; i++) t.sums[r * padded + i] *= inverse[r];
 }
 
-/* One copy of the code for each width of a head that is worth it, whatever kind of memory was gathered from. */
-typedef void Block(int, const Source *, const float *, int64_t, int, int64_t, int64_t, int64_t, const float *,
-                   const float *, const float *, const float *, float *, float *);
+/* One copy of that for each width of a head that is worth it, whatever kind of pages was gathered from. */
+typedef void PrefillKernel(const QueryTile *);
+static __attribute__((noinline)) void prefill_kernel_32(const QueryTile *t) { attend_tile(32, t); }
+static __attribute__((noinline)) void prefill_kernel_64(const QueryTile *t) { attend_tile(64, t); }
+static __attribute__((noinline)) void prefill_kernel_128(const QueryTile *t) { attend_tile(128, t); }
+static __attribute__((noinline)) void prefill_kernel_any(const QueryTile *t) { attend_tile(t->source->shape->dim, t); }
 
-#define BLOCK(name, dim)                                                                                               \
-    static __attribute__((noinline)) void name(int quantised, const Source *s, const float *q, int64_t position,       \
-                                               int rows, int64_t head, int64_t begin, int64_t to, const float *keys,   \
-                                               const float *values, const float *key_scales,                           \
-                                               const float *value_scales, float *scores, float *sums) {                \
-        block(dim, quantised, s, q, position, rows, head, begin, to, keys, values, key_scales, value_scales, scores,   \
-              sums);                                                                                                   \
-    }
-BLOCK(block_32, 32)
-BLOCK(block_64, 64)
-BLOCK(block_128, 128)
-BLOCK(block_any, s->shape->dim)
-
-static Block *block_of(int64_t dim) {
-    return dim == 32 ? block_32 : dim == 64 ? block_64 : dim == 128 ? block_128 : block_any;
+static PrefillKernel *prefill_kernel(int64_t dim) {
+    return dim == 32    ? prefill_kernel_32
+           : dim == 64  ? prefill_kernel_64
+           : dim == 128 ? prefill_kernel_128
+                        : prefill_kernel_any;
 }
 
-/* Queries [first, last) of a segment for the heads that share the keys of `group`. */
-INLINE void prefill(int kind, int64_t dim, const Source *s, const float *queries, int64_t q_stride, float *out,
-                    int64_t group, int64_t first, int64_t last, float *scratch) {
+/* Attend with queries [first, last) of a segment, for the heads that share the keys of head `kv_head`. */
+INLINE void prefill(int kind, int64_t dim, const KeySource *s, const Attention *in, int64_t kv_head, int64_t first,
+                    int64_t last, Scratch scratch) {
     const AttentionShape *a = s->shape;
-    const Memory *m = s->memory;
+    const KVPages *m = s->pages;
     int64_t per = a->heads / a->kv_heads, padded = round_up(dim, LANES), start = s->segments->q_starts[s->segment];
     int64_t offset = s->segments->kv_lens[s->segment] - (s->segments->q_starts[s->segment + 1] - start);
-    int64_t begin, to, unused;
-    range_of(s, offset + first, &begin, &unused);
-    range_of(s, offset + last - 1, &unused, &to);
-    begin = begin / GROUP * GROUP;
-    int64_t width = round_up(to - begin, GROUP);
-    float *keys = scratch, *values = keys + width * padded, *key_scales = values + width * padded;
-    float *value_scales = key_scales + width, *scores = value_scales + width, *q = scores + QROWS * width;
-    float *sums = q + QROWS * padded;
-    gather(kind, s, m->keys, m->key_stride, m->key_scales, group, begin, to, keys, key_scales);
-    gather(kind, s, m->values, m->value_stride, m->value_scales, group, begin, to, values, value_scales);
-    for (int64_t head = group * per; head < (group + 1) * per; head++)
-        for (int64_t row = first; row < last; row += QROWS) {
-            int rows = (int)min_i64(QROWS, last - row);
-            for (int r = 0; r < rows; r++)
-                for (int64_t i = 0; i < padded; i++)
-                    q[r * padded + i] = i < dim ? queries[(start + row + r) * q_stride + head * dim + i] : 0.0f;
-            int64_t end = s->segments->causal ? min_i64(to, offset + row + rows) : to;
-            block_of(dim)(kind == INT8, s, q, offset + row, rows, head, begin, end, keys, values, key_scales,
-                          value_scales, scores, sums);
-            for (int r = 0; r < rows; r++)
-                memcpy(out + (start + row + r) * a->heads * dim + head * dim, sums + r * padded, dim * sizeof *out);
+    int64_t from, to, unused;
+    visible_keys(s, offset + first, &from, &unused);
+    visible_keys(s, offset + last - 1, &unused, &to);
+    QueryTile tile = {.source = s, .begin = from / KEY_GROUP * KEY_GROUP, .quantised = kind == INT8};
+    prefill_buffers(&scratch, dim, round_up(to - tile.begin, KEY_GROUP), &tile);
+    gather_head(kind, s, m->keys, m->key_stride, m->key_scales, kv_head, tile.begin, from, to, tile.keys, tile.key_scales);
+    gather_head(kind, s, m->values, m->value_stride, m->value_scales, kv_head, tile.begin, from, to, tile.values,
+                tile.value_scales);
+    PrefillKernel *kernel = prefill_kernel(dim);
+    for (tile.head = kv_head * per; tile.head < (kv_head + 1) * per; tile.head++)
+        for (int64_t row = first; row < last; row += QUERY_ROWS) {
+            tile.rows = (int)min_i64(QUERY_ROWS, last - row), tile.position = offset + row;
+            tile.to = s->segments->causal ? min_i64(to, offset + row + tile.rows) : to;
+            for (int r = 0; r < tile.rows; r++) {
+                const float *query = in->queries + (start + row + r) * in->query_stride + tile.head * dim;
+                for (int64_t i = 0; i < padded; i++) tile.q[r * padded + i] = i < dim ? query[i] : 0.0f;
+            }
+            kernel(&tile);
+            for (int r = 0; r < tile.rows; r++)
+                memcpy(in->out + ((start + row + r) * a->heads + tile.head) * dim, tile.sums + r * padded,
+                       dim * sizeof *in->out);
         }
 }
 
-void find_longest(const Segments *segments, Longest *longest) {
+void find_longest(const Segments *segments, LongestSegments *longest) {
     for (int64_t i = 0; i < segments->segments; i++) {
         int64_t rows = segments->q_starts[i + 1] - segments->q_starts[i];
-        int64_t *most = rows == 1 ? &longest->decoding : &longest->filling;
+        int64_t *most = rows == 1 ? &longest->decode : &longest->prefill;
         *most = max_i64(*most, segments->kv_lens[i]);
     }
 }
 
-/* What `decode` and `prefill` lay out. A window leaves keys out; they are counted here. */
-int64_t attention_scratch(const AttentionShape *shape, Longest longest) {
-    int64_t padded = round_up(shape->dim, LANES), singly = round_up(longest.decoding, GROUP);
-    int64_t decoding = shape->heads * (2 * padded + singly), width = round_up(longest.filling, GROUP) + GROUP;
-    int64_t filling = longest.filling ? 2 * width * padded + (2 + QROWS) * width + 2 * QROWS * padded : 0;
-    return max_i64(decoding, filling) + LANES;
+int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments longest) {
+    Scratch decoding = {0}, prefilling = {0};
+    DecodeQuery query;
+    QueryTile tile;
+    decode_buffers(&decoding, shape, round_up(longest.decode, KEY_GROUP), &query);
+    if (longest.prefill) /* a window leaves keys out; they are counted here */
+        prefill_buffers(&prefilling, shape->dim, round_up(longest.prefill, KEY_GROUP), &tile);
+    return max_i64(decoding.used, prefilling.used);
 }
 
-INLINE void attend_as(int kind, int64_t dim, const AttentionShape *shape, const Segments *segments,
-                      const Memory *memory, const float *queries, int64_t q_stride, float *out, int part, int parts,
-                      float *scratch) {
-    /* Few segments: heads are shared too; many: a segment's pages are read by one thread, one after the other. */
-    int64_t pieces = segments->segments >= 4 * parts ? 1 : min_i64(parts, shape->kv_heads), task = 0;
-    Source s = {shape, segments, memory, 0, !segments->tables || segments->block_size % GROUP == 0};
-    for (s.segment = 0; s.segment < segments->segments; s.segment++) {
-        int64_t start = segments->q_starts[s.segment], rows = segments->q_starts[s.segment + 1] - start;
+/* Compute a thread's tasks. Of few segments, heads are divided too; of many, each segment's pages are read by one thread. */
+INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch) {
+    const AttentionShape *a = in->shape;
+    const Segments *g = in->segments;
+    int64_t pieces = g->segments >= 4 * threads ? 1 : min_i64(threads, a->kv_heads), task = 0;
+    KeySource s = {a, g, in->pages, 0, !g->tables || g->block_size % KEY_GROUP == 0};
+    for (s.segment = 0; s.segment < g->segments; s.segment++) {
+        int64_t start = g->q_starts[s.segment], rows = g->q_starts[s.segment + 1] - start;
         if (rows == 1) {
             for (int64_t piece = 0; piece < pieces; piece++, task++)
-                if (task % parts == part)
-                    decode(kind, dim, &s, queries + start * q_stride, out + start * shape->heads * dim,
-                           shape->kv_heads * piece / pieces, shape->kv_heads * (piece + 1) / pieces, scratch);
+                if (task % threads == thread)
+                    decode(kind, dim, &s, in->queries + start * in->query_stride, in->out + start * a->heads * dim,
+                           a->kv_heads * piece / pieces, a->kv_heads * (piece + 1) / pieces, scratch);
             continue;
         }
-        for (int64_t group = 0; group < shape->kv_heads; group++)
+        for (int64_t kv_head = 0; kv_head < a->kv_heads; kv_head++)
             for (int64_t first = 0; first < rows; first += TASK_ROWS, task++)
-                if (task % parts == part)
-                    prefill(kind, dim, &s, queries, q_stride, out, group, first, min_i64(rows, first + TASK_ROWS),
-                            scratch);
+                if (task % threads == thread)
+                    prefill(kind, dim, &s, in, kv_head, first, min_i64(rows, first + TASK_ROWS), scratch);
     }
 }
 
-/* A copy of the code for each kind of memory and for the widths of a head that are worth one. */
-#define ATTEND(name, kind)                                                                                             \
-    static void name(const AttentionShape *shape, const Segments *segments, const Memory *memory,                      \
-                     const float *queries, int64_t q_stride, float *out, int part, int parts, float *scratch) {        \
-        if (shape->dim == 64)                                                                                          \
-            attend_as(kind, 64, shape, segments, memory, queries, q_stride, out, part, parts, scratch);                \
-        else if (shape->dim == 128)                                                                                    \
-            attend_as(kind, 128, shape, segments, memory, queries, q_stride, out, part, parts, scratch);               \
+/* A copy of that for each kind of pages and for the widths of a head that are worth one. */
+#define DEFINE_ATTEND(name, kind)                                                                                      \
+    static void name(const Attention *in, int thread, int threads, Scratch scratch) {                                  \
+        if (in->shape->dim == 64)                                                                                      \
+            attend_segments(kind, 64, in, thread, threads, scratch);                                                   \
+        else if (in->shape->dim == 128)                                                                                \
+            attend_segments(kind, 128, in, thread, threads, scratch);                                                  \
         else                                                                                                           \
-            attend_as(kind, shape->dim, shape, segments, memory, queries, q_stride, out, part, parts, scratch);        \
+            attend_segments(kind, in->shape->dim, in, thread, threads, scratch);                                       \
     }
-ATTEND(attend_f32, F32)
-ATTEND(attend_bf16, BF16)
-ATTEND(attend_int8, INT8)
+DEFINE_ATTEND(attend_f32, F32)
+DEFINE_ATTEND(attend_bf16, BF16)
+DEFINE_ATTEND(attend_int8, INT8)
 
-void attend(const AttentionShape *shape, const Segments *segments, const Memory *memory, const float *queries,
-            int64_t q_stride, float *out, int part, int parts, float *scratch) {
-    (memory->kind == F32 ? attend_f32 : memory->kind == BF16 ? attend_bf16 : attend_int8)(
-        shape, segments, memory, queries, q_stride, out, part, parts, scratch);
+void paged_attention(const Attention *in, int thread, int threads, void *scratch) {
+    int64_t kind = in->pages->kind;
+    Scratch own = {.base = scratch};
+    (kind == F32 ? attend_f32 : kind == BF16 ? attend_bf16 : attend_int8)(in, thread, threads, own);
 }
 
-static void keep(int64_t kind, int64_t heads, int64_t dim, const float *from, void *rows, int64_t stride, float *scales,
-                 int64_t slot) {
-    if (kind == F32) {
+/* Write one row of keys or of values. */
+static void write_row(const KVPages *pages, const AttentionShape *shape, const float *from, void *rows, int64_t stride,
+                      float *scales, int64_t slot) {
+    int64_t heads = shape->kv_heads, dim = shape->dim;
+    if (pages->kind == F32) {
         memcpy((float *)rows + slot * stride, from, heads * dim * sizeof *from);
         return;
     }
-    if (kind == BF16) {
+    if (pages->kind == BF16) {
         bf16 *to = (bf16 *)rows + slot * stride;
         int64_t i = 0;
         for (; i + LANES <= heads * dim; i += LANES) store_bf16(to + i, load(from + i));
@@ -369,8 +413,7 @@ static void keep(int64_t kind, int64_t heads, int64_t dim, const float *from, vo
     }
 }
 
-void remember(const AttentionShape *shape, const Memory *memory, int64_t slot, const float *key, const float *value) {
-    keep(memory->kind, shape->kv_heads, shape->dim, key, memory->keys, memory->key_stride, memory->key_scales, slot);
-    keep(memory->kind, shape->kv_heads, shape->dim, value, memory->values, memory->value_stride, memory->value_scales,
-         slot);
+void write_kv(const AttentionShape *shape, const KVPages *pages, int64_t slot, const float *key, const float *value) {
+    write_row(pages, shape, key, pages->keys, pages->key_stride, pages->key_scales, slot);
+    write_row(pages, shape, value, pages->values, pages->value_stride, pages->value_scales, slot);
 }

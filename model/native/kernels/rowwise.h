@@ -1,22 +1,24 @@
-/* What is done to one row by itself: norms, rotations, gates. */
+/* Operations on one row by itself: norms, rotary positions, gates. */
 #ifndef TRIPTYCH_ROWWISE_H
 #define TRIPTYCH_ROWWISE_H
 
 #include "vector.h"
 
-enum { NO_NORM = 0, LAYER = 1, RMS = 2 };
+enum { NO_NORM = 0, LAYER_NORM = 1, RMS_NORM = 2 };
 
+/* LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019). The caller owns the arrays. */
 typedef struct {
     int64_t kind;
     float eps;
-    const float *weight, *bias; /* bias null: none */
+    const float *weight, *bias; /* weight: 1 + w where a model stores w (Gemma); bias null: none */
 } Norm;
 
+/* Normalise x [size] into out, which may be x. */
 static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
     vec sum = splat(0.0f), squares = splat(0.0f);
     float mean = 0.0f, tail = 0.0f;
     int64_t i = 0;
-    if (norm->kind == LAYER) {
+    if (norm->kind == LAYER_NORM) {
         for (; i + LANES <= size; i += LANES) sum += load(x + i);
         for (; i < size; i++) tail += x[i];
         mean = (reduce_add(sum) + tail) / (float)size;
@@ -34,7 +36,9 @@ static void normalise(const Norm *norm, const float *x, int64_t size, float *out
     for (; i < size; i++) out[i] = (x[i] - mean) * inverse * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
 }
 
-static void turn(float *head, const float *cos, const float *sin, int64_t size) {
+/* Rotate pairs (i, i + size / 2) of a head's first `size` numbers by the angles whose cosines and sines [size] these are (Su et
+ * al. 2021, in the order of GPT-NeoX). */
+static void rotate(float *head, const float *cos, const float *sin, int64_t size) {
     for (int64_t i = 0; i < size / 2; i++) {
         float a = head[i], b = head[i + size / 2];
         head[i] = a * cos[i] - b * sin[i];
@@ -42,8 +46,8 @@ static void turn(float *head, const float *cos, const float *sin, int64_t size) 
     }
 }
 
-/* act(gate) * up of one row, in place. */
-static void gate(int64_t activation, float *row, int64_t size) {
+/* activation(gate) * up of a row that holds gate [size] and up [size], into its first half (Shazeer 2020). */
+static void gate_in_place(int64_t activation, float *row, int64_t size) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
     for (; i < size; i++) {

@@ -34,7 +34,7 @@ typedef struct {
     int64_t rows;
     int64_t first_layer, last_layer; /* of those that are run: [first, last); behind the stack's last comes its norm */
     Segments self, cross;
-    const Memory *memory; /* of each layer's pool; null: keys are the rows themselves */
+    const KVPages *memory; /* of each layer's pool; null: keys are the rows themselves */
     const float *cos, *sin; /* [rows][rotary], or null */
     const float *bias;    /* self attention's, [bias_layers][heads][bias_width], or null */
     int64_t bias_layers, bias_width, longest; /* the longest segment's keys, self or cross */
@@ -46,25 +46,25 @@ typedef struct {
     float *x, *saved, *qkv, *mixed, *hidden;
     char *operand;
     float *operand_scales;
-    Meeting *meeting;
-    int part, parts;
+    Barrier *barrier;
+    int thread, threads;
     float *scratch, *line; /* this thread's */
-} Team;
+} ThreadContext;
 
 INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
 
-INLINE void share(const Team *t, int64_t rows, int64_t *first, int64_t *last) {
-    *first = rows * t->part / t->parts;
-    *last = rows * (t->part + 1) / t->parts;
+INLINE void thread_range(const ThreadContext *t, int64_t rows, int64_t *first, int64_t *last) {
+    *first = rows * t->thread / t->threads;
+    *last = rows * (t->thread + 1) / t->threads;
 }
 
 /* Rows, normalised or as they are, in the form that a product with `matrix` reads; ends at a barrier. */
-static Operand prepare(const Team *t, const Norm *norm, const PackedMatrix *matrix, const float *rows, int64_t count) {
+static Operand prepare(const ThreadContext *t, const Norm *norm, const PackedMatrix *matrix, const float *rows, int64_t count) {
     int kind = operand_kind(matrix);
     int64_t bytes = operand_bytes(matrix), size = matrix->k, first, last;
     Operand operand = {rows, size, t->operand_scales};
     if (kind != F32 || norm->kind != NO_NORM) {
-        share(t, count, &first, &last);
+        thread_range(t, count, &first, &last);
         for (int64_t row = first; row < last; row++) {
             const float *from = rows + row * size;
             if (norm->kind != NO_NORM) {
@@ -76,50 +76,50 @@ static Operand prepare(const Team *t, const Norm *norm, const PackedMatrix *matr
         operand.rows = t->operand;
         operand.stride = bytes / (kind == F32 ? 4 : kind == BF16 ? 2 : 1);
     }
-    meet(t->meeting, t->part, t->parts);
+    barrier_wait(t->barrier, t->thread, t->threads);
     return operand;
 }
 
 /* target = (float or bf16) or += (float) operand x matrix^T; ends at a barrier. */
-static void multiply_into(const Team *t, const PackedMatrix *matrix, Operand operand, int64_t rows, int kind, void *target,
+static void multiply_into(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, int kind, void *target,
                           int64_t add) {
     Output to = {target, matrix->n, kind == BF16, NO_ACTIVATION, add};
-    gemm(matrix, operand, rows, to, t->part, t->parts, t->scratch);
-    meet(t->meeting, t->part, t->parts);
+    gemm(matrix, operand, rows, to, t->thread, t->threads, t->scratch);
+    barrier_wait(t->barrier, t->thread, t->threads);
 }
 
-static void multiply(const Team *t, const PackedMatrix *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
+static void multiply(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
     multiply_into(t, matrix, operand, rows, F32, target, add);
 }
 
-static void norm_in_place(const Team *t, const Norm *norm, float *x, int64_t size, int64_t rows) {
+static void norm_in_place(const ThreadContext *t, const Norm *norm, float *x, int64_t size, int64_t rows) {
     if (norm->kind == NO_NORM) return;
     int64_t first, last;
-    share(t, rows, &first, &last);
+    thread_range(t, rows, &first, &last);
     for (int64_t row = first; row < last; row++) normalise(norm, x + row * size, size, x + row * size);
-    meet(t->meeting, t->part, t->parts);
+    barrier_wait(t->barrier, t->thread, t->threads);
 }
 
 /* Norms and rotations of each row's queries and keys, its keys and values into the pool; as BF16, rows end up in the first
  * halves of theirs. */
-static void place(const Team *t, const Layer *layer, const Memory *memory, int kind) {
+static void place(const ThreadContext *t, const Layer *layer, const KVPages *memory, int kind) {
     const AttentionShape *a = &t->stack->shape;
     const Step *step = t->step;
     int64_t query = a->heads * a->dim, kv = a->kv_heads * a->dim, width = query + 2 * kv, first, last;
-    share(t, step->rows, &first, &last);
+    thread_range(t, step->rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         float *q = t->qkv + row * width;
         for (int64_t head = 0; head < a->heads + a->kv_heads; head++) {
             const Norm *norm = head < a->heads ? &layer->q_norm : &layer->k_norm;
             if (norm->kind != NO_NORM) normalise(norm, q + head * a->dim, a->dim, q + head * a->dim);
             if (step->cos)
-                turn(q + head * a->dim, step->cos + row * t->stack->rotary, step->sin + row * t->stack->rotary,
+                rotate(q + head * a->dim, step->cos + row * t->stack->rotary, step->sin + row * t->stack->rotary,
                      t->stack->rotary);
         }
-        if (step->memory) remember(a, memory, step->self.slots[row], q + query, q + query + kv);
+        if (step->memory) write_kv(a, memory, step->self.slots[row], q + query, q + query + kv);
         if (kind == BF16) narrow_in_place(q, width);
     }
-    meet(t->meeting, t->part, t->parts);
+    barrier_wait(t->barrier, t->thread, t->threads);
 }
 
 /* Whether every query sees all keys of its own segment and no others. */
@@ -134,7 +134,7 @@ static PackedMatrix whole_like(const Stack *stack) {
     return like;
 }
 
-static void self_attention(const Team *t, const Layer *layer, int64_t number) {
+static void self_attention(const ThreadContext *t, const Layer *layer, int64_t number) {
     const Stack *stack = t->stack;
     const Step *step = t->step;
     AttentionShape shape = stack->shape;
@@ -148,35 +148,37 @@ static void self_attention(const Team *t, const Layer *layer, int64_t number) {
     int turned = step->cos || layer->q_norm.kind != NO_NORM; /* by place, which wants floats */
     Operand operand = prepare(t, &layer->attn_in, &layer->qkv, t->x, step->rows);
     multiply_into(t, &layer->qkv, operand, step->rows, turned ? F32 : kind, t->qkv, 0);
-    Memory rows = {F32, t->qkv + query, t->qkv + query + kv, NULL, NULL, width, width};
-    const Memory *memory = step->memory ? step->memory + number : &rows;
+    KVPages rows = {F32, t->qkv + query, t->qkv + query + kv, NULL, NULL, width, width};
+    const KVPages *memory = step->memory ? step->memory + number : &rows;
     if (step->memory || turned) place(t, layer, memory, kind);
     if (whole)
-        attend_whole(&like, &shape, &step->self, t->qkv, kind == BF16 && turned ? 2 * width : width, t->mixed, t->part,
-                     t->parts, t->scratch);
+        encoder_attention(&(EncoderAttention){&shape, &step->self, like.dtype, like.tiles, t->qkv,
+                                              kind == BF16 && turned ? 2 * width : width, t->mixed},
+                          t->thread, t->threads, t->scratch);
     else
-        attend(&shape, &step->self, memory, t->qkv, width, t->mixed, t->part, t->parts, t->scratch);
-    meet(t->meeting, t->part, t->parts);
+        paged_attention(&(Attention){&shape, &step->self, memory, t->qkv, width, t->mixed}, t->thread, t->threads,
+                        t->scratch);
+    barrier_wait(t->barrier, t->thread, t->threads);
     Norm none = {0};
     multiply(t, &layer->out, prepare(t, &none, &layer->out, t->mixed, step->rows), step->rows, t->x, 1);
     norm_in_place(t, &layer->attn_out, t->x, stack->hidden, step->rows);
 }
 
-static void cross_attention(const Team *t, const Layer *layer, int64_t number) {
+static void cross_attention(const ThreadContext *t, const Layer *layer, int64_t number) {
     const Step *step = t->step;
     AttentionShape shape = t->stack->shape;
     shape.window = 0;
     Operand operand = prepare(t, &layer->cross_in, &layer->cross_q, t->x, step->rows);
     multiply(t, &layer->cross_q, operand, step->rows, t->qkv, 0);
-    attend(&shape, &step->cross, step->memory + number, t->qkv, shape.heads * shape.dim, t->mixed, t->part, t->parts,
-           t->scratch);
-    meet(t->meeting, t->part, t->parts);
+    Attention attention = {&shape, &step->cross, step->memory + number, t->qkv, shape.heads * shape.dim, t->mixed};
+    paged_attention(&attention, t->thread, t->threads, t->scratch);
+    barrier_wait(t->barrier, t->thread, t->threads);
     Norm none = {0};
     multiply(t, &layer->cross_proj, prepare(t, &none, &layer->cross_proj, t->mixed, step->rows), step->rows, t->x, 1);
     norm_in_place(t, &layer->cross_out, t->x, t->stack->hidden, step->rows);
 }
 
-static void mlp(const Team *t, const Layer *layer, const float *from, float *to, int64_t rows) {
+static void mlp(const ThreadContext *t, const Layer *layer, const float *from, float *to, int64_t rows) {
     Operand operand = prepare(t, &layer->ffn_in, &layer->up, from, rows);
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
@@ -185,15 +187,15 @@ static void mlp(const Team *t, const Layer *layer, const float *from, float *to,
         Output target = {t->hidden, size, kind == BF16, layer->activation, 0};
         if (kind == BF16) target.stride = bytes / 2;
         inner.stride = target.stride;
-        gemm(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
+        gemm(&layer->up, operand, rows, target, t->thread, t->threads, t->scratch);
     } else {
         Output target = {t->hidden, width, 0, layer->gated ? NO_ACTIVATION : layer->activation, 0};
-        gemm(&layer->up, operand, rows, target, t->part, t->parts, t->scratch);
-        meet(t->meeting, t->part, t->parts);
-        share(t, rows, &first, &last);
+        gemm(&layer->up, operand, rows, target, t->thread, t->threads, t->scratch);
+        barrier_wait(t->barrier, t->thread, t->threads);
+        thread_range(t, rows, &first, &last);
         for (int64_t row = first; row < last; row++) {
             float *at = t->hidden + row * width;
-            if (layer->gated) gate(layer->activation, at, size);
+            if (layer->gated) gate_in_place(layer->activation, at, size);
             if (kind != F32) write_operand(kind, at, size, t->operand + row * bytes, t->operand_scales + row);
         }
         if (kind != F32) {
@@ -201,17 +203,17 @@ static void mlp(const Team *t, const Layer *layer, const float *from, float *to,
             inner.stride = kind == BF16 ? bytes / 2 : bytes;
         }
     }
-    meet(t->meeting, t->part, t->parts);
+    barrier_wait(t->barrier, t->thread, t->threads);
     multiply(t, &layer->down, inner, rows, to, 1);
 }
 
-static void run_layer(const Team *t, int64_t number) {
+static void run_layer(const ThreadContext *t, int64_t number) {
     const Stack *stack = t->stack;
     const Layer *layer = stack->layer_data + number % stack->distinct;
     int64_t rows = t->step->rows, hidden = stack->hidden, first, last;
     const float *from = t->x;
     if (layer->parallel) {
-        share(t, rows, &first, &last);
+        thread_range(t, rows, &first, &last);
         memcpy(t->saved + first * hidden, t->x + first * hidden, (last - first) * hidden * sizeof *t->x);
         from = t->saved;
     }
@@ -228,12 +230,12 @@ typedef struct {
 
 /* Floats that a thread needs for attention. A step without segments is one that is planned: a segment may have one row or many. */
 static int64_t attending_scratch(const Stack *stack, const Step *step) {
-    if (is_whole(stack, step)) return whole_scratch(&stack->shape, step->longest);
-    Longest longest = {0};
+    if (is_whole(stack, step)) return encoder_attention_scratch(&stack->shape, step->longest) / 4;
+    LongestSegments longest = {0};
     find_longest(&step->self, &longest);
     find_longest(&step->cross, &longest);
-    if (!step->self.segments) longest.decoding = longest.filling = step->longest;
-    return attention_scratch(&stack->shape, longest);
+    if (!step->self.segments) longest.decode = longest.prefill = step->longest;
+    return paged_attention_scratch(&stack->shape, longest) / 4;
 }
 
 /* For `rows` of a step's rows at a time. */
@@ -281,22 +283,22 @@ EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t thr
 }
 
 /* A thread's view of a step whose buffers begin at `memory` and are for so many rows at most. */
-static Team team_of(const Stack *stack, const Step *step, int64_t rows, float *x, char *memory, Meeting *meeting, int part,
-                    int parts) {
+static ThreadContext thread_context(const Stack *stack, const Step *step, int64_t rows, float *x, char *memory, Barrier *barrier, int thread,
+                    int threads) {
     Sizes s = sizes_of(stack, step, rows);
-    Team t = {.stack = stack, .step = step, .x = x, .meeting = meeting, .part = part, .parts = parts};
+    ThreadContext t = {.stack = stack, .step = step, .x = x, .barrier = barrier, .thread = thread, .threads = threads};
     t.saved = (float *)memory, memory += s.saved;
     t.qkv = (float *)memory, memory += s.qkv;
     t.mixed = (float *)memory, memory += s.mixed;
     t.hidden = (float *)memory, memory += s.hidden;
     t.operand = memory, memory += s.operand;
     t.operand_scales = (float *)memory, memory += s.scales;
-    t.scratch = (float *)(memory + part * (s.scratch + s.line));
+    t.scratch = (float *)(memory + thread * (s.scratch + s.line));
     t.line = (float *)((char *)t.scratch + s.scratch);
     return t;
 }
 
-static void run_layers(const Team *t) {
+static void run_layers(const ThreadContext *t) {
     for (int64_t number = t->step->first_layer; number < t->step->last_layer; number++) run_layer(t, number);
     if (t->step->last_layer < t->stack->layers) return;
     norm_in_place(t, &t->stack->final, t->x, t->stack->hidden, t->step->rows);
@@ -319,8 +321,8 @@ static void run_group(const Stack *stack, const Step *step, int64_t first, int64
     part.self = (Segments){.segments = last - first, .q_starts = starts, .k_starts = starts};
     part.self.kv_lens = step->self.kv_lens + first;
     if (step->cos) part.cos += row * stack->rotary, part.sin += row * stack->rotary;
-    Meeting alone = {0};
-    Team t = team_of(stack, &part, GROUP_ROWS + step->longest, x + row * stack->hidden, memory, &alone, 0, 1);
+    Barrier alone = {0};
+    ThreadContext t = thread_context(stack, &part, GROUP_ROWS + step->longest, x + row * stack->hidden, memory, &alone, 0, 1);
     run_layers(&t);
 }
 
@@ -328,7 +330,7 @@ EXPORTED void run_stack(const Stack *stack, const Step *step, float *x, char *me
     int grouped = in_groups(stack, step, threads);
     int64_t bytes = team_bytes(stack, step, threads);
     _Atomic int64_t next = 0; /* the first segment that nobody has taken */
-    Meeting meeting = {0};
+    Barrier barrier = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
     if (grouped) {
@@ -342,7 +344,7 @@ EXPORTED void run_stack(const Stack *stack, const Step *step, float *x, char *me
             run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
         }
     } else {
-        Team t = team_of(stack, step, step->rows, x, memory, &meeting, omp_get_thread_num(), omp_get_num_threads());
+        ThreadContext t = thread_context(stack, step, step->rows, x, memory, &barrier, omp_get_thread_num(), omp_get_num_threads());
         run_layers(&t);
     }
 }
@@ -353,14 +355,14 @@ EXPORTED int64_t linear_scratch_bytes(const PackedMatrix *matrix, int64_t rows, 
 
 /* out [rows][n] = x [rows][k] x matrix^T + bias. */
 EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
-    Meeting meeting = {0};
+    Barrier barrier = {0};
     memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
 #pragma omp parallel num_threads((int)threads)
     {
-        Team t = {.operand = memory, .meeting = &meeting};
-        t.part = omp_get_thread_num(), t.parts = omp_get_num_threads();
+        ThreadContext t = {.operand = memory, .barrier = &barrier};
+        t.thread = omp_get_thread_num(), t.threads = omp_get_num_threads();
         t.operand_scales = (float *)(memory + aligned(rows * operand_bytes(matrix)));
-        t.scratch = (float *)((char *)t.operand_scales + aligned(rows * 4) + t.part * aligned(rows * 192));
+        t.scratch = (float *)((char *)t.operand_scales + aligned(rows * 4) + t.thread * aligned(rows * 192));
         Norm none = {0};
         Operand operand = prepare(&t, &none, matrix, x, rows);
         multiply(&t, matrix, operand, rows, out, 0);
@@ -368,9 +370,9 @@ EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t row
 }
 
 static int64_t attend_bytes(const AttentionShape *shape, const Segments *segments) { /* for each thread */
-    Longest longest = {0};
+    LongestSegments longest = {0};
     find_longest(segments, &longest);
-    return aligned(attention_scratch(shape, longest) * 4);
+    return aligned(paged_attention_scratch(shape, longest));
 }
 
 EXPORTED int64_t attend_scratch_bytes(const AttentionShape *shape, const Segments *segments, int64_t threads) {
@@ -378,22 +380,22 @@ EXPORTED int64_t attend_scratch_bytes(const AttentionShape *shape, const Segment
 }
 
 /* Attention alone: writes `rows` keys and values where `segments` has slots, then attends. */
-EXPORTED void run_attention(const AttentionShape *shape, const Segments *segments, const Memory *memory,
+EXPORTED void run_attention(const AttentionShape *shape, const Segments *segments, const KVPages *memory,
                             const float *queries, const float *keys, const float *values, float *out, int64_t rows,
                             char *scratch, int64_t threads) {
     scratch = (char *)(((uintptr_t)scratch + 63) / 64 * 64);
     int64_t kv = shape->kv_heads * shape->dim, bytes = attend_bytes(shape, segments);
     if (segments->slots)
         for (int64_t row = 0; row < rows; row++)
-            remember(shape, memory, segments->slots[row], keys + row * kv, values + row * kv);
+            write_kv(shape, memory, segments->slots[row], keys + row * kv, values + row * kv);
 #pragma omp parallel num_threads((int)threads)
-    attend(shape, segments, memory, queries, shape->heads * shape->dim, out, omp_get_thread_num(),
-           omp_get_num_threads(), (float *)(scratch + omp_get_thread_num() * bytes));
+    paged_attention(&(Attention){shape, segments, memory, queries, shape->heads * shape->dim, out}, omp_get_thread_num(),
+                    omp_get_num_threads(), scratch + omp_get_thread_num() * bytes);
 }
 
 /* The sizes of the structures that a caller fills, in the order in which they are declared to Python; returns their number. */
 EXPORTED int64_t structure_sizes(int64_t *sizes) {
-    const int64_t found[] = {sizeof(PackedMatrix), sizeof(Memory), sizeof(Segments), sizeof(AttentionShape),
+    const int64_t found[] = {sizeof(PackedMatrix), sizeof(KVPages), sizeof(Segments), sizeof(AttentionShape),
                              sizeof(Norm),   sizeof(Layer),  sizeof(Stack),    sizeof(Step)};
     memcpy(sizes, found, sizeof found);
     return sizeof found / sizeof *found;

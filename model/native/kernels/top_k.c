@@ -1,15 +1,17 @@
-/* The likeliest of each row of logits, and the row's mass: what beams and log-probabilities are made of. */
+/* Top-k and logsumexp of rows of logits: what beam search and log-probabilities are made of. */
 #include "vector.h"
 
 #define STRIDE 8 /* vectors that are compared, and added up, together */
 
+/* The largest values of a row so far. */
 typedef struct {
-    int64_t count, found;
-    float *values;   /* descending */
-    int64_t *tokens; /* the first of equals first */
-} Best;
+    int64_t count, found; /* wanted, and there */
+    float *values;        /* [count], descending */
+    int64_t *tokens;      /* [count] their places in the row; of equal values the first comes first */
+} TopK;
 
-static void offer(Best *best, float value, int64_t token) {
+/* Insert a value if it is among the largest. */
+static void insert_value(TopK *best, float value, int64_t token) {
     int64_t at = best->found;
     if (best->found < best->count) best->found++;
     else if (value > best->values[at - 1]) at--;
@@ -19,27 +21,28 @@ static void offer(Best *best, float value, int64_t token) {
     best->values[at] = value, best->tokens[at] = token;
 }
 
-INLINE vec largest_of_stride(const float *x) {
+/* The largest of STRIDE vectors, lane by lane. */
+INLINE vec max_of_stride(const float *x) {
     vec most = load(x);
 #pragma GCC unroll 8
     for (int i = 1; i < STRIDE; i++) most = max_vec(most, load(x + i * LANES));
     return most;
 }
 
-/* Few strides hold anything that is higher than the lowest of the best so far. */
-static void find(Best *best, const float *x, int64_t size) {
+/* Find the largest values of x [size]. Few strides hold anything above the lowest of those found so far. */
+static void find_top_k(TopK *best, const float *x, int64_t size) {
     int64_t i = 0;
     while (i < size) {
         int64_t stop = min_i64(i + STRIDE * LANES, size);
         if (best->found < best->count || stop - i < STRIDE * LANES ||
-            reduce_max(largest_of_stride(x + i)) > best->values[best->count - 1])
-            for (int64_t at = i; at < stop; at++) offer(best, x[at], at);
+            reduce_max(max_of_stride(x + i)) > best->values[best->count - 1])
+            for (int64_t at = i; at < stop; at++) insert_value(best, x[at], at);
         i = stop;
     }
 }
 
-/* log sum exp, added up in an order that follows from `size` alone. */
-static float log_mass(const float *x, int64_t size, float most) {
+/* log(sum(exp(x))) of x [size] with its maximum, added up in an order that depends on `size` alone. */
+static float logsumexp(const float *x, int64_t size, float most) {
     vec sum = splat(0.0f), top = splat(most);
     float rest[LANES];
     int64_t i = 0;
@@ -57,14 +60,15 @@ static float log_mass(const float *x, int64_t size, float most) {
     return most + __builtin_logf(reduce_add(sum));
 }
 
-/* Of each of `rows` rows of `size` floats the `count` highest in order with their places, and log sum exp. A row with a
- * NaN, or without anything finite, has mass NaN, and what else is said of it means nothing. */
-EXPORTED void rank_rows(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens,
-                        float *mass, int64_t threads) {
+/* Write, for each of `rows` rows of `size` floats, the `count` largest values in descending order [rows][count], their places
+ * [rows][count], and the row's logsumexp [rows]. The latter is NaN for a row with a NaN or without a finite number, of which
+ * the rest means nothing. */
+EXPORTED void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens,
+                    float *log_sums, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t row = 0; row < rows; row++) {
-        Best best = {count, 0, values + row * count, tokens + row * count};
-        find(&best, x + row * size, size);
-        mass[row] = log_mass(x + row * size, size, best.values[0]);
+        TopK best = {count, 0, values + row * count, tokens + row * count};
+        find_top_k(&best, x + row * size, size);
+        log_sums[row] = logsumexp(x + row * size, size, best.values[0]);
     }
 }
