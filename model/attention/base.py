@@ -70,7 +70,7 @@ class AttentionMetadata:
         if self.device_lengths is None:
             count = len(self.q_lens)
             lens = [*self.cu_seqlens_q, *self.cu_seqlens_k, *self.kv_lens]
-            on_device = transfer.on_device(lens, self.device, torch.int32)
+            on_device = transfer.device_tensor(lens, self.device, torch.int32)
             queries, keys, kv_lens = on_device.split((count + 1, count + 1, count))
             self.device_lengths = DeviceLengths(
                 queries, kv_lens, max(self.q_lens, default=0), max(self.kv_lens, default=0), keys
@@ -93,10 +93,10 @@ class AttentionMetadata:
         return SegmentGroup(
             rows=self._rows(indices, self.cu_seqlens_q, q_len),
             key_rows=self._rows(indices, self.cu_seqlens_k, kv_lens[0]) if self.block_tables is None else None,
-            segments=transfer.on_device(indices, self.device, torch.int64) if self.block_tables is not None else None,
+            segments=None if self.block_tables is None else self._tensor(indices),
             q_len=q_len,
             kv_len=max(kv_lens),
-            kv_lens=transfer.on_device(kv_lens, self.device, torch.int64),
+            kv_lens=self._tensor(kv_lens),
             ragged=min(kv_lens) != max(kv_lens),
             size=len(indices),
         )
@@ -104,8 +104,11 @@ class AttentionMetadata:
     def _rows(self, indices: list[int], starts: tuple[int, ...], length: int) -> Tensor | None:
         if len(indices) == len(self.q_lens):
             return None  # every row in order: no gather
-        offsets = transfer.on_device([starts[index] for index in indices], self.device, torch.int64)
+        offsets = self._tensor([starts[index] for index in indices])
         return (offsets[:, None] + torch.arange(length, device=self.device)).flatten()
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return transfer.device_tensor(values, self.device, torch.int64)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.config.model import StackConfig
 from model.system import huge_pages
-from model.system.transfer import on_device
+from model.system.transfer import device_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class KVCache:
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
         """Fill whole blocks (to -> from), all read before any is written."""
-        target, source = (on_device(list(of), self.device, torch.int64) for of in (copies, copies.values()))
+        target, source = (device_tensor(list(of), self.device, torch.int64) for of in (copies, copies.values()))
         for tensor in self._tensors:
             tensor[:, target] = tensor[:, source]
 

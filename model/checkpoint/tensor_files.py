@@ -22,7 +22,7 @@ from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
 BUFFER_BYTES = 16 << 20  # what is read at a time; a single row may be more
-_LEAST_RUN = 4096  # bytes of neighbouring columns that are worth a read of their own: a page of the file
+_MIN_RUN = 4096  # bytes of neighbouring columns that are worth a read of their own: a page of the file
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -113,7 +113,7 @@ class TensorReader:
         """As `rows`, of neighbouring columns alone; the others are not read unless that would save nothing."""
         size = self._tensors[name].dtype.itemsize
         run = (wanted.stop - wanted.start) * size
-        if run < _LEAST_RUN or run == width * size:
+        if run < _MIN_RUN or run == width * size:
             yield from ((begin, rows[:, wanted]) for begin, rows in self.rows(name, width, first, last))
             return
         step = max(1, BUFFER_BYTES // run)

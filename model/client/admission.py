@@ -15,7 +15,7 @@ from model.api.stats import Demand, EngineStats
 from model.errors import QueueFullError
 
 _RECENT = 64  # ends from which the drain rate is taken
-_LONGEST_RETRY = 60.0
+_MAX_RETRY = 60.0
 
 
 class Admission:
@@ -89,4 +89,4 @@ class Admission:
         if len(self._ends) < 2:
             return 1.0
         span = max(time.monotonic() - self._ends[0], 1e-3)
-        return min(_LONGEST_RETRY, max(1.0, wanted * span / len(self._ends)))
+        return min(_MAX_RETRY, max(1.0, wanted * span / len(self._ends)))

@@ -29,7 +29,7 @@ from model.text.tokenizer import Tokenizer
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
-_MOST_RESTARTS = (
+_MAX_RESTARTS = (
     8  # within `_RESTART_WINDOW`; what is lost once more is down for as long, which is for a supervisor to see
 )
 _RESTART_WINDOW = 600.0
@@ -85,7 +85,7 @@ class AsyncEngine:
         self._last_sign = time.monotonic()
         self._hung = ""  # why the loop was killed, until it is gone
         self._restarts = 0
-        self._limit = FaultLimit(_MOST_RESTARTS, _RESTART_WINDOW)
+        self._limit = FaultLimit(_MAX_RESTARTS, _RESTART_WINDOW)
         self._given_up = False
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False

@@ -41,7 +41,7 @@ _SPLITS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardSlice:
     """What a rank keeps of a parameter: `ranges` of dimension `dim`, one after the other."""
 
     dim: int
@@ -71,7 +71,7 @@ class Shard:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The network that this rank holds."""
-        first, last = self.share(whole.embedding.vocab_size)
+        first, last = self.shard_range(whole.embedding.vocab_size)
         return replace(
             whole,
             embedding=replace(whole.embedding, vocab_size=last - first),
@@ -79,12 +79,12 @@ class Shard:
             decoder=whole.decoder and self._stack(whole.decoder),
         )
 
-    def share(self, count: int) -> Range:
+    def shard_range(self, count: int) -> Range:
         """This rank's of `count` things, as even as they come; fewer than ranks are held by several ranks each."""
         first, last = self.rank * count // self.size, (self.rank + 1) * count // self.size
         return (first, max(last, first + 1)) if count else (0, 0)
 
-    def piece(self, config: ModelConfig, name: str, shape: Shape) -> Piece | None:
+    def shard_slice(self, config: ModelConfig, name: str, shape: Shape) -> ShardSlice | None:
         """Of the parameter `name`, whose whole shape is given; None: all of it."""
         found = next(((dim, kinds) for pattern, dim, kinds in _SPLITS if fnmatchcase(name, pattern)), None)
         if found is None or self.size == 1:
@@ -96,14 +96,14 @@ class Shard:
         for repeat in range(shape[dim] // length):
             begin = repeat * length
             for count, width in parts:
-                first, last = self.share(count)
+                first, last = self.shard_range(count)
                 ranges.append((begin + first * width, begin + last * width))
                 begin += count * width
-        return Piece(dim, tuple(ranges))
+        return ShardSlice(dim, tuple(ranges))
 
     def _stack(self, stack: StackConfig) -> StackConfig:
-        queries, keys = self.share(stack.attention.num_heads), self.share(stack.attention.num_kv_heads)
-        columns = self.share(stack.mlp.intermediate_size)
+        queries, keys = self.shard_range(stack.attention.num_heads), self.shard_range(stack.attention.num_kv_heads)
+        columns = self.shard_range(stack.mlp.intermediate_size)
         attention = replace(stack.attention, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
         return replace(stack, attention=attention, mlp=replace(stack.mlp, intermediate_size=columns[1] - columns[0]))
 
@@ -111,28 +111,28 @@ class Shard:
 WHOLE = Shard()
 
 
-def local_shape(shape: Shape, piece: Piece | None) -> Shape:
+def local_shape(shape: Shape, shard_slice: ShardSlice | None) -> Shape:
     """What is left of a parameter of this shape."""
-    if piece is None:
+    if shard_slice is None:
         return shape
-    length = sum(stop - start for start, stop in piece.ranges)
-    return (*shape[: piece.dim], length, *shape[piece.dim + 1 :])
+    length = sum(stop - start for start, stop in shard_slice.ranges)
+    return (*shape[: shard_slice.dim], length, *shape[shard_slice.dim + 1 :])
 
 
-def cuts(shape: Shape, rows: Range, piece: Piece | None) -> Iterator[tuple[Index, Index]]:
+def cuts(shape: Shape, rows: Range, shard_slice: ShardSlice | None) -> Iterator[tuple[Index, Index]]:
     """How a tensor that holds rows `[start, stop)` of a parameter fills a rank's piece of it: (from, to) indices."""
     start, stop = rows
-    if piece is None:
+    if shard_slice is None:
         yield (slice(0, stop - start),), (slice(start, stop),)
         return
     filled = 0
-    for first, last in piece.ranges:
-        if piece.dim == 0:
+    for first, last in shard_slice.ranges:
+        if shard_slice.dim == 0:
             low, high = max(first, start), min(last, stop)
             if low < high:
                 yield (slice(low - start, high - start),), (slice(filled + low - first, filled + high - first),)
         else:
-            whole = tuple(slice(0, size) for size in shape[1 : piece.dim])
+            whole = tuple(slice(0, size) for size in shape[1 : shard_slice.dim])
             source, target = slice(first, last), slice(filled, filled + last - first)
             yield (slice(0, stop - start), *whole, source), (slice(start, stop), *whole, target)
         filled += last - first

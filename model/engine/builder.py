@@ -34,7 +34,7 @@ from model.engine.memory_plan import (
     fit_context,
     kv_bytes_per_token,
     kv_dtype,
-    most_context,
+    max_context,
     plan_memory,
     plan_pool,
 )
@@ -48,7 +48,7 @@ from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, Packing, pack_model
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from model.parallel.rank0 import LeadingCache, LeadingTransformer, load_leader
+from model.parallel.rank0 import Rank0Cache, Rank0Transformer, load_rank0
 from model.system import fallbacks
 from model.system.devices import resolve_device
 from model.system.fallbacks import summary
@@ -58,7 +58,7 @@ from model.text.token_bytes import TokenBytes, token_bytes
 from model.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from model.parallel.rank_processes import Followers
+    from model.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +70,17 @@ class LoadedModel:
     info: ModelInfo
     encode: EncodeEngine
     generate: Engine | None
-    followers: Followers | None = None  # the processes of the model's other ranks
+    rank_processes: RankProcesses | None = None  # the processes of the model's other ranks
 
     def check(self) -> None:
         """Raise `EngineDeadError` if another rank is gone: what was computed since is worth nothing."""
-        if self.followers is not None:
-            self.followers.check()
+        if self.rank_processes is not None:
+            self.rank_processes.check()
 
     def close(self) -> None:
         """End what was started for it; the model computes nothing any more then."""
-        if self.followers is not None:
-            self.followers.close()
+        if self.rank_processes is not None:
+            self.rank_processes.close()
 
 
 def load(spec: ModelSpec) -> LoadedModel:
@@ -94,7 +94,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     _check_native(spec.engine, checkpoint.config, selection)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     limits = batch_limits(spec.engine, device)
-    most = most_context(spec.engine, checkpoint.config, limits).tokens
+    most = max_context(spec.engine, checkpoint.config, limits).tokens
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
     if checkpoint.not_served:
         logger.warning(
@@ -113,7 +113,7 @@ def assemble(
     """The engines of a network that has its weights; `pool` bytes of each rank are KV, None: by what is free."""
     dtype, device = model.dtype, next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
-    context = most_context(spec.engine, checkpoint.config, limits)
+    context = max_context(spec.engine, checkpoint.config, limits)
     packing = packing_of(spec.engine, selection)
     if packing is not None:
         pack_model(model, packing.library, packing.kind, batch_invariant=packing.batch_invariant)
@@ -141,12 +141,12 @@ def assemble(
     try:
         _check_fallbacks(spec.engine, slow)
     except ConfigError:
-        if (followers := _followers(model)) is not None:
-            followers.close()
+        if (rank_processes := _rank_processes(model)) is not None:
+            rank_processes.close()
         raise
     info = _info(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks = slow
-    return LoadedModel(info, encode, generate, _followers(model))
+    return LoadedModel(info, encode, generate, _rank_processes(model))
 
 
 def slow_ways(
@@ -236,11 +236,11 @@ def _load_model(
     size = spec.engine.tensor_parallel_size
     if size == 1:
         return load_model(checkpoint, selection.backend, dtype, device, packing_of(spec.engine, selection))
-    return load_leader(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
+    return load_rank0(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
 
 
-def _followers(model: Transformer) -> Followers | None:
-    return model.followers if isinstance(model, LeadingTransformer) else None
+def _rank_processes(model: Transformer) -> RankProcesses | None:
+    return model.rank_processes if isinstance(model, Rank0Transformer) else None
 
 
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
@@ -299,10 +299,10 @@ def _generate_engine(
 def _cache(model: Transformer, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
     """The pool, of the heads that this rank has."""
     assert model.decoder is not None
-    followers = _followers(model)
-    if followers is None:
+    rank_processes = _rank_processes(model)
+    if rank_processes is None:
         return KVCache(model.decoder.config, num_blocks, block_size, dtype, device)
-    return LeadingCache(model.decoder.config, num_blocks, block_size, dtype, device, followers)
+    return Rank0Cache(model.decoder.config, num_blocks, block_size, dtype, device, rank_processes)
 
 
 def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
@@ -356,7 +356,7 @@ def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, d
             max_model_len,
             engine.gpu_memory_utilization,
             CudaMemory(device),
-            [Card(*one) for one in model.memory] if isinstance(model, LeadingTransformer) else (),
+            [Card(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
             recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
         )
     return plan_pool(engine, available_memory())

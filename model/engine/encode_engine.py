@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,13 +25,13 @@ from model.api.request import (
 )
 from model.api.stats import StepStats
 from model.config.model import ImageConfig
-from model.engine.fault_isolation import in_parts
+from model.engine.fault_isolation import run_isolated
 from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
 from model.media.images import ImageProcessing
 from model.network.inputs import StackInput, packed_input
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
-from model.system.transfer import brought, on_device, sent
+from model.system.transfer import device_tensor, to_device, to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ class EncodeEngine:
         self._probe()
         return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
 
-    def land(self) -> tuple[list[EncodeOutput], StepStats | None]:
+    def finish_pending(self) -> tuple[list[EncodeOutput], StepStats | None]:
         """Nothing: a step is over when `step` returns."""
         return [], None
 
-    def tend(self) -> list[EncodeOutput]:
+    def check_deadlines(self) -> list[EncodeOutput]:
         """Drop the inputs whose deadline has passed."""
         now = time.monotonic()
         late = [request for request in self._inputs if request.deadline is not None and request.deadline <= now]
@@ -128,7 +128,7 @@ class EncodeEngine:
 
     def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[EncodeOutput], StepStats | None]:
         """Encode one batch: from the front of the queue what the budget holds, at least a layer of one input."""
-        outputs = self.tend()
+        outputs = self.check_deadlines()
         began = time.monotonic()
         if self._paused is not None:
             return self._go_on(outputs, began, budget)
@@ -138,7 +138,7 @@ class EncodeEngine:
         if budget.whole_tokens is not None and self.model.can_pause and self._length(batch[0]) > budget.whole_tokens:
             return self._start_alone(batch, outputs, began, budget)
         self._batch = batch
-        for part, found in in_parts(batch, self._encode, self._probe):
+        for part, found in run_isolated(batch, self._encode, self._probe):
             if found is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
                 continue
@@ -152,7 +152,7 @@ class EncodeEngine:
     ) -> tuple[list[EncodeOutput], StepStats | None]:
         """Begin with the only input of a batch, which goes on in later steps; one that breaks here ends here."""
         self._batch = batch
-        ((_, rows),) = in_parts(batch, lambda part: self._begin(part[0]), self._probe)
+        ((_, rows),) = run_isolated(batch, lambda part: self._begin(part[0]), self._probe)
         self._batch = []
         if rows is None:
             return [*outputs, EncodeOutput(batch[0].request_id, finish_reason=FinishReason.ERROR)], None
@@ -168,7 +168,7 @@ class EncodeEngine:
         length, total = self._length(paused.request), rows.layers_done + rows.layers_left
         layers = total if budget.whole_tokens is None else max(1, budget.whole_tokens * total // length)
         layers = min(layers, rows.layers_left)
-        ((_, found),) = in_parts([paused.request], lambda _: self._advance(paused, layers), self._probe)
+        ((_, found),) = run_isolated([paused.request], lambda _: self._advance(paused, layers), self._probe)
         if found is None:
             outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
         if found:
@@ -188,7 +188,7 @@ class EncodeEngine:
         """So many layers of an input of `length` tokens, as tokens through all layers, rounded up."""
         return -(-length * layers // next(iter(self.model.config.stacks.values())).num_layers)
 
-    def _drop(self, requests: Rows[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
+    def _drop(self, requests: Sequence[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
         if requests:
             gone = set(map(id, requests))
             self._waiting = deque(request for request in self._waiting if id(request) not in gone)
@@ -216,7 +216,7 @@ class EncodeEngine:
         return image.num_tokens if image is not None else len(request.token_ids)
 
     @torch.inference_mode()
-    def _encode(self, batch: Rows[EncodeRequest]) -> list[Tensor]:
+    def _encode(self, batch: Sequence[EncodeRequest]) -> list[Tensor]:
         causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
         # Longest first: threads that take some each then end together.
@@ -242,7 +242,7 @@ class EncodeEngine:
         pixels = b"" if image is None else bytes(image.channels * image.size**2)
         self._encode([EncodeRequest("", self.name, (0,), EncodeTask.TOKENS, pixels=pixels)])
 
-    def _packed(self, batch: Rows[EncodeRequest], causal: bool) -> StackInput:
+    def _packed(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
         image = self.model.config.image
         if image is not None:
             inputs = packed_input([range(image.num_tokens)] * len(batch), self.device, causal=False)
@@ -252,13 +252,13 @@ class EncodeEngine:
             types = [request.token_type_ids or (0,) * len(request.token_ids) for request in batch]
         return packed_input([r.token_ids for r in batch], self.device, causal=causal, token_types=types)
 
-    def _pixels(self, batch: Rows[EncodeRequest], image: ImageConfig) -> Tensor:
+    def _pixels(self, batch: Sequence[EncodeRequest], image: ImageConfig) -> Tensor:
         """Normalised images `[B, C, S, S]`."""
         assert self._images is not None
         raw = torch.frombuffer(bytearray(b"".join(request.pixels for request in batch)), dtype=torch.uint8)
-        pixels = sent(raw, self.device).view(len(batch), image.channels, image.size, image.size)
+        pixels = to_device(raw, self.device).view(len(batch), image.channels, image.size, image.size)
         scale, shift = (
-            on_device(values, self.device, torch.float32) for values in (self._images.scale, self._images.shift)
+            device_tensor(values, self.device, torch.float32) for values in (self._images.scale, self._images.shift)
         )
         return pixels * scale[:, None, None] + shift[:, None, None]
 
@@ -286,9 +286,9 @@ class EncodeEngine:
         return self.model.pool(hidden[:1].to(self.model.dtype))[0].float()
 
 
-def _outputs(batch: Rows[EncodeRequest], vectors: Rows[Tensor], began: float) -> list[EncodeOutput]:
+def _outputs(batch: Sequence[EncodeRequest], vectors: Sequence[Tensor], began: float) -> list[EncodeOutput]:
     """The answers as bytes, brought to the host together."""
     return [
         EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
-        for request, data in zip(batch, brought([one.float() for one in vectors]), strict=True)
+        for request, data in zip(batch, to_host([one.float() for one in vectors]), strict=True)
     ]

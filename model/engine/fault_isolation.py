@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
-def in_parts(
+def run_isolated(
     parts: Sequence[Part], execute: Callable[[Sequence[Part]], Result], probe: Callable[[], object]
 ) -> list[tuple[Sequence[Part], Result | None]]:
     """`execute(parts)`, or if that raises, of each part alone; None for a part that raises alone.

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from model.api.request import FinishReason, Request, TokenOutput
 from model.api.stats import EngineStats, StepStats
-from model.engine.fault_isolation import in_parts
+from model.engine.fault_isolation import run_isolated
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.scheduling.sequence import AWAITED, Beams, Sequence, SequenceStatus
+from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
 from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
 from model.errors import ConfigError
 from model.text.grammar import GrammarError
@@ -56,7 +56,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PendingStep:
     """A step that was launched and is not collected."""
 
     launch: Launch
@@ -71,7 +71,7 @@ class Flight:
         less than a step without them.
         """
         steps = self.scheduled.scheduled
-        seeing = sum(step.samples and not step.sequence.samples_blindly for step in steps)
+        seeing = sum(step.samples and not step.sequence.can_run_ahead for step in steps)
         return not seeing or 2 * seeing < len(steps)
 
 
@@ -97,10 +97,10 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.grammars = grammars  # None: a model that knows no text takes none
         self.overlap = overlap
-        self._flight: Flight | None = None
+        self._pending_step: PendingStep | None = None
         self._landed = 0.0  # when the latest flight was collected
         self._arrivals = count()
-        self._preparing: list[tuple[Future[Matcher], list[Sequence]]] = []
+        self._preparing: list[tuple[Future[Matcher], list[SequenceState]]] = []
         self._outputs: list[TokenOutput] = []  # put out and not yet handed over
 
     @property
@@ -109,27 +109,27 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self._flight)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._pending_step)
 
     @property
     def only_prepares(self) -> bool:
         """Whether all that is left to do waits for its grammar to be compiled."""
-        if self._flight or self.scheduler.running or any(prepared.done() for prepared, _ in self._preparing):
+        if self._pending_step or self.scheduler.running or any(prepared.done() for prepared, _ in self._preparing):
             return False
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
 
     def demand(self) -> StepDemand:
         """What the next step could compute; a step under way counts as one that decodes."""
         demand = self.scheduler.demand()
-        if self._flight is not None and not demand.decodes:
-            demand = replace(demand, decodes=len(self._flight.scheduled.scheduled))
+        if self._pending_step is not None and not demand.decodes:
+            demand = replace(demand, decodes=len(self._pending_step.scheduled.scheduled))
         return demand
 
     def add(self, request: Request) -> None:
         """Take a request on; what it may generate is cut to what the context leaves, however it is sampled."""
         request = self._in_context(request)
         indices = range(1 if request.params.num_beams > 1 else request.params.n)
-        sequences = [Sequence.of(request, index, next(self._arrivals), self.eos_token_ids) for index in indices]
+        sequences = [SequenceState.of(request, index, next(self._arrivals), self.eos_token_ids) for index in indices]
         if request.params.num_beams > 1:
             sequences[0].searching()
         if request.params.grammar:
@@ -157,9 +157,9 @@ class Engine:
         What was put out before it raised is handed over too. Raises what the runner's probe raises: then the fault is
         not in this engine's state, and nothing would get better.
         """
-        flight, self._flight = self._flight, None
+        pending, self._pending_step = self._pending_step, None
         ended = {(output.request_id, output.index) for output in self._outputs if output.finish_reason is not None}
-        steps = flight.scheduled.scheduled if flight is not None else []
+        steps = pending.scheduled.scheduled if pending is not None else []
         for sequence in [*self.scheduler, *(step.sequence for step in steps)]:
             indices = [sequence.index] if sequence.beams is None else range(sequence.params.n)
             for key in [(sequence.request.request_id, index) for index in indices]:
@@ -176,15 +176,15 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def tend(self) -> list[TokenOutput]:
+    def check_deadlines(self) -> list[TokenOutput]:
         """End the sequences whose deadline has passed, and let those begin whose grammars are compiled."""
         self._expire(time.monotonic())
         self._prepared()
         return self._handed_over()
 
-    def land(self) -> tuple[list[TokenOutput], StepStats | None]:
+    def finish_pending(self) -> tuple[list[TokenOutput], StepStats | None]:
         """Wait for the step under way, if there is one; the outputs of all sequences it moved or ended."""
-        stats = self._land() if self._flight is not None else None
+        stats = self._land() if self._pending_step is not None else None
         return self._handed_over(), stats
 
     def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[TokenOutput], StepStats | None]:
@@ -192,7 +192,7 @@ class Engine:
         self._expire(time.monotonic())
         self._prepared()
         stats = None
-        if self._flight is not None and not self._flight.may_be_followed:
+        if self._pending_step is not None and not self._pending_step.may_be_followed:
             stats = self._land()
         began = time.monotonic()
         scheduled = self.scheduler.schedule(budget)
@@ -200,7 +200,7 @@ class Engine:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
         if not scheduled.scheduled:
-            stats = self._land() if self._flight is not None else stats
+            stats = self._land() if self._pending_step is not None else stats
         elif self.overlap:
             stats = self._launch(scheduled, began) or stats
         else:
@@ -209,7 +209,7 @@ class Engine:
 
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """A step from its beginning to its end."""
-        parts = in_parts(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
+        parts = run_isolated(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
         unwritten: set[int] = set()
         for part, sampled in parts:
             steps = list(chain.from_iterable(part))
@@ -226,7 +226,7 @@ class Engine:
 
     def _launch(self, scheduled: SchedulerOutput, began: float) -> StepStats | None:
         """Start a step, then take what the one before has brought."""
-        before = self._flight
+        before = self._pending_step
         try:
             launch = self.runner.launch(scheduled, before.launch if before is not None else None)
         except Exception:
@@ -237,28 +237,28 @@ class Engine:
             if not left:
                 return None
             return self._compute(_part(scheduled, left), began)
-        self._flight = Flight(launch, scheduled, began)
+        self._pending_step = PendingStep(launch, scheduled, began)
         for step in scheduled.scheduled:
             step.sequence.num_computed_tokens += step.num_tokens
-            if step.samples and step.sequence.samples_blindly:
-                step.sequence.await_token()
+            if step.samples and step.sequence.can_run_ahead:
+                step.sequence.append_placeholder()
         return self._collect(before) if before is not None else None
 
     def _land(self) -> StepStats:
         """Wait for the step that is under way."""
-        assert self._flight is not None
-        flight, self._flight = self._flight, None
-        return self._collect(flight)
+        assert self._pending_step is not None
+        pending, self._pending_step = self._pending_step, None
+        return self._collect(pending)
 
-    def _collect(self, flight: Flight) -> StepStats:
+    def _collect(self, pending: PendingStep) -> StepStats:
         """What a launched step has brought, for those who have not ended since."""
-        sampled = flight.launch.collect()
-        steps = flight.scheduled.scheduled
+        sampled = pending.launch.collect()
+        steps = pending.scheduled.scheduled
         alive = [not step.sequence.finished for step in steps]
         self._update(compress(steps, alive), compress(sampled, alive))
         now = time.monotonic()
-        began, self._landed = max(flight.began, self._landed), now
-        return self._account(flight.scheduled, now - began)
+        began, self._landed = max(pending.began, self._landed), now
+        return self._account(pending.scheduled, now - began)
 
     def _account(self, scheduled: SchedulerOutput, seconds: float) -> StepStats:
         steps = scheduled.scheduled
@@ -297,9 +297,9 @@ class Engine:
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
             # What was built upon the token unseen stands behind it.
-            ahead = sequence.drop_awaited(step.start + step.num_tokens) if token is not None else 0
-            if sequence.num_computed_tokens // block_size > sequence.num_remembered_blocks:
-                self.block_manager.remember(sequence)
+            ahead = sequence.drop_placeholders(step.start + step.num_tokens) if token is not None else 0
+            if sequence.num_computed_tokens // block_size > sequence.num_offered_blocks:
+                self.block_manager.cache_full_blocks(sequence)
             if token is not None and beams is not None:
                 if sequence.status is not SequenceStatus.RUNNING or sequence not in beams.members:
                     continue  # its search was preempted, or went on, while the step was under way
@@ -309,7 +309,7 @@ class Engine:
             elif token is not None:
                 self._take(step, token)
                 if ahead > 1 and not sequence.finished:
-                    sequence.token_ids.append(AWAITED)
+                    sequence.token_ids.append(PLACEHOLDER)
         for beams in searches.values():
             if len(beams.candidates) == len(beams.members):
                 self._advance(beams)
@@ -405,7 +405,7 @@ class Engine:
         late = [s for s in self.scheduler if s.request.deadline is not None and s.request.deadline <= now]
         self._end_all(late, FinishReason.DEADLINE)
 
-    def _end_all(self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None) -> None:
+    def _end_all(self, sequences: Iterable[SequenceState], reason: FinishReason, error: str | None = None) -> None:
         for sequence in sequences:
             if sequence.finished:
                 continue  # with its other beams
@@ -414,7 +414,7 @@ class Engine:
             else:
                 self._end_search(sequence.beams, reason, error)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, sequence: SequenceState, reason: FinishReason, error: str | None = None) -> None:
         self._outputs.append(
             TokenOutput(sequence.request.request_id, sequence.index, finish_reason=reason, error=error)
         )
@@ -430,7 +430,7 @@ def _part(whole: SchedulerOutput, steps: list[ScheduledSequence]) -> SchedulerOu
     return SchedulerOutput(steps, copies)
 
 
-def _reads(sequence: Sequence, blocks: set[int]) -> bool:
+def _reads(sequence: SequenceState, blocks: set[int]) -> bool:
     return not blocks.isdisjoint(sequence.block_table) or not blocks.isdisjoint(sequence.cross_block_table)
 
 

@@ -144,8 +144,8 @@ def largest_step(model: Transformer, limits: BatchLimits, max_model_len: int) ->
     device = next(model.parameters()).device
     lengths = _segments(limits.max_num_batched_tokens, max_model_len)
     inputs = packed_input([[0] * length for length in lengths], device, causal=model.encoder is None)
-    memory = model.encode(inputs) if model.encoder is not None else None
-    hidden = model.decode(*_decoder_inputs(lengths, memory, device))
+    encoder_output = model.encode(inputs) if model.encoder is not None else None
+    hidden = model.decode(*_decoder_inputs(lengths, encoder_output, device))
     rows = [_drawn_row() for _ in range(limits.max_num_seqs)]
     logits = model.logits(hidden[: len(rows)])
     sample(logits, rows[: len(logits)])
@@ -158,13 +158,13 @@ def _segments(tokens: int, longest: int) -> list[int]:
 
 
 def _decoder_inputs(
-    lengths: list[int], memory: Tensor | None, device: torch.device
+    lengths: list[int], encoder_output: Tensor | None, device: torch.device
 ) -> tuple[StackInput, None, CrossInput | None]:
     inputs = packed_input([[0] * length for length in lengths], device, causal=True)
-    if memory is None:
+    if encoder_output is None:
         return inputs, None, None
     lens = tuple(lengths)
-    return inputs, None, CrossInput(AttentionMetadata(lens, lens, causal=False, device=device), memory)
+    return inputs, None, CrossInput(AttentionMetadata(lens, lens, causal=False, device=device), encoder_output)
 
 
 def _drawn_row() -> SamplingRow:

@@ -21,8 +21,8 @@ from model.api.stats import EngineStats, StepStats
 from model.engine.builder import LoadedModel, load
 from model.engine.fault_isolation import FaultLimit
 from model.engine.step_pacer import (
-    LEAST_GPU_TOKENS,
-    LEAST_TOKENS,
+    MIN_GPU_TOKENS,
+    MIN_TOKENS,
     EngineKey,
     StepBudget,
     StepDemand,
@@ -33,8 +33,8 @@ from model.errors import ConfigError, EngineDeadError
 
 HEARTBEAT_SECONDS = 1.0
 PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do
-TEND_SECONDS = 0.02  # between looks at the deadlines of engines that have no turn
-MOST_FAULTS = 3  # that a model recovers from within `FAULT_SECONDS`
+DEADLINE_SECONDS = 0.02  # between looks at the deadlines of engines that have no turn
+MAX_FAULTS = 3  # that a model recovers from within `FAULT_SECONDS`
 FAULT_SECONDS = 60.0
 
 Outputs = Sequence[TokenOutput | EncodeOutput]
@@ -59,10 +59,10 @@ class Engine(Protocol):
     def step(self, budget: StepBudget) -> tuple[Outputs, StepStats | None]:
         """Compute a step, or launch it and finish the one before; what was finished."""
 
-    def land(self) -> tuple[Outputs, StepStats | None]:
+    def finish_pending(self) -> tuple[Outputs, StepStats | None]:
         """Finish a step that was launched."""
 
-    def tend(self) -> Outputs:
+    def check_deadlines(self) -> Outputs:
         """End the requests whose deadline has passed."""
 
 
@@ -161,7 +161,7 @@ class EngineLoop:
                 self._engines[name, "generate"] = model.generate
         gpu = any(model.info.device != "cpu" for model in self.models.values())
         weights = {spec.name: spec.engine.model_weight for spec in commands.load}
-        self._pacer = StepPacer(weights, LEAST_GPU_TOKENS if gpu else LEAST_TOKENS)
+        self._pacer = StepPacer(weights, MIN_GPU_TOKENS if gpu else MIN_TOKENS)
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:
@@ -175,16 +175,17 @@ class EngineLoop:
         """Let the engine whose turn it is compute a step; look after the others' deadlines and grammars."""
         turn = self._pacer.next({key: engine.demand() for key, engine in self._engines.items() if engine.has_work})
         if self._latest is not None and (turn is None or turn.engine != self._latest):
-            self._run(self._latest, lambda engine: engine.land(), events)  # its step is over before another computes
+            # Its step is over before another computes.
+            self._run(self._latest, lambda engine: engine.finish_pending(), events)
         if turn is not None:
             self._latest, budget = turn.engine, turn.budget
             self._run(turn.engine, lambda engine: engine.step(budget), events)
         now = time.monotonic()
-        if turn is None or now - self._tended >= TEND_SECONDS:
+        if turn is None or now - self._tended >= DEADLINE_SECONDS:
             self._tended = now
             for key, engine in self._engines.items():
                 if engine.has_work:
-                    self._run(key, lambda engine: (engine.tend(), None), events)
+                    self._run(key, lambda engine: (engine.check_deadlines(), None), events)
 
     def _run(self, key: EngineKey, act: Callable[[Engine], tuple[Outputs, StepStats | None]], events: Events) -> None:
         """Let an engine act, and report what came of it."""
@@ -238,4 +239,4 @@ class EngineLoop:
 
 
 def _limit() -> FaultLimit:
-    return FaultLimit(MOST_FAULTS, FAULT_SECONDS)
+    return FaultLimit(MAX_FAULTS, FAULT_SECONDS)

@@ -34,7 +34,7 @@ from model.network.weights import (
 from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
-LEAST_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
+MIN_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
 _GIB = 1 << 30
 
 
@@ -142,7 +142,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize + scales
 
 
-def most_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
+def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
     """What is asked for, within what the positions allow; or, where memory is to decide, what they allow."""
     if engine.max_model_len is None:
         if config.max_positions is None:
@@ -157,14 +157,14 @@ def most_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits)
 def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) -> Context:
     """The context that a pool of `memory` bytes serves: `most`, or less where it is not said how much.
 
-    Raises `ConfigError` where a request of the context that was asked for, or of `LEAST_CONTEXT`, has no room.
+    Raises `ConfigError` where a request of the context that was asked for, or of `MIN_CONTEXT`, has no room.
     """
     fits = kv.context_in(memory)
     if fits >= most.tokens:
         return most
-    if engine.max_model_len is None and fits >= min(LEAST_CONTEXT, most.tokens):
+    if engine.max_model_len is None and fits >= min(MIN_CONTEXT, most.tokens):
         return Context(fits, f"what the KV pool holds; the model takes {most.tokens}")
-    least = most.tokens if engine.max_model_len is not None else min(LEAST_CONTEXT, most.tokens)
+    least = most.tokens if engine.max_model_len is not None else min(MIN_CONTEXT, most.tokens)
     raise ConfigError(
         f"the KV pool has room for {kv.blocks_in(memory)} blocks, but one request of max_model_len {least} needs "
         f"{kv.blocks_for(least)} ({kv.bytes_for(least) / 2**20:.0f} MiB): raise kv_cache_memory or lower max_model_len"
@@ -206,7 +206,7 @@ def plan_memory(
         return 0
     kv = KVLayout.of(engine, config, kept.dtype)
     try:
-        context = fit_context(engine, most_context(engine, config, limits), kv, pool)
+        context = fit_context(engine, max_context(engine, config, limits), kv, pool)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     used = ranks * min(pool, limits.max_num_seqs * kv.bytes_for(context.tokens))

@@ -18,7 +18,7 @@ While something decodes, work is of two kinds:
 
 Several models that stream share the credit's rate, as if background work were one more model. A queue of an engine
 raises the slowdown of its own streams, because a batch that is kept small for the sake of its pace lets the queue grow.
-Without anything that decodes, a step takes all that its engine wants within `LONGEST_SECONDS`: cancellations and
+Without anything that decodes, a step takes all that its engine wants within `MAX_STEP_SECONDS`: cancellations and
 deadlines are looked at between steps, and an engine that is silent for long is taken for one that hangs.
 """
 
@@ -32,15 +32,15 @@ from model.engine.step_cost import DecodeCost, WorkCost
 
 SLOWDOWN = 2.2
 MAX_SLOWDOWN = 8.0
-LONGEST_SECONDS = 2.0
+MAX_STEP_SECONDS = 2.0
 FIRST_TOKENS = 64  # of a step without decodes while its cost is not known: seconds, of billions of weights on a CPU
-LEAST_TOKENS = 16  # the smallest piece that a prompt is cut into
-LEAST_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time of a few
+MIN_TOKENS = 16  # the smallest piece that a prompt is cut into
+MIN_GPU_TOKENS = 256  # the same on a GPU, which computes so many in the time of a few
 _WAITING_PER_SLOWDOWN = 8  # so many waiting sequences are worth another decode step's time
-_MOST_DEBT = 0.25  # seconds that a step may have cost too much before the rest is forgotten
-_LEAST_CHARGE = 1e-4  # seconds
-_LEAST_PAUSE = 0.004  # seconds of texts that are encoded at once, where so many wait: single ones cost more
-_LONGEST_PAUSE = 1.1  # background work between two decode steps, times what one of them earns
+_MAX_DEBT = 0.25  # seconds that a step may have cost too much before the rest is forgotten
+_MIN_CHARGE = 1e-4  # seconds
+_MIN_PAUSE = 0.004  # seconds of texts that are encoded at once, where so many wait: single ones cost more
+_MAX_PAUSE = 1.1  # background work between two decode steps, times what one of them earns
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
 
@@ -107,20 +107,20 @@ class _Prefill:
     prompt: WorkCost = field(default_factory=WorkCost)
     whole: WorkCost = field(default_factory=WorkCost)
 
-    def least_seconds(self, demand: StepDemand, least_tokens: int) -> float:
+    def min_seconds(self, demand: StepDemand, min_chunk_tokens: int) -> float:
         """Seconds of the smallest worthwhile piece of what is wanted; 0 while they are not known."""
         if demand.whole_tokens:
             least, wanted = self.whole.seconds(demand.whole_tokens), self.whole.seconds(demand.all_whole_tokens)
-            return max(least, min(wanted, _LEAST_PAUSE)) if not demand.prompt_tokens else least
-        return self.prompt.seconds(min(self.prompt.worthwhile_tokens(least_tokens), demand.prompt_tokens))
+            return max(least, min(wanted, _MIN_PAUSE)) if not demand.prompt_tokens else least
+        return self.prompt.seconds(min(self.prompt.worthwhile_tokens(min_chunk_tokens), demand.prompt_tokens))
 
-    def tokens_within(self, seconds: float, demand: StepDemand, least_tokens: int) -> tuple[int, int]:
+    def tokens_within(self, seconds: float, demand: StepDemand, min_chunk_tokens: int) -> tuple[int, int]:
         """Tokens of prompts and of whole inputs that so many seconds pay for; whole inputs go first."""
         whole = 0
         if demand.whole_tokens:
             whole = max(self.whole.tokens_within(seconds, 1), demand.whole_tokens) if self.whole.is_known else 1
             seconds -= self.whole.seconds(min(whole, demand.all_whole_tokens))
-        return self.prompt.tokens_within(seconds, least_tokens), whole
+        return self.prompt.tokens_within(seconds, min_chunk_tokens), whole
 
     def seconds(self, demand: StepDemand, prompt: int, whole: int) -> float:
         """What a step within these limits is expected to cost."""
@@ -171,10 +171,10 @@ class _FairClock:
 class StepPacer:
     """Divides the time of a process among its engines, a step at a time."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None, least_tokens: int = LEAST_TOKENS) -> None:
-        """`weights`: of each model, 1 where it is not named; `least_tokens`: the smallest piece of a prompt."""
+    def __init__(self, weights: Mapping[str, float] | None = None, min_chunk_tokens: int = MIN_TOKENS) -> None:
+        """`weights`: of each model, 1 where it is not named; `min_chunk_tokens`: the smallest piece of a prompt."""
         self._weights = dict(weights or {})
-        self._least_tokens = least_tokens
+        self._least_tokens = min_chunk_tokens
         self._costs: defaultdict[EngineKey, _Costs] = defaultdict(_Costs)
         self._streams = _FairClock()
         self._background = _FairClock()  # of models
@@ -216,16 +216,16 @@ class StepPacer:
             prefill.whole.observe(work.whole_tokens, extra * expected["whole"] / total)
         planned = self._planned[engine].popleft() if self._planned[engine] else 0.0
         if self._anything_decodes:
-            self._credit = max(self._credit - extra + planned, -_MOST_DEBT)
+            self._credit = max(self._credit - extra + planned, -_MAX_DEBT)
         self._background.charge(engine[0], (extra - planned) / self._weight(engine))
 
     def _undisturbed(self, demands: Mapping[EngineKey, StepDemand]) -> Turn:
-        """A step while nothing decodes: bounded by `LONGEST_SECONDS` alone."""
+        """A step while nothing decodes: bounded by `MAX_STEP_SECONDS` alone."""
         self._credit = 0.0
         engine, _ = self._next_background(demands, [])
         costs, demand = self._costs[engine].alone, demands[engine]
         prompt, whole = (
-            cost.tokens_within(LONGEST_SECONDS, self._least_tokens, explore=False) if cost.is_known else FIRST_TOKENS
+            cost.tokens_within(MAX_STEP_SECONDS, self._least_tokens, explore=False) if cost.is_known else FIRST_TOKENS
             for cost in (costs.prompt, costs.whole)
         )
         self._plan(engine, costs.seconds(demand, prompt, whole))
@@ -261,9 +261,9 @@ class StepPacer:
         if engine in streaming and (costs.decode.is_due or engine != self._next_stream(streaming)):
             return None  # its prompts go with its decodes, in their turn
         prefill = costs.prefill(engine in streaming)
-        least = costs.decode.seconds or 0.0 if kind == "decode" else prefill.least_seconds(demand, self._least_tokens)
+        least = costs.decode.seconds or 0.0 if kind == "decode" else prefill.min_seconds(demand, self._least_tokens)
         self._credit = min(self._credit, least + self._credit_of_a_step)  # what is left over is not lost
-        longest = _LONGEST_PAUSE * self._credit_of_a_step
+        longest = _MAX_PAUSE * self._credit_of_a_step
         if self._credit < least or (self._pause and self._pause + least > longest):
             return None
         if kind == "decode":
@@ -295,7 +295,7 @@ class StepPacer:
         self._planned[engine].append(seconds)
 
     def _charge(self, engine: EngineKey, kind: str, seconds: float) -> None:
-        seconds = max(seconds, _LEAST_CHARGE)  # who cannot use a turn does not get all others too
+        seconds = max(seconds, _MIN_CHARGE)  # who cannot use a turn does not get all others too
         self._background.charge(engine[0], seconds / self._weight(engine))
         self._within[engine[0]].charge(f"{engine[1]} {kind}", seconds)
 

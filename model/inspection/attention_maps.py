@@ -80,17 +80,17 @@ def attention_maps(path: Path, text: str) -> list[AttentionMap]:
     if model.encoder is None:
         model.decode(packed_input([encoded.ids], _CPU, causal=True))
         return [AttentionMap("decoder", torch.stack(backend.take()), names, names)]
-    memory = model.encode(packed_input([encoded.ids], _CPU, causal=False, token_types=[encoded.type_ids]))
+    encoder_output = model.encode(packed_input([encoded.ids], _CPU, causal=False, token_types=[encoded.type_ids]))
     maps = [AttentionMap("encoder", torch.stack(backend.take()), names, names)]
     if model.decoder is not None:
-        maps += _decoder_maps(model, backend, memory, names, tokenizer)
+        maps += _decoder_maps(model, backend, encoder_output, names, tokenizer)
     return maps
 
 
 def _decoder_maps(
-    model: Transformer, backend: RecordingBackend, memory: Tensor, sources: list[str], tokenizer: Tokenizer
+    model: Transformer, backend: RecordingBackend, encoder_output: Tensor, sources: list[str], tokenizer: Tokenizer
 ) -> list[AttentionMap]:
-    ids = _answer(model, backend, memory)
+    ids = _answer(model, backend, encoder_output)
     recorded = backend.take()  # of the last pass: self and cross attention of each layer, in turn
     names = [tokenizer.token_text(token) for token in ids]
     return [
@@ -99,14 +99,14 @@ def _decoder_maps(
     ]
 
 
-def _answer(model: Transformer, backend: RecordingBackend, memory: Tensor) -> list[int]:
+def _answer(model: Transformer, backend: RecordingBackend, encoder_output: Tensor) -> list[int]:
     """The decoder's input of a greedy answer; afterwards the backend holds its last pass alone."""
     start = model.config.decoder_start_token_id
     assert start is not None
     ids = [start]
     while True:
         backend.take()
-        cross = CrossInput(AttentionMetadata((len(ids),), (len(memory),), causal=False), memory)
+        cross = CrossInput(AttentionMetadata((len(ids),), (len(encoder_output),), causal=False), encoder_output)
         hidden = model.decode(packed_input([ids], _CPU, causal=True), cross=cross)
         logits = model.logits(hidden[-1:])[0]
         logits[list(model.config.generation.suppressed)] = float("-inf")

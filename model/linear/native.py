@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.native.library import KINDS, Kind, Library, Linear
-from model.system.huge_pages import room
+from model.system.huge_pages import reserve
 
 LANES = 16  # outputs of a panel
 _STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together, in 4 bytes
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         self.kind = KINDS[weight.dtype] if kind is None else kind
         self.matrix = Linear(int(self.kind), n, k)
         self.matrix.tiles = library.tiles
-        self._kept = {"data": room(_data_bytes(n, k, self.kind))}  # zero where no row and no column will be
+        self._kept = {"data": reserve(_data_bytes(n, k, self.kind))}  # zero where no row and no column will be
         if bias is not None:
             self._kept["bias"] = torch.zeros(_padded(n))
         if self.kind is Kind.INT8:

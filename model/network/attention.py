@@ -60,9 +60,9 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(hidden_size, 2 * config.kv_size, bias=config.qkv_bias)
         self.out = nn.Linear(config.query_size, hidden_size, bias=config.out_bias)
 
-    def project(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[S, K, D]` of the memory `[S, d]`."""
-        k, v = self.kv(memory).unflatten(-1, (2, self.config.num_kv_heads, self.config.head_dim)).unbind(-3)
+        k, v = self.kv(encoder_output).unflatten(-1, (2, self.config.num_kv_heads, self.config.head_dim)).unbind(-3)
         return k, v
 
     def forward(
@@ -71,8 +71,8 @@ class CrossAttention(nn.Module):
         backend: AttentionBackend,
         metadata: AttentionMetadata,
         cache: LayerCache | None,
-        memory: Tensor | None,  # [S, d]; None: keys and values are in the cache
+        encoder_output: Tensor | None,  # [S, d]; None: keys and values are in the cache
     ) -> Tensor:
         q = self.q(x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
-        k, v = self.project(memory) if memory is not None else (None, None)
+        k, v = self.project(encoder_output) if encoder_output is not None else (None, None)
         return self.out(backend.forward(q, k, v, cache, metadata, self.config).flatten(1))

@@ -39,7 +39,7 @@ class ShardedTransformer(Transformer):
         self.config = config
         self.group = group
         vocabulary = config.embedding.vocab_size
-        self.vocabulary = [Shard(rank, shard.size).share(vocabulary) for rank in range(shard.size)]
+        self.vocabulary = [Shard(rank, shard.size).shard_range(vocabulary) for rank in range(shard.size)]
         if self.tokens is not None:
             self.tokens = VocabularyEmbedding(self.tokens, self.vocabulary[shard.rank], group)
         for module in list(self.modules()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.system.transfer import sent
+from model.system.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,21 @@ class CrossInput:
     """What a decoder attends to: the memory itself, or nothing where its keys and values are in the pool."""
 
     metadata: AttentionMetadata
-    memory: Tensor | None = None  # [S, d]
+    encoder_output: Tensor | None = None  # [S, d]
 
 
 def packed_input(
-    segments: Rows[Rows[int]],
+    segments: Sequence[Sequence[int]],
     device: torch.device,
     *,
     causal: bool,
-    token_types: Rows[Rows[int]] | None = None,
+    token_types: Sequence[Sequence[int]] | None = None,
 ) -> StackInput:
     """Whole segments, one after the other, attending to themselves without a cache."""
     lens = tuple(map(len, segments))
 
-    def flat(rows: Rows[Rows[int]]) -> Tensor:
-        return sent(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
+    def flat(rows: Sequence[Sequence[int]]) -> Tensor:
+        return to_device(torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64, sum(lens))), device)
 
     types = flat(token_types) if token_types is not None else None
     return StackInput(

@@ -57,7 +57,7 @@ class Block(nn.Module):
         x, read = _join(x, mixed, self.attn_out, following)
         if self.cross is not None:
             assert cross is not None
-            mixed = self.cross(read, backend, cross.metadata, cache, cross.memory)
+            mixed = self.cross(read, backend, cross.metadata, cache, cross.encoder_output)
             x, read = _join(x, mixed, self.cross_out, self.ffn_in)
         return self.ffn_out(x + self.mlp(read))
 

@@ -146,7 +146,7 @@ class NativeStack:
     @staticmethod
     def covers(cache: KVCache | None, cross: CrossInput | None) -> bool:
         """Whether a step's keys are where the C code looks for them."""
-        return cross is None or (cross.memory is None and cache is not None)
+        return cross is None or (cross.encoder_output is None and cache is not None)
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.load_plan import plan_load
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, read_headers
 from model.config.model import ModelConfig
-from model.config.sharding import WHOLE, Index, Piece, Shard, cuts, local_shape
+from model.config.sharding import WHOLE, Index, Shard, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
 from model.families import FAMILIES
 from model.families.table.rules import Shape, WeightRule
@@ -79,7 +79,7 @@ def load_weights(
     with TensorReader(stored) as reader:
         for name, rule in plan:
             whole = shapes[rule.target]
-            _fill(places, reader, name, rule, whole, shard.piece(config, rule.target, whole))
+            _fill(places, reader, name, rule, whole, shard.shard_slice(config, rule.target, whole))
             progress.read(name)
     model.load_state_dict(places.state, assign=True)
     return model.requires_grad_(False).eval()
@@ -181,7 +181,7 @@ def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         else:
             yield rule.source, tensor if rule.shape is None else tensor.view(rule.shape)
     for name, found in pieces.items():
-        yield name, torch.cat([tensor for _, tensor in sorted(found, key=lambda piece: piece[0])])
+        yield name, torch.cat([tensor for _, tensor in sorted(found, key=lambda shard_slice: shard_slice[0])])
 
 
 def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
@@ -190,11 +190,11 @@ def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def _fill(
-    places: _Places, reader: TensorReader, name: str, rule: WeightRule, whole: Shape, piece: Piece | None
+    places: _Places, reader: TensorReader, name: str, rule: WeightRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> None:
-    """Put what `rule` takes of the stored tensor `name` into a `piece` of its target, whose shape is `whole`."""
-    shape = local_shape(whole, piece)
-    for into, values in _parts(reader, name, rule, whole, piece):
+    """Put what `rule` takes of the stored tensor `name` into a `shard_slice` of its target, whose shape is `whole`."""
+    shape = local_shape(whole, shard_slice)
+    for into, values in _parts(reader, name, rule, whole, shard_slice):
         values = values.reshape(*(index.stop - index.start for index in into), *shape[len(into) :])
         if not rule.duplicate:
             places.put(rule.target, shape, into, values)
@@ -203,11 +203,11 @@ def _fill(
 
 
 def _parts(
-    reader: TensorReader, name: str, rule: WeightRule, whole: Shape, piece: Piece | None
+    reader: TensorReader, name: str, rule: WeightRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> Iterator[tuple[Index, Tensor]]:
     """A few rows after the other, and where in the piece they go; transposed ones all at once."""
     rows, width = rule.rows or (0, whole[0]), math.prod(whole[1:])
-    for source, into in cuts(whole, rows, piece):
+    for source, into in cuts(whole, rows, shard_slice):
         assert len(source) <= 2, "no parameter is split by a later dimension"
         first, last, at = source[0].start, source[0].stop, into[0].start
         columns = slice(0, width)

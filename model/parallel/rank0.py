@@ -1,9 +1,9 @@
 """Rank 0: a Transformer and a pool that tell the other ranks each call before they make it.
 
-    engine -- decode, encode, logits, ... --> LeadingTransformer, LeadingCache
+    engine -- decode, encode, logits, ... --> Rank0Transformer, Rank0Cache
                                                   |  the call as data, its tensors by broadcast
                                                   v
-                                              followers, which make the same call
+                                              rank_processes, which make the same call
 
 Requests, policy and sampling are rank 0's alone.
 """
@@ -27,35 +27,37 @@ from model.network.weights import load_weights
 from model.parallel.group import Group
 
 if TYPE_CHECKING:
-    from model.parallel.rank_processes import Followers
+    from model.parallel.rank_processes import RankProcesses
 
 
-class LeadingTransformer(ShardedTransformer):
+class Rank0Transformer(ShardedTransformer):
     """Rank 0 of a model: a Transformer to whom it asks, whole hidden states and logits of the whole vocabulary."""
 
     can_pause = False  # the other ranks are told whole passes
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: Group, followers: Followers) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, group: Group, rank_processes: RankProcesses
+    ) -> None:
         super().__init__(config, backend, group)
-        self.followers = followers
-        self.memory: list[tuple[int, int]] = []  # (free, total) bytes of each other rank's GPU
+        self.rank_processes = rank_processes
+        self.gpu_memory: list[tuple[int, int]] = []  # (free, total) bytes of each other rank's GPU
 
     def encode(self, inputs: StackInput) -> Tensor:
         self._check_ids(inputs)
-        with self.followers.call("encode", inputs):
+        with self.rank_processes.call("encode", inputs):
             return super().encode(inputs)
 
-    def write_memory(self, memory: Tensor, cache: KVCache, slots: Tensor) -> None:
-        with self.followers.call("write_memory", memory, slots):
-            super().write_memory(memory, cache, slots)
+    def write_encoder_output(self, encoder_output: Tensor, cache: KVCache, slots: Tensor) -> None:
+        with self.rank_processes.call("write_encoder_output", encoder_output, slots):
+            super().write_encoder_output(encoder_output, cache, slots)
 
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
         self._check_ids(inputs)
-        with self.followers.call("decode", inputs, cache is not None, cross):
+        with self.rank_processes.call("decode", inputs, cache is not None, cross):
             return super().decode(inputs, cache, cross)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        with self.followers.call("logits", hidden):
+        with self.rank_processes.call("logits", hidden):
             return super().logits(hidden)
 
     def _check_ids(self, inputs: StackInput) -> None:
@@ -65,7 +67,7 @@ class LeadingTransformer(ShardedTransformer):
             raise IndexError(f"a token id is outside the vocabulary of {size}")
 
 
-class LeadingCache(KVCache):
+class Rank0Cache(KVCache):
     """Rank 0's pool of its own heads; every other rank has one of the same blocks."""
 
     def __init__(
@@ -75,18 +77,18 @@ class LeadingCache(KVCache):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        followers: Followers,
+        rank_processes: RankProcesses,
     ) -> None:
         super().__init__(stack, num_blocks, block_size, dtype, device)
-        self._followers = followers
-        followers.make_pool(num_blocks, block_size, dtype)
+        self._followers = rank_processes
+        rank_processes.make_pool(num_blocks, block_size, dtype)
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
         with self._followers.call("copy_blocks", list(copies), list(copies.values())):
             super().copy_blocks(copies)
 
 
-def load_leader(
+def load_rank0(
     name: str,
     checkpoint: Checkpoint,
     backend: AttentionBackend,
@@ -95,13 +97,13 @@ def load_leader(
     *,
     size: int,
     max_model_len: int,
-) -> LeadingTransformer:
+) -> Rank0Transformer:
     """Rank 0 of `size` with its share of the weights, all others started and connected.
 
     Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not come up.
     """
     from model.parallel.messages import Load, dtype_name
-    from model.parallel.rank_processes import Followers  # a bare machine with one rank needs no msgspec
+    from model.parallel.rank_processes import RankProcesses  # a bare machine with one rank needs no msgspec
 
     shard = Shard(0, size)
     group = Group(shard, device)
@@ -109,14 +111,14 @@ def load_leader(
         Load(str(checkpoint.path), max_model_len, dtype_name(dtype), str(rank_device(device, rank)), backend.name)
         for rank in range(1, size)
     ]
-    followers = Followers(name, group, loads)
+    rank_processes = RankProcesses(name, group, loads)
     try:
         with torch.device("meta"):
-            model = LeadingTransformer(checkpoint.config, backend, group, followers)
+            model = Rank0Transformer(checkpoint.config, backend, group, rank_processes)
         load_weights(model, checkpoint, dtype, device, shard)
-        model.memory = followers.connect()
+        model.gpu_memory = rank_processes.connect()
     except BaseException:
-        followers.close()
+        rank_processes.close()
         raise
     return model
 

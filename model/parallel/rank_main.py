@@ -41,7 +41,7 @@ from model.system.child_process import FrameSocket, ignore_signals
 logger = logging.getLogger(__name__)
 
 
-class Follower:
+class RankWorker:
     """One rank over its end of the socket."""
 
     def __init__(self, frames: FrameSocket, rendezvous: int, shard: Shard) -> None:
@@ -100,9 +100,9 @@ class Follower:
             model.logits(*arguments)
         else:
             assert cache is not None
-            if call.name == "write_memory":
-                memory, slots = arguments
-                model.write_memory(memory, cache, slots)
+            if call.name == "write_encoder_output":
+                encoder_output, slots = arguments
+                model.write_encoder_output(encoder_output, cache, slots)
             else:
                 targets, sources = arguments
                 cache.copy_blocks(dict(zip(targets, sources, strict=True)))
@@ -127,7 +127,7 @@ def main() -> None:
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
-        Follower(FrameSocket(connection), rendezvous, Shard(rank, size)).run()
+        RankWorker(FrameSocket(connection), rendezvous, Shard(rank, size)).run()
     except EOFError:
         os._exit(0)
     except BaseException:

@@ -60,7 +60,7 @@ class _Fate:
             self.known.set()
 
 
-class Followers:
+class RankProcesses:
     """The other ranks of one model. They end with this object, with `close`, or with the process."""
 
     def __init__(self, name: str, group: Group, loads: list[Load]) -> None:

@@ -11,7 +11,7 @@ Shapes: B rows, V tokens, H of the head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from model.api.request import SamplingParams
 from model.system import fallbacks
-from model.system.transfer import on_device
+from model.system.transfer import device_tensor
 
 HEADS = (64, 1024)  # tokens looked at before the whole vocabulary is put in order
 _BLOCK = 256  # weights added up together
@@ -32,20 +32,20 @@ _MANY_KERNELS = "tokens are drawn in many kernels"
 _CHUNK = 1 << 20  # scores worked on at a time, so that they stay in the CPU's cache
 
 
-def draw_into(
-    tokens: Tensor, logits: Tensor, rows: Rows[int], params: Rows[SamplingParams], points: Rows[float]
+def sample_into(
+    tokens: Tensor, logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> None:
     """Draw for `rows` of logits `[B, V]`, of any float type, into those places of tokens `[B]`."""
-    left: Rows[int] = range(len(rows))
+    left: Sequence[int] = range(len(rows))
     kernel = _kernel(logits.device)
     if kernel is not None:
         taken = [i for i in left if kernel.covers(params[i])]
-        if taken and _launched(kernel, logits, tokens, *([of[i] for i in taken] for of in (rows, params, points))):
+        if taken and _launched(kernel, logits, tokens, *([of[i] for i in taken] for of in (rows, params, uniforms))):
             left = [i for i in left if not kernel.covers(params[i])]
     if left:
-        at = on_device([rows[i] for i in left], logits.device, torch.int64)
+        at = device_tensor([rows[i] for i in left], logits.device, torch.int64)
         scores = logits if len(left) == len(logits) else logits[at]
-        tokens[at] = draw(scores.float(), [params[i] for i in left], [points[i] for i in left])
+        tokens[at] = sample_rows(scores.float(), [params[i] for i in left], [uniforms[i] for i in left])
 
 
 def _kernel(device: torch.device) -> ModuleType | None:
@@ -65,7 +65,7 @@ def _has_triton(device: torch.device) -> bool:
 def _launched(kernel: ModuleType, *arguments: object) -> bool:
     """Whether that worked; if not, it is not tried again."""
     try:
-        kernel.draw_rows(*arguments)
+        kernel.launch_sampling(*arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -74,15 +74,15 @@ def _launched(kernel: ModuleType, *arguments: object) -> bool:
     return True
 
 
-def draw(logits: Tensor, params: Rows[SamplingParams], points: Rows[float]) -> Tensor:
-    """Token ids `[B]` of logits `[B, V]`; `points` are the rows' uniform numbers in [0, 1)."""
+def sample_rows(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Token ids `[B]` of logits `[B, V]`; `uniforms` are the rows' uniform numbers in [0, 1)."""
     size = max(1, _CHUNK // logits.shape[1]) if logits.device.type == "cpu" else len(params)
     parts = range(0, len(params), size)
-    drawn = [_draw(logits[i : i + size], params[i : i + size], points[i : i + size]) for i in parts]
+    drawn = [_sample_chunk(logits[i : i + size], params[i : i + size], uniforms[i : i + size]) for i in parts]
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
-def _draw(logits: Tensor, params: Rows[SamplingParams], points: Rows[float]) -> Tensor:
+def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     device = logits.device
     scaled = logits / _column([p.temperature for p in params], device, torch.float32)
     scaled -= scaled.amax(dim=-1, keepdim=True)
@@ -91,25 +91,25 @@ def _draw(logits: Tensor, params: Rows[SamplingParams], points: Rows[float]) -> 
     if len(cut) == len(params):
         weights = _cut(scaled, weights, params)
     elif cut:
-        at = on_device(cut, device, torch.int64)
+        at = device_tensor(cut, device, torch.int64)
         weights[at] = _cut(scaled[at], weights[at], [params[i] for i in cut])
     typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
     if typical:
-        at = on_device(typical, device, torch.int64)
+        at = device_tensor(typical, device, torch.int64)
         weights[at] = _typical(weights[at], _column([params[i].typical_p for i in typical], device))
-    return _invert(weights, _column(points, device))
+    return _invert(weights, _column(uniforms, device))
 
 
-def _column(values: Rows[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    return on_device(values, device, dtype)[:, None]
+def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    return device_tensor(values, device, dtype)[:, None]
 
 
-def _invert(weights: Tensor, points: Tensor) -> Tensor:
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Where the points `[B, 1]` fall in weights `[B, V]`: first among blocks of tokens, then in the block."""
     blocks = _blocks(weights, _BLOCK, 0.0)
     sums = blocks.sum(dim=-1).double()
     mass = sums.cumsum(dim=-1)
-    target = points * mass[:, -1:]
+    target = uniforms * mass[:, -1:]
     block = _reach(mass, target)  # [B, 1]
     before = mass.gather(1, block) - sums.gather(1, block)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
@@ -122,19 +122,19 @@ def _reach(mass: Tensor, target: Tensor) -> Tensor:
     return torch.minimum(torch.searchsorted(mass, target, right=True), last)
 
 
-def _cut(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams]) -> Tensor:
+def _cut(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The weights without what top-k, top-p and min-p leave out; `scaled` is 0 at each row's likeliest token."""
     device = scaled.device
     least = _column([p.min_p for p in params], device, torch.float32).log()  # -inf: off
     ordered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0]
     if ordered:
-        at = on_device(ordered, device, torch.int64)
+        at = device_tensor(ordered, device, torch.int64)
         found = _least_likely(scaled[at], weights[at], [params[i] for i in ordered])
         least[at] = torch.maximum(least[at], found)
     return weights.masked_fill_(scaled < least, 0.0)
 
 
-def _least_likely(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams]) -> Tensor:
+def _least_likely(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The lowest score `[B, 1]` that top-k and then top-p keep."""
     total = _blocks(weights, _BLOCK, 0.0).sum(dim=-1).sum(dim=-1, keepdim=True, dtype=torch.float64)  # [B, 1]
     least = torch.empty(len(scaled), 1, device=scaled.device)
@@ -143,7 +143,7 @@ def _least_likely(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams])
         tried = [i for i in left if params[i].top_k <= size or size == scaled.shape[1]]
         if not tried:
             continue
-        at = on_device(tried, scaled.device, torch.int64)
+        at = device_tensor(tried, scaled.device, torch.int64)
         values = highest(scaled[at], size)
         least[at], reached = _last_kept(values, total[at], [params[i] for i in tried])
         done = set(tried)
@@ -155,14 +155,14 @@ def _least_likely(scaled: Tensor, weights: Tensor, params: Rows[SamplingParams])
     return least
 
 
-def _last_kept(values: Tensor, total: Tensor, params: Rows[SamplingParams]) -> tuple[Tensor, Tensor]:
+def _last_kept(values: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """The lowest of the head `values` `[B, H]` that is kept `[B, 1]`, and whether the head reaches that far `[B]`."""
     size = values.shape[1]
     count = [min(p.top_k or size, size) for p in params]
-    kept = on_device(count, values.device, torch.int64)[:, None]
+    kept = device_tensor(count, values.device, torch.int64)[:, None]
     weights = values.exp().double().masked_fill(torch.arange(size, device=values.device) >= kept, 0.0)
     mass = weights.cumsum(dim=-1)
-    by_count = on_device([p.top_k > 0 for p in params], values.device, torch.bool)[:, None]
+    by_count = device_tensor([p.top_k > 0 for p in params], values.device, torch.bool)[:, None]
     limit = _column([p.top_p for p in params], values.device) * torch.where(by_count, mass[:, -1:], total)
     reaching = torch.searchsorted(mass, limit) + 1  # tokens until the share is reached
     last = torch.minimum(reaching, kept) - 1

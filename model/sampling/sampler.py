@@ -8,7 +8,7 @@ or the history of the process. Temperature 0 is argmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from model.api.request import SamplingParams, TokenLogprob
 from model.api.token_history import History
-from model.sampling.random_sampling import draw_into
-from model.sampling.top_k import rank
-from model.system.transfer import on_device, sent
+from model.sampling.random_sampling import sample_into
+from model.sampling.top_k import top_k_logsumexp
+from model.system.transfer import device_tensor, to_device
 
 _MASK = (1 << 64) - 1
 _FEW_BANS = 64  # that a list of candidates may be longer by
@@ -33,9 +33,9 @@ class SamplingRow:
 
     params: SamplingParams
     index: int  # which of the request's n sequences
-    token_ids: Rows[int]  # prompt and output so far
+    token_ids: Sequence[int]  # prompt and output so far
     num_prompt_tokens: int
-    banned_token_ids: Rows[int] = ()
+    banned_token_ids: Sequence[int] = ()
     forced_token_id: int | None = None  # the only one allowed
     allowed: NDArray[np.bool_] | None = None  # those that a grammar leaves, [V]; bans are counted in
     history: History | None = None  # of `token_ids`, where it is kept from step to step
@@ -60,7 +60,7 @@ def uniform(seed: int, index: int, counter: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Token ids `[B]` of logits `[B, V]`, which are left as they are."""
     logits = _process(logits, rows)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
@@ -70,8 +70,8 @@ def sample(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if drawn:
         chosen = [rows[i] for i in drawn]
-        points = [uniform(row.params.seed, row.index, row.num_output_tokens) for row in chosen]
-        draw_into(tokens, logits, drawn, [row.params for row in chosen], points)
+        uniforms = [uniform(row.params.seed, row.index, row.num_output_tokens) for row in chosen]
+        sample_into(tokens, logits, drawn, [row.params for row in chosen], uniforms)
     return tokens
 
 
@@ -82,7 +82,7 @@ def _largest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
+def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Bias, penalties and bans of the rows that have any, on a float32 copy: a few scatters, however many rows.
 
     What is written where is put together on the host, so nothing waits for the device.
@@ -94,7 +94,7 @@ def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
     if any(row.params.logit_bias for row in chosen):
         biases = [bias for row in chosen for bias in row.params.logit_bias.values()]
         _, where = _flat([tuple(row.params.logit_bias) for row in chosen], at, logits.device)
-        logits[where] += on_device(biases, logits.device, torch.float32)
+        logits[where] += device_tensor(biases, logits.device, torch.float32)
     if any(row.params.repetition_penalty != 1.0 for row in chosen):
         _repetition(logits, chosen, at)
     if any(row.params.presence_penalty or row.params.frequency_penalty for row in chosen):
@@ -107,27 +107,27 @@ def _process(logits: Tensor, rows: Rows[SamplingRow]) -> Tensor:
 
 
 def _flat(
-    lists: list[Rows[int]], at: NDArray[np.int64], device: torch.device
+    lists: list[Sequence[int]], at: NDArray[np.int64], device: torch.device
 ) -> tuple[NDArray[np.int64], tuple[Tensor, Tensor]]:
     """For each token of the lists, its list, and its place in the logits; list `i` is of the logits' row `at[i]`."""
     lengths = [len(tokens) for tokens in lists]
     tokens = np.fromiter(chain.from_iterable(lists), np.int64, sum(lengths))
     of = np.repeat(np.arange(len(lists)), lengths)
-    return of, (sent(torch.from_numpy(at[of]), device), sent(torch.from_numpy(tokens), device))
+    return of, (to_device(torch.from_numpy(at[of]), device), to_device(torch.from_numpy(tokens), device))
 
 
-def _repetition(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
+def _repetition(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
     """What was seen becomes less likely by a factor (Keskar et al. 2019); what comes twice is written twice."""
     penal = [i for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0]
     seen = [rows[i].past.seen(rows[i].token_ids) for i in penal]
     factors = np.array([rows[i].params.repetition_penalty for i in penal], dtype=np.float32)
-    factor = sent(torch.from_numpy(np.repeat(factors, [len(tokens) for tokens in seen])), logits.device)
+    factor = to_device(torch.from_numpy(np.repeat(factors, [len(tokens) for tokens in seen])), logits.device)
     where = _places(logits, at[penal], seen)
     scores = logits.view(-1).index_select(0, where)
     logits.view(-1).scatter_(0, where, torch.where(scores > 0, scores / factor, scores * factor))
 
 
-def _presence_and_frequency(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
+def _presence_and_frequency(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
     """What the output has already costs a constant and a price for each time."""
     costly = [i for i, row in enumerate(rows) if row.params.presence_penalty or row.params.frequency_penalty]
     outputs = [rows[i].past.output(rows[i].token_ids) for i in costly]
@@ -137,29 +137,29 @@ def _presence_and_frequency(logits: Tensor, rows: Rows[SamplingRow], at: NDArray
         for i, output in zip(costly, outputs, strict=True)
     ]
     where = _places(logits, at[costly], [output.tokens for output in outputs])
-    price = sent(torch.from_numpy(np.concatenate(prices)), logits.device)
+    price = to_device(torch.from_numpy(np.concatenate(prices)), logits.device)
     logits.view(-1).scatter_(0, where, logits.view(-1).index_select(0, where) - price)
 
 
-def _places(logits: Tensor, at: NDArray[np.int64], tokens: Rows[NDArray[np.int64]]) -> Tensor:
+def _places(logits: Tensor, at: NDArray[np.int64], tokens: Sequence[NDArray[np.int64]]) -> Tensor:
     """Where tokens stand in flat logits, list `i` being of row `at[i]`: half the time of two indices."""
     width = logits.shape[1]
     flat = np.concatenate([row * width + found for row, found in zip(at, tokens, strict=True)])
-    return sent(torch.from_numpy(flat), logits.device)
+    return to_device(torch.from_numpy(flat), logits.device)
 
 
-def _impose(logits: Tensor, rows: Rows[SamplingRow], at: NDArray[np.int64]) -> None:
+def _impose(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
     """What grammars leave, and the only token where one is forced, whatever a grammar says."""
     forced = [i for i, row in enumerate(rows) if row.forced_token_id is not None]
     limited = [i for i, row in enumerate(rows) if row.allowed is not None and row.forced_token_id is None]
     if limited:
-        allowed = sent(torch.from_numpy(np.stack([rows[i].allowed for i in limited])), logits.device)  # type: ignore[misc]
-        where = sent(torch.from_numpy(at[limited]), logits.device)
+        allowed = to_device(torch.from_numpy(np.stack([rows[i].allowed for i in limited])), logits.device)  # type: ignore[misc]
+        where = to_device(torch.from_numpy(at[limited]), logits.device)
         logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
     if forced:
-        where = sent(torch.from_numpy(at[forced]), logits.device)
+        where = to_device(torch.from_numpy(at[forced]), logits.device)
         logits[where] = float("-inf")
-        logits[where, on_device([rows[i].forced_token_id or 0 for i in forced], logits.device, torch.int64)] = 0.0
+        logits[where, device_tensor([rows[i].forced_token_id or 0 for i in forced], logits.device, torch.int64)] = 0.0
 
 
 def _needs_processing(row: SamplingRow) -> bool:
@@ -173,12 +173,14 @@ def _rescores(row: SamplingRow) -> bool:
     return bool(penalties or p.logit_bias or row.forced_token_id is not None or row.allowed is not None)
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, top: Rows[int]) -> list[TokenLogprob]:
-    """Tokens `[N]` under the model's own distribution (logits `[N, V]`), each with the `top[i]` likeliest."""
+def logprobs_of(logits: Tensor, tokens: Tensor, top: Sequence[int]) -> list[TokenLogprob]:
+    """Tokens `[N]` under the model's own distribution (logits `[N, V]`), each with the `top[i]` likeliest tokens of its
+    row."""
     logits = logits.float()
-    values, ids, mass = rank(logits, max(top))  # the order is that of the logits, so no second table of them is made
-    chosen = (logits.gather(1, tokens[:, None]) - mass)[:, 0]
-    values = values - mass
+    # The order is that of the logits, so no second table of them is made.
+    values, ids, logsumexp = top_k_logsumexp(logits, max(top))
+    chosen = (logits.gather(1, tokens[:, None]) - logsumexp)[:, 0]
+    values = values - logsumexp
     ranked = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
         TokenLogprob(token, value, tuple(best[:count]))
@@ -186,19 +188,19 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: Rows[int]) -> list[TokenLog
     ]
 
 
-def likeliest(logits: Tensor, rows: Rows[SamplingRow], counts: Rows[int]) -> list[list[tuple[int, float]]]:
+def top_candidates(logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence[int]) -> list[list[tuple[int, float]]]:
     """For each beam of logits `[B, V]` its `counts[i]` likeliest tokens with their log-probabilities, best first.
 
     Bans and penalties act on log-probabilities, as they do in the reference library's beam search.
     """
     bans: list[set[int]] = [set(row.banned_token_ids) for row in rows]
     if any(map(_rescores, rows)) or max(map(len, bans)) > _FEW_BANS:
-        _, _, mass = rank(logits, 1)
-        values, tokens, _ = rank(_process(logits - mass, rows), max(counts))
+        _, _, logsumexp = top_k_logsumexp(logits, 1)
+        values, tokens, _ = top_k_logsumexp(_process(logits - logsumexp, rows), max(counts))
         bans = [set() for _ in rows]  # they have come last
     else:  # what is banned is left out of a longer list, without a second table of the vocabulary's size
-        values, tokens, mass = rank(logits, max(counts) + max(map(len, bans)))
-        values = values - mass
+        values, tokens, logsumexp = top_k_logsumexp(logits, max(counts) + max(map(len, bans)))
+        values = values - logsumexp
     return [
         [(token, value) for token, value in zip(ids, found, strict=True) if token not in banned][:count]
         for ids, found, banned, count in zip(tokens.tolist(), values.tolist(), bans, counts, strict=True)

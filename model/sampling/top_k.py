@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits, and the rows' mass, by which logits become log-probabilities.
+"""The likeliest tokens of rows of logits, and the rows' logsumexp, by which logits become log-probabilities.
 
 Each row depends on nothing but itself, the last bit included. On a CPU the native kernels do it where they are in use:
 torch takes four to six times as long for rows of 50,000.
@@ -13,23 +13,23 @@ from model.native.library import loaded
 _MOST = 256  # ranks that are kept in order one by one
 
 
-def rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_k_logsumexp(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` highest of logits `[B, V]`, at most V of them, in descending order: values `[B, count]`, tokens
     `[B, count]`, and log sum exp of each row `[B, 1]`, in float32. Of equals the first comes first.
     """
     logits, count = logits.float(), min(count, logits.shape[1])
     library = loaded() if logits.device.type == "cpu" else None
     if library is None:
-        return *_highest(logits, count), _log_mass(logits)
-    values, tokens, mass = library.run_ranking(logits.contiguous(), max(1, min(count, _MOST)))
-    values, tokens, unsure = values[:, :count], tokens[:, :count], mass.isnan()[:, 0]
+        return *_highest(logits, count), _logsumexp(logits)
+    values, tokens, logsumexp = library.run_ranking(logits.contiguous(), max(1, min(count, _MOST)))
+    values, tokens, unsure = values[:, :count], tokens[:, :count], logsumexp.isnan()[:, 0]
     if unsure.any():  # the other rows keep what they have
-        mass[unsure] = _log_mass(logits[unsure])
+        logsumexp[unsure] = _logsumexp(logits[unsure])
     if count > _MOST:
         values, tokens = _highest(logits, count)
     elif unsure.any():
         values[unsure], tokens[unsure] = _highest(logits[unsure], count)
-    return values, tokens, mass
+    return values, tokens, logsumexp
 
 
 def _highest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def _highest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, tokens
 
 
-def _log_mass(logits: Tensor) -> Tensor:
+def _logsumexp(logits: Tensor) -> Tensor:
     """log sum exp of each row, `[B, 1]`. A lone one is taken twice, as torch would share its sum among threads."""
     if len(logits) > 1:
         return logits.logsumexp(dim=-1, keepdim=True)

@@ -11,7 +11,7 @@ Shapes: B rows of logits, N of them drawn for, V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import language as tl
 
 from model.api.request import SamplingParams
-from model.system.transfer import sent
+from model.system.transfer import to_device
 
 _BLOCK = 2048  # tokens worked on at a time
 _WARPS = 8
@@ -124,7 +124,7 @@ def _within(logits, vocabulary, peak, inverse, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def draw_row(
+def sampling_kernel(
     logits,  # [B, V]
     tokens,  # [B]: where what is drawn goes
     settings,  # [N, 6] float64
@@ -185,24 +185,24 @@ def covers(params: SamplingParams) -> bool:
     return params.typical_p >= 1.0
 
 
-def draw_rows(
-    logits: Tensor, tokens: Tensor, rows: Rows[int], params: Rows[SamplingParams], points: Rows[float]
+def launch_sampling(
+    logits: Tensor, tokens: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> None:
     """Draw for `rows` of logits `[B, V]` (any float, rows dense) into those places of tokens `[B]` int64.
 
-    `points` are the rows' uniform numbers in [0, 1).
+    `uniforms` are the rows' uniform numbers in [0, 1).
     """
     table = np.array(
         [
             (row, p.temperature, p.top_k, p.top_p, p.min_p, point)
-            for row, p, point in zip(rows, params, points, strict=True)
+            for row, p, point in zip(rows, params, uniforms, strict=True)
         ],
         dtype=np.float64,
     )
     vocabulary = logits.shape[1]
-    settings = sent(torch.from_numpy(table), logits.device)
+    settings = to_device(torch.from_numpy(table), logits.device)
     with torch.cuda.device_of(logits):
-        draw_row[(len(rows),)](
+        sampling_kernel[(len(rows),)](
             logits,
             tokens,
             settings,

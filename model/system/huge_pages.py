@@ -17,10 +17,10 @@ _WORTH = 4 << 20  # bytes from which on there are huge pages in it, however it i
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """As `torch.zeros` on the CPU, written once, so that memory which is not there is missed now."""
     size = math.prod(shape) * dtype.itemsize
-    return room(size).view(dtype).view(*shape).zero_() if size else torch.zeros(shape, dtype=dtype)
+    return reserve(size).view(dtype).view(*shape).zero_() if size else torch.zeros(shape, dtype=dtype)
 
 
-def room(size: int) -> Tensor:
+def reserve(size: int) -> Tensor:
     """`[size]` bytes that are zero and take no memory until they are written."""
     if size < _WORTH or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.from_numpy(numpy.zeros(size, dtype=numpy.uint8))  # which torch's own would write

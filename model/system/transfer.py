@@ -8,28 +8,28 @@ import torch
 from torch import Tensor
 
 
-def on_device(values: Sequence[float] | Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+def device_tensor(values: Sequence[float] | Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     """The values as a tensor on `device`."""
-    return sent(torch.tensor(values, dtype=dtype), device)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
+def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`: the copy, from pinned memory, is in order with what follows but not awaited."""
     if device.type != "cuda":
         return host.to(device)
     return (host if host.is_pinned() else host.pin_memory()).to(device, non_blocking=True)
 
 
-def brought(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, of one dtype, dense on the host: from a device all in one copy, which waits once."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.contiguous() for tensor in tensors]
-    flat = Fetched(torch.cat([tensor.reshape(-1) for tensor in tensors])).get()
+    flat = HostCopy(torch.cat([tensor.reshape(-1) for tensor in tensors])).get()
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-class Fetched:
+class HostCopy:
     """A tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:

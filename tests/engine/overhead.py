@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from model.api.request import Request, SamplingParams
 from model.config.model import GenerationRules
-from model.engine.execution.batch import Layout, pack
+from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import Engine
 from model.engine.scheduling.block_manager import BlockManager
@@ -43,7 +43,7 @@ class PackingRunner:
 
     def launch(self, output: SchedulerOutput, before: Any = None) -> Late:
         steps = output.scheduled
-        self.run("pack", lambda: pack(Layout.of(steps), steps, self.blocks, {}))
+        self.run("pack", lambda: pack(BatchLayout.of(steps), steps, self.blocks, {}))
         row = partial(ModelRunner._sampling_row, cast(ModelRunner, self), rules=GenerationRules(), ruled=False)
         self.run("rows", lambda: [row(step.sequence) for step in steps if step.samples])
         return Late([SampledToken(7) if step.samples else None for step in steps], {})

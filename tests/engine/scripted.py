@@ -10,7 +10,7 @@ from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
 from model.engine.generate_engine import Engine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.scheduling.sequence import AWAITED, SequenceStatus
+from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
 from model.engine.step_pacer import UNLIMITED
 
 VOCAB = 1000
@@ -57,8 +57,8 @@ class ScriptedRunner:
     def _tokens(self, step: ScheduledSequence, known: dict[int, int]) -> list[int]:
         """What the device knows of a sequence: the token of the step before too."""
         *earlier, last = step.sequence.token_ids
-        assert AWAITED not in earlier
-        return [*earlier, known[id(step.sequence)] if last == AWAITED else last]
+        assert PLACEHOLDER not in earlier
+        return [*earlier, known[id(step.sequence)] if last == PLACEHOLDER else last]
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         sequence, stop = step.sequence, step.start + step.num_tokens

@@ -16,7 +16,7 @@ from model.api.stats import Health
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.engine import builder
-from model.engine.loop import MOST_FAULTS
+from model.engine.loop import MAX_FAULTS
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from model.engine.thread_transport import ThreadTransport
 from model.errors import ConfigError, EngineDeadError, EngineGoneError, QueueFullError
@@ -385,7 +385,7 @@ async def test_a_model_that_breaks_again_and_again_ends_the_loop_which_is_starte
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
     at = broken_schedule(monkeypatch, LLAMA)
     async with served(LLAMA) as engine:
-        for number in range(MOST_FAULTS):
+        for number in range(MAX_FAULTS):
             at.append(2)
             await collect(engine.submit([endless(f"r{number}")]))
         at.append(2)
@@ -422,7 +422,7 @@ async def test_a_loop_that_is_lost_again_and_again_is_not_live_and_left_alone_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.001,))
-    monkeypatch.setattr(async_engine, "_MOST_RESTARTS", 3)
+    monkeypatch.setattr(async_engine, "_MAX_RESTARTS", 3)
     monkeypatch.setattr(async_engine, "_RESTART_WINDOW", 1.0)
     async with served("bert", transport=Lost) as engine:
         await until(lambda: not engine.health().live)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_table import BlockTable
-from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.sequence import SequenceState
 from tests.engine.scripted import request
 
 
-def sequence(prompt: int, source: int = 0) -> Sequence:
-    return Sequence.of(request("r", prompt, source=source), 0, 0, ())
+def sequence(prompt: int, source: int = 0) -> SequenceState:
+    return SequenceState.of(request("r", prompt, source=source), 0, 0, ())
 
 
 @settings(deadline=None)
@@ -108,7 +108,7 @@ def test_control_the_check_finds(fault: str) -> None:
     elif fault == "shared":
         one.block_table[0] = other.block_table[0]
     else:
-        manager.free(Sequence.of(one.request, 0, 0, ()))
+        manager.free(SequenceState.of(one.request, 0, 0, ()))
         manager._free.append(one.block_table[0])
     with pytest.raises(AssertionError, match=r"lost or doubled|a count is wrong"):
         manager.check_invariants([one, other])

@@ -13,7 +13,7 @@ import torch
 
 from model.engine.builder import recorded
 from model.engine.execution.cuda_graphs import CudaRecorder
-from model.system.transfer import Fetched
+from model.system.transfer import HostCopy
 
 SECOND = torch.device("cuda", 1)
 
@@ -103,7 +103,7 @@ def test_tokens_are_awaited_on_their_device(gpus: Gpus, monkeypatch: pytest.Monk
     host = SimpleNamespace(copy_=lambda tensor, non_blocking: None)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: host)
     tokens = SimpleNamespace(device=SECOND, shape=(3,), dtype=torch.int64)
-    assert Fetched(tokens).get() is host  # type: ignore[arg-type]
+    assert HostCopy(tokens).get() is host  # type: ignore[arg-type]
     assert gpus.recorded == [1]
 
 

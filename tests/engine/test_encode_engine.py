@@ -205,7 +205,7 @@ def test_an_input_that_paused_can_be_aborted_and_be_late() -> None:
         made.step(StepBudget(whole_tokens=1))
         if late:
             time.sleep(0.06)
-        outputs = made.tend() if late else made.abort("r", FinishReason.CANCELLED)
+        outputs = made.check_deadlines() if late else made.abort("r", FinishReason.CANCELLED)
         assert [output.finish_reason for output in outputs] == [
             FinishReason.DEADLINE if late else FinishReason.CANCELLED
         ]
@@ -236,7 +236,7 @@ def test_a_batch_comes_from_the_device_in_one_copy(monkeypatch: pytest.MonkeyPat
     """Each text's own would be waited for, one after the other."""
     copies: list[int] = []
 
-    class Fetched:
+    class HostCopy:
         def __init__(self, tensor: torch.Tensor) -> None:
             copies.append(tensor.numel())
             self.tensor = tensor.as_subclass(torch.Tensor)
@@ -244,18 +244,18 @@ def test_a_batch_comes_from_the_device_in_one_copy(monkeypatch: pytest.MonkeyPat
         def get(self) -> torch.Tensor:
             return self.tensor
 
-    monkeypatch.setattr(transfer, "Fetched", Fetched)
+    monkeypatch.setattr(transfer, "HostCopy", HostCopy)
     vectors = [torch.randn(4), torch.randn(3, 2).t(), torch.randn(1)]
-    found = transfer.brought([one.as_subclass(Elsewhere) for one in vectors])
+    found = transfer.to_host([one.as_subclass(Elsewhere) for one in vectors])
     assert copies == [11]
     assert all(torch.equal(one, expected) and one.is_contiguous() for one, expected in zip(found, vectors, strict=True))
-    assert transfer.brought([]) == []
+    assert transfer.to_host([]) == []
 
 
 def test_a_step_brings_all_its_vectors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = transfer.brought
-    monkeypatch.setattr(encode_engine, "brought", lambda tensors: sizes.append(len(tensors)) or real(tensors))
+    real = transfer.to_host
+    monkeypatch.setattr(encode_engine, "to_host", lambda tensors: sizes.append(len(tensors)) or real(tensors))
     one = engine("bert")
     for number in range(5):
         one.add(EncodeRequest(str(number), "bert", prompt(3 + number), EncodeTask.EMBEDDING))

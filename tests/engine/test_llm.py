@@ -14,7 +14,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import SamplingParams
 from model.engine.builder import load
-from model.engine.memory_plan import most_context
+from model.engine.memory_plan import max_context
 from model.errors import ConfigError, EngineDeadError
 from model.llm import LLM
 from tests.engine.support import request, running
@@ -180,7 +180,7 @@ def test_the_pool_holds_at_least_one_full_request_and_at_most_what_can_run() -> 
 
 def test_positions_without_a_limit_take_the_batch_as_context() -> None:
     config, engine = loaded("t5-relu").config, EngineConfig(max_num_batched_tokens=77, max_num_seqs=4)
-    assert most_context(engine, config, engine.limits()).tokens == 77
+    assert max_context(engine, config, engine.limits()).tokens == 77
 
 
 def test_greedy_tokens_are_the_reference_librarys_argmax() -> None:

@@ -23,7 +23,7 @@ from model.engine.memory_plan import (
     KVLayout,
     NumberFormat,
     fit_context,
-    most_context,
+    max_context,
     plan_memory,
     plan_weights,
 )
@@ -134,7 +134,7 @@ def test_int8_is_not_named_where_it_would_be_refused() -> None:
 
 def test_the_longest_context_that_fits_is_served_and_said() -> None:
     kv, auto = KVLayout(block_size=16, block_bytes=1000, tables=1), EngineConfig()
-    own = most_context(auto, read_checkpoint(saved("llama").path).config, auto.limits())
+    own = max_context(auto, read_checkpoint(saved("llama").path).config, auto.limits())
     assert own == Context(128, "all that the model takes")
     assert fit_context(auto, own, kv, 8000) == own
     fitted = fit_context(auto, Context(5000, "positions"), kv, 30_999)

@@ -141,8 +141,8 @@ def test_the_same_tokens_as_one_step_after_the_other(kind: str, blind: bool, gra
 def test_a_replay_is_sent_the_tables_in_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a context of 131,072 and 256 sequences all columns would be 17 MB a step."""
     sent: list[int] = []
-    real = cuda_graphs.sent
-    monkeypatch.setattr(cuda_graphs, "sent", lambda host, device: sent.append(host.numel()) or real(host, device))
+    real = cuda_graphs.to_device
+    monkeypatch.setattr(cuda_graphs, "to_device", lambda host, device: sent.append(host.numel()) or real(host, device))
     outputs_of(kind, [request(kind, "one", 5, 0, max_tokens=12)], graphs=True)
     widest = 2 * 4 if kind == "bart" else 5  # blocks of 4 for 13 and 5 tokens, or for 17, where 64 would have 16
     assert max(sent) <= 4 + 2 + 2 + widest

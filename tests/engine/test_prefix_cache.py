@@ -10,7 +10,7 @@ from model.api.engine_config import EngineConfig
 from model.api.request import Request, SamplingParams
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
-from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.sequence import SequenceState
 from model.llm import LLM
 from tests.engine.scripted import Harness, Late, expected_tokens, request
 from tests.engine.support import running
@@ -188,7 +188,7 @@ def test_hashes_cannot_be_made_to_meet_by_moving_a_border() -> None:
     manager = BlockManager(4, 4)
     digests = set()
     for salt, source, tokens in (("a", 0, [1] * 8), ("a", 1, [1] * 8), ("", 0, [1] * 8), ("b", 0, [1] * 8)):
-        one = Sequence.of(request("r", tokens, source=source, cache_salt=salt), 0, 0, ())
+        one = SequenceState.of(request("r", tokens, source=source, cache_salt=salt), 0, 0, ())
         digests.add(manager._extend_hashes(one, 0))
     assert len(digests) == 4
 

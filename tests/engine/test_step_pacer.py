@@ -13,9 +13,9 @@ from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
 from model.engine.step_pacer import (
     DECODES_ONLY,
     FIRST_TOKENS,
-    LEAST_GPU_TOKENS,
-    LEAST_TOKENS,
-    LONGEST_SECONDS,
+    MAX_STEP_SECONDS,
+    MIN_GPU_TOKENS,
+    MIN_TOKENS,
     SLOWDOWN,
     EngineKey,
     StepBudget,
@@ -109,7 +109,7 @@ def test_a_step_without_decodes_is_cut_by_time() -> None:
     for tokens in (200, 20):
         pacer.observe(CODE, StepWork(0.005 * tokens, 0, tokens))
     known = pacer.next(decoding(0, prompt=10_000))
-    assert known is not None and known.budget.prompt_tokens == pytest.approx(LONGEST_SECONDS / 0.005, rel=0.01)
+    assert known is not None and known.budget.prompt_tokens == pytest.approx(MAX_STEP_SECONDS / 0.005, rel=0.01)
 
 
 def test_on_a_slow_machine_only_the_first_step_outlasts_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_on_a_slow_machine_only_the_first_step_outlasts_the_bound(monkeypatch: p
         pacer.observe(CODE, StepWork(stats.seconds, stats.num_decodes, stats.num_tokens - stats.num_decodes))
     first, *others = tokens
     assert first == FIRST_TOKENS
-    assert 0.9 * LONGEST_SECONDS < 0.1 * max(others) <= LONGEST_SECONDS + 0.01
+    assert 0.9 * MAX_STEP_SECONDS < 0.1 * max(others) <= MAX_STEP_SECONDS + 0.01
     assert sum(tokens) == 360
 
 
@@ -139,7 +139,7 @@ def test_a_prompt_gets_on_whatever_it_costs() -> None:
     engine = Streams(4, 0.001, per_token=0.1, prompts=[64])
     shares = simulate({CODE: engine}, 20.0)
     assert not engine.prompts
-    assert max(work.prompt_tokens for _, work in shares.steps) <= 2 * LEAST_TOKENS
+    assert max(work.prompt_tokens for _, work in shares.steps) <= 2 * MIN_TOKENS
 
 
 def alone(engine: Texts | Translations) -> int:
@@ -263,7 +263,7 @@ def first_tokens(runner: Timed, harness: Harness, arrivals: list[float]) -> list
     """Seconds to the first tokens of prompts of 1,500 that arrive beside 32 streams."""
     for number in range(32):
         harness.engine.add(replace(request(f"stream-{number}", [number] * 20, max_tokens=9000), streams=True))
-    pacer, asked, found = StepPacer(least_tokens=LEAST_GPU_TOKENS), dict[str, float](), list[float]()
+    pacer, asked, found = StepPacer(min_chunk_tokens=MIN_GPU_TOKENS), dict[str, float](), list[float]()
     coming = [(at, f"prompt-{number}") for number, at in enumerate(arrivals)]
     while len(found) < len(arrivals):
         while coming and coming[0][0] <= runner.now:

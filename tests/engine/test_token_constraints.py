@@ -13,7 +13,7 @@ from model.api.request import FinishReason, Request, SamplingParams
 from model.api.token_history import History
 from model.config.model import GenerationRules
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence
-from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import banned_tokens, forced_token
 from tests.engine.scripted import Harness
 from tests.engine.test_beam_search import BeamRunner
@@ -21,8 +21,8 @@ from tests.engine.test_beam_search import BeamRunner
 
 def sequence(
     prompt: tuple[int, ...], output: tuple[int, ...] = (), eos: tuple[int, ...] = (), **params: int
-) -> Sequence:
-    made = Sequence.of(Request("r", "m", prompt, SamplingParams(**params)), 0, 0, eos)  # type: ignore[arg-type]
+) -> SequenceState:
+    made = SequenceState.of(Request("r", "m", prompt, SamplingParams(**params)), 0, 0, eos)  # type: ignore[arg-type]
     made.token_ids += output
     return made
 

@@ -89,7 +89,9 @@ def taken(made: Any) -> dict[str, Any]:
 @contextmanager
 def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
-    kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [(triton_sampling, "draw_row")]
+    kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
+        (triton_sampling, "sampling_kernel")
+    ]
     before = [getattr(module, name) for module, name in kernels]
     for (module, name), kernel in zip(kernels, before, strict=True):
         setattr(module, name, Compiler(kernel, capability, found))
@@ -125,7 +127,7 @@ def main(capability: int) -> None:
     for dtype, vocabulary in product((torch.bfloat16, torch.float32), (32_000, 50_257)):
         with compiling(capability) as found:
             logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-            triton_sampling.draw_rows(logits, tokens, [1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
+            triton_sampling.launch_sampling(logits, tokens, [1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
         for kernel in found:
             print(json.dumps({"case": f"draw {vocabulary} {dtype}", **kernel}), flush=True)
 

@@ -244,13 +244,13 @@ def test_scales_are_quotients_of_tensors() -> None:
 def test_lengths_go_to_the_device_in_one_copy_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from memory that is not pinned holds the host up until it is made."""
     copied: list[int] = []
-    real = transfer.sent
+    real = transfer.to_device
 
     def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         copied.append(host.numel())
         return real(host, device)
 
-    monkeypatch.setattr(transfer, "sent", sent)
+    monkeypatch.setattr(transfer, "to_device", sent)
     metadata = AttentionMetadata((3, 1, 2), (5, 4, 2), causal=True)
     lengths = metadata.on_device()
     assert copied == [4 + 4 + 3]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.api.request import SamplingParams
 from model.sampling import random_sampling
-from model.sampling.random_sampling import draw, highest
+from model.sampling.random_sampling import highest, sample_rows
 from model.sampling.sampler import SamplingRow, sample
 from model.system import fallbacks
 
@@ -60,7 +60,7 @@ def test_the_token_is_the_defined_one(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     row = scores(vocabulary, spread)
     expected, distance = defined(row[0], params, point)
-    found = int(draw(row, [params], [point]))
+    found = int(sample_rows(row, [params], [point]))
     assert found == expected or distance < 1e-5  # float32 weights: a point on a border may fall to either side
 
 
@@ -72,24 +72,24 @@ def test_rows_of_all_kinds_in_one_batch_draw_as_they_do_alone() -> None:
         SamplingParams(temperature=1.0, min_p=0.1),
         SamplingParams(temperature=1.0, typical_p=0.5),
     ] * 10
-    points = [((7 * i) % 50) / 50 for i in range(50)]
+    uniforms = [((7 * i) % 50) / 50 for i in range(50)]
     rows = torch.cat((scores(50_257, 0.5, 25), scores(50_257, 6.0, 25, seed=1)))
-    together = draw(rows, kinds, points).tolist()
-    assert together == [int(draw(rows[i : i + 1], [kinds[i]], [points[i]])) for i in range(50)]
+    together = sample_rows(rows, kinds, uniforms).tolist()
+    assert together == [int(sample_rows(rows[i : i + 1], [kinds[i]], [uniforms[i]])) for i in range(50)]
 
 
 def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
     row = torch.zeros(1, 3_000)
     row[0, 100:110] = 5.0
     params = SamplingParams(temperature=1.0, top_k=3)
-    found = Counter(draw(row.expand(200, -1), [params] * 200, [i / 200 for i in range(200)]).tolist())
+    found = Counter(sample_rows(row.expand(200, -1), [params] * 200, [i / 200 for i in range(200)]).tolist())
     assert set(found) == set(range(100, 110))
 
 
 def test_what_is_ruled_out_is_not_drawn_even_at_the_ends() -> None:
     row = torch.full((1, 1_000), float("-inf"))
     row[0, [300, 700]] = 0.0
-    found = draw(row.expand(3, -1), [SamplingParams(temperature=1.0)] * 3, [0.0, 0.49999, 1 - 2**-53]).tolist()
+    found = sample_rows(row.expand(3, -1), [SamplingParams(temperature=1.0)] * 3, [0.0, 0.49999, 1 - 2**-53]).tolist()
     assert found == [300, 300, 700]
 
 
@@ -110,9 +110,9 @@ def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "tolist", fetched)
     params = [SamplingParams(temperature=1.0, top_k=k, top_p=p) for k, p in ((20, 0.95), (5, 1.0), (1500, 0.5))]
     logits = torch.randn(4, 2000)
-    draw(logits, [*params, SamplingParams(temperature=0.7, min_p=0.1)], [0.1, 0.5, 0.9, 0.3])
+    sample_rows(logits, [*params, SamplingParams(temperature=0.7, min_p=0.1)], [0.1, 0.5, 0.9, 0.3])
     with pytest.raises(AssertionError, match="waits"):
-        draw(logits[:1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
+        sample_rows(logits[:1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
 
 
 class TestKernel:
@@ -121,11 +121,11 @@ class TestKernel:
     pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
     @staticmethod
-    def drawn(rows: Tensor, params: list[SamplingParams], points: list[float]) -> list[int]:
-        from model.sampling.triton_sampling import draw_rows
+    def drawn(rows: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
+        from model.sampling.triton_sampling import launch_sampling
 
         tokens = torch.full((len(rows),), -1)
-        draw_rows(rows, tokens, range(len(rows)), params, points)
+        launch_sampling(rows, tokens, range(len(rows)), params, uniforms)
         return tokens.tolist()
 
     @pytest.mark.parametrize("vocabulary", [7, 300, 5000])
@@ -136,11 +136,11 @@ class TestKernel:
         params = [
             SamplingParams(temperature=chance.choice([0.5, 1.0, 1.7]), top_k=k, top_p=p, min_p=m) for k, p, m in cuts
         ]
-        points = [chance.random() for _ in cuts]
+        uniforms = [chance.random() for _ in cuts]
         rows = scores(vocabulary, spread, len(cuts))
         if spread > 1:
             rows = rows.bfloat16()  # with equals among them
-        assert self.drawn(rows, params, points) == draw(rows.float(), params, points).tolist()
+        assert self.drawn(rows, params, uniforms) == sample_rows(rows.float(), params, uniforms).tolist()
 
     @pytest.mark.parametrize(
         "row",
@@ -161,19 +161,19 @@ class TestKernel:
         ids=str,
     )
     def test_it_keeps_what_is_as_likely(self, row: list[float], cut: dict[str, Any]) -> None:
-        points = [0.0, 0.55, 1 - 2**-53]
-        params = [SamplingParams(temperature=1.0, **cut)] * len(points)
-        rows = torch.tensor([row] * len(points))
-        assert self.drawn(rows, params, points) == draw(rows, params, points).tolist()
+        uniforms = [0.0, 0.55, 1 - 2**-53]
+        params = [SamplingParams(temperature=1.0, **cut)] * len(uniforms)
+        rows = torch.tensor([row] * len(uniforms))
+        assert self.drawn(rows, params, uniforms) == sample_rows(rows, params, uniforms).tolist()
 
     def test_rows_among_others_are_filled_in_and_the_others_left_alone(self) -> None:
-        from model.sampling.triton_sampling import draw_rows
+        from model.sampling.triton_sampling import launch_sampling
 
         rows = scores(300, 3.0, 9)
         tokens = torch.full((9,), -1)
         params = [SamplingParams(temperature=1.0, top_p=0.8), SamplingParams(temperature=0.7, top_k=5)]
-        draw_rows(rows, tokens, [7, 2], params, [0.4, 0.9])
-        expected = draw(rows[[7, 2]], params, [0.4, 0.9])
+        launch_sampling(rows, tokens, [7, 2], params, [0.4, 0.9])
+        expected = sample_rows(rows[[7, 2]], params, [0.4, 0.9])
         assert tokens.tolist() == [-1, -1, int(expected[1]), -1, -1, -1, -1, int(expected[0]), -1]
 
 
@@ -187,7 +187,7 @@ class Kernel:
     def covers(self, params: SamplingParams) -> bool:
         return params.typical_p >= 1.0
 
-    def draw_rows(self, logits: Tensor, tokens: Tensor, rows: list[int], *_: object) -> None:
+    def launch_sampling(self, logits: Tensor, tokens: Tensor, rows: list[int], *_: object) -> None:
         self.rows.append(rows)
         if self.error is not None:
             raise self.error

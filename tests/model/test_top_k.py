@@ -9,8 +9,8 @@ from torch import Tensor
 from model.api.request import SamplingParams
 from model.native.library import Library, native
 from model.sampling import top_k
-from model.sampling.sampler import SamplingRow, likeliest
-from model.sampling.top_k import rank
+from model.sampling.sampler import SamplingRow, top_candidates
+from model.sampling.top_k import top_k_logsumexp
 
 INF = float("inf")
 
@@ -34,20 +34,20 @@ def logits_of(rows: int, size: int) -> Tensor:
 @pytest.mark.parametrize("count", [0, 1, 4, 37, 256, 300])
 def test_the_highest_are_in_order_and_the_mass_is_exact(size: int, count: int) -> None:
     logits = logits_of(3, size)
-    values, tokens, mass = rank(logits, count)
+    values, tokens, logsumexp = top_k_logsumexp(logits, count)
     expected = logits.sort(dim=-1, descending=True)
     assert torch.equal(values, expected.values[:, :count])
     assert torch.equal(tokens, expected.indices[:, :count])
-    torch.testing.assert_close(mass.double(), logits.double().logsumexp(dim=-1, keepdim=True), atol=2e-6, rtol=0)
+    torch.testing.assert_close(logsumexp.double(), logits.double().logsumexp(dim=-1, keepdim=True), atol=2e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("way")
 def test_a_row_is_ranked_the_same_alone_to_the_last_bit() -> None:
     logits = logits_of(64, 5003)
     logits[5, 77] = float("nan")
-    crowd = rank(logits, 300)
+    crowd = top_k_logsumexp(logits, 300)
     for i in (*range(5), *range(6, 64)):
-        for of_all, alone in zip(crowd, rank(logits[i : i + 1], 9), strict=True):
+        for of_all, alone in zip(crowd, top_k_logsumexp(logits[i : i + 1], 9), strict=True):
             assert torch.equal(of_all[i : i + 1, :9], alone)
 
 
@@ -56,9 +56,9 @@ def test_a_row_is_ranked_the_same_alone_to_the_last_bit() -> None:
 def test_what_is_impossible_comes_last_and_adds_nothing(place: int) -> None:
     logits = torch.full((2, 1000), -INF)
     logits[:, place] = torch.tensor([3.0, -200.0])
-    values, tokens, mass = rank(logits, 3)
+    values, tokens, logsumexp = top_k_logsumexp(logits, 3)
     assert tokens[:, 0].tolist() == [place, place]
-    assert values[:, 0].tolist() == mass[:, 0].tolist() == [3.0, -200.0]
+    assert values[:, 0].tolist() == logsumexp[:, 0].tolist() == [3.0, -200.0]
     assert values[:, 1:].eq(-INF).all()
 
 
@@ -67,7 +67,7 @@ def test_what_is_impossible_comes_last_and_adds_nothing(place: int) -> None:
 def test_of_equals_the_first_comes_first(count: int) -> None:
     logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(0)).round()
     logits[3, 9] = float("nan")
-    values, tokens, _ = rank(logits, count)
+    values, tokens, _ = top_k_logsumexp(logits, count)
     expected = logits.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(tokens, expected.indices[:, :count])
     assert torch.equal(values.nan_to_num(), expected.values[:, :count].nan_to_num())
@@ -79,9 +79,9 @@ def test_what_is_not_a_number_is_ranked_as_torch_does(bad: float, at: int, monke
     logits = logits_of(2, 1000)
     logits[1, at] = bad
     native()
-    found = rank(logits, 4)
+    found = top_k_logsumexp(logits, 4)
     monkeypatch.setattr(top_k, "loaded", lambda: None)
-    for one, expected in zip(found, rank(logits, 4), strict=True):
+    for one, expected in zip(found, top_k_logsumexp(logits, 4), strict=True):
         torch.testing.assert_close(one, expected, equal_nan=True, rtol=0, atol=0)
 
 
@@ -92,7 +92,7 @@ def test_banned_tokens_are_no_candidates_and_cost_the_others_nothing(few: int) -
     order = logits.argsort(dim=-1, descending=True).tolist()
     bans = [tuple(order[0][:few]), ()]
     rows = [SamplingRow(SamplingParams(num_beams=4), 0, (1, 2), 2, ban) for ban in bans]
-    first, second = likeliest(logits, rows, [8, 6])
+    first, second = top_candidates(logits, rows, [8, 6])
     possible = [(token, value) for token, value in first if value > -INF]
     assert [token for token, _ in possible] == order[0][few : few + 8]
     assert [token for token, _ in second] == order[1][:6]
@@ -107,6 +107,6 @@ def test_a_beams_candidates_are_the_same_beside_one_with_penalties() -> None:
     logits = logits_of(2, 5003)
     plain = SamplingRow(SamplingParams(num_beams=2), 0, (1, 2), 2)
     penal = SamplingRow(SamplingParams(num_beams=2, repetition_penalty=1.3), 0, (1, 2), 2)
-    [alone] = likeliest(logits[:1], [plain], [4])
-    beside, _ = likeliest(logits, [plain, penal], [4, 4])
+    [alone] = top_candidates(logits[:1], [plain], [4])
+    beside, _ = top_candidates(logits, [plain, penal], [4, 4])
     assert beside == alone

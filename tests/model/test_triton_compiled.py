@@ -25,11 +25,11 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in kernels} == {"attend", "combine", "write_pages", "draw_row"}
+    assert {kernel["kernel"] for kernel in kernels} == {"attend", "combine", "write_pages", "sampling_kernel"}
     for kernel in kernels:
         assert kernel["shared"] <= SHARED, kernel
         narrow = "bfloat16" in kernel["case"]
-        if (capability == 90 and narrow) or kernel["kernel"] == "draw_row":
+        if (capability == 90 and narrow) or kernel["kernel"] == "sampling_kernel":
             assert kernel["stack"] == 0, kernel  # nothing is spilt
         assert kernel["stack"] < 1024, kernel
         if kernel["kernel"] == "write_pages":

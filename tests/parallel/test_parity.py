@@ -111,7 +111,7 @@ def test_cross_attention_over_a_pool() -> None:
         cache = KVCache(model.decoder.config, 4, 8, torch.float32, CPU)
         source = prompt(11, 3)
         memory = model.encode(packed_input([source], CPU, causal=False))
-        model.write_memory(memory, cache, torch.arange(8, 19))
+        model.write_encoder_output(memory, cache, torch.arange(8, 19))
         inputs = packed_input([prompt(5)], CPU, causal=True)
         own = AttentionMetadata((5,), (5,), causal=True, block_tables=torch.tensor([[0]]), slot_mapping=torch.arange(5))
         cross = AttentionMetadata((5,), (11,), causal=False, block_tables=torch.tensor([[1, 2]]))

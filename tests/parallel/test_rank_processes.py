@@ -57,7 +57,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def ranks(engine: AsyncEngine) -> list[int]:
-    """The engine process's followers."""
+    """The engine process's rank_processes."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
     return [pid for pid in children_of(transport.pid) if b"model.parallel.rank_main" in command(pid)]
@@ -164,7 +164,7 @@ async def check_death(engine: AsyncEngine) -> None:
     """A follower is killed in the middle of work."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
-    first, *_ = followers = ranks(engine)
+    first, *_ = rank_processes = ranks(engine)
     os.kill(first, signal.SIGSTOP)  # so that no call ends before it is killed
     streams = [engine.submit([request("llama-gqa", f"lost{i}", 30, i, max_tokens=60)]) for i in range(3)]
     await asyncio.sleep(0.2)
@@ -175,7 +175,7 @@ async def check_death(engine: AsyncEngine) -> None:
     assert all(isinstance(failure, EngineDeadError) for failure in failures)
     assert {str(failure) for failure in failures} == {"rank 1 of llama-gqa ended by signal SIGKILL"}
     assert not engine.health().ready
-    await gone([transport.pid, *followers])
+    await gone([transport.pid, *rank_processes])
 
 
 OFFLINE = """
@@ -193,7 +193,7 @@ prompts, params = [(5, 6, 7), (8, 9)], SamplingParams(max_tokens=8, ignore_eos=T
 def tokens():
     return [token for _, output in llm.stream(prompts, params) for token in output.token_ids]
 
-print(*llm._loaded.followers.pids, flush=True)
+print(*llm._loaded.rank_processes.pids, flush=True)
 print(*tokens(), flush=True)
 input()  # what happens now is the test's
 try:

@@ -16,7 +16,7 @@ from model.checkpoint import tensor_files
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.tensor_files import StoredTensor, TensorReader
 from model.config.model import ModelConfig
-from model.config.sharding import Piece, Shard, cuts, local_shape
+from model.config.sharding import Shard, ShardSlice, cuts, local_shape
 from model.engine.builder import load
 from model.errors import ConfigError
 from model.network.build import build_model, build_shard, parameter_shapes
@@ -41,15 +41,15 @@ def test_pieces_of_all_ranks_cover_every_parameter_and_fit_their_networks(kind: 
     copies = max(1, size // KV_HEADS[kind]) if kind in KV_HEADS else 1
     for rank in range(size):
         shard = Shard(rank, size)
-        pieces = {name: shard.piece(config, name, shape) for name, shape in whole.items()}
+        pieces = {name: shard.shard_slice(config, name, shape) for name, shape in whole.items()}
         local = parameter_shapes(build_shard(config, SdpaBackend(), Group(shard, CPU)))
         assert {name: local_shape(shape, pieces[name]) for name, shape in whole.items()} == local
-        for name, piece in pieces.items():
-            if piece is not None and piece.dim == 0:
-                for start, stop in piece.ranges:
+        for name, shard_slice in pieces.items():
+            if shard_slice is not None and shard_slice.dim == 0:
+                for start, stop in shard_slice.ranges:
                     seen[name][start:stop] = [count + 1 for count in seen[name][start:stop]]
     for name, counts in seen.items():
-        if Shard(0, size).piece(config, name, whole[name]) is not None and set(counts) != {0}:
+        if Shard(0, size).shard_slice(config, name, whole[name]) is not None and set(counts) != {0}:
             assert set(counts) <= {1, copies}, name
             assert 0 not in counts, name
 
@@ -57,35 +57,41 @@ def test_pieces_of_all_ranks_cover_every_parameter_and_fit_their_networks(kind: 
 def test_fused_matrices_are_split_part_by_part() -> None:
     config = config_of("llama-gqa")  # 4 heads and 2 of keys, of 8; 48 columns
     name = "decoder.layers.1"
-    assert Shard(1, 2).piece(config, f"{name}.attn.qkv.weight", (64, 32)) == Piece(0, ((16, 32), (40, 48), (56, 64)))
-    assert Shard(1, 2).piece(config, f"{name}.mlp.up.weight", (96, 32)) == Piece(0, ((24, 48), (72, 96)))
-    assert Shard(1, 2).piece(config, f"{name}.attn.out.weight", (32, 32)) == Piece(1, ((16, 32),))
+    assert Shard(1, 2).shard_slice(config, f"{name}.attn.qkv.weight", (64, 32)) == ShardSlice(
+        0, ((16, 32), (40, 48), (56, 64))
+    )
+    assert Shard(1, 2).shard_slice(config, f"{name}.mlp.up.weight", (96, 32)) == ShardSlice(0, ((24, 48), (72, 96)))
+    assert Shard(1, 2).shard_slice(config, f"{name}.attn.out.weight", (32, 32)) == ShardSlice(1, ((16, 32),))
     # 97 tokens do not split evenly
-    assert Shard(0, 2).piece(config, "tokens.weight", (97, 32)) == Piece(0, ((0, 48),))
-    assert Shard(1, 2).piece(config, "tokens.weight", (97, 32)) == Piece(0, ((48, 97),))
+    assert Shard(0, 2).shard_slice(config, "tokens.weight", (97, 32)) == ShardSlice(0, ((0, 48),))
+    assert Shard(1, 2).shard_slice(config, "tokens.weight", (97, 32)) == ShardSlice(0, ((48, 97),))
     # Two ranks have each head of keys, the one that their queries look at.
-    assert Shard(1, 4).piece(config, f"{name}.attn.qkv.weight", (64, 32)) == Piece(0, ((8, 16), (32, 40), (48, 56)))
-    assert Shard(2, 4).piece(config, f"{name}.attn.qkv.weight", (64, 32)) == Piece(0, ((16, 24), (40, 48), (56, 64)))
+    assert Shard(1, 4).shard_slice(config, f"{name}.attn.qkv.weight", (64, 32)) == ShardSlice(
+        0, ((8, 16), (32, 40), (48, 56))
+    )
+    assert Shard(2, 4).shard_slice(config, f"{name}.attn.qkv.weight", (64, 32)) == ShardSlice(
+        0, ((16, 24), (40, 48), (56, 64))
+    )
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.0.attn_in.weight", "decoder.final_norm.weight", "pooler.weight"])
 def test_what_is_not_split_is_whole_on_every_rank(name: str) -> None:
-    assert Shard(1, 2).piece(config_of("llama-gqa"), name, (32,)) is None
+    assert Shard(1, 2).shard_slice(config_of("llama-gqa"), name, (32,)) is None
 
 
 def test_one_rank_holds_all() -> None:
     config = config_of("bart")
     assert Shard().config(config) == config
-    assert Shard().piece(config, "tokens.weight", (97, 32)) is None
+    assert Shard().shard_slice(config, "tokens.weight", (97, 32)) is None
 
 
 def test_cuts_of_a_tensor_that_fills_a_part_of_a_parameter() -> None:
     parameter = torch.arange(24.0).view(8, 3)
-    pieces = (Piece(0, ((1, 3), (5, 8))), Piece(1, ((1, 3),)))
-    for piece, expected in zip(pieces, (parameter[[1, 2, 5, 6, 7]], parameter[:, 1:]), strict=True):
-        found = torch.zeros(local_shape((8, 3), piece))
+    pieces = (ShardSlice(0, ((1, 3), (5, 8))), ShardSlice(1, ((1, 3),)))
+    for shard_slice, expected in zip(pieces, (parameter[[1, 2, 5, 6, 7]], parameter[:, 1:]), strict=True):
+        found = torch.zeros(local_shape((8, 3), shard_slice))
         for start, stop in ((0, 2), (2, 6), (6, 8)):  # three stored tensors make the parameter
-            for source, into in cuts((8, 3), (start, stop), piece):
+            for source, into in cuts((8, 3), (start, stop), shard_slice):
                 found[into] = parameter[start:stop][source]
         assert torch.equal(found, expected)
 
@@ -93,7 +99,7 @@ def test_cuts_of_a_tensor_that_fills_a_part_of_a_parameter() -> None:
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "gpt-neox", "bart"])
 def test_a_rank_reads_only_its_part_of_the_files(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns too, where a line of them is worth a read of its own, which it is not in models as small as these."""
-    monkeypatch.setattr(tensor_files, "_LEAST_RUN", 1)
+    monkeypatch.setattr(tensor_files, "_MIN_RUN", 1)
     read: Counter[str] = Counter()
     reading = TensorReader._read
 

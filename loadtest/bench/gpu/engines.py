@@ -25,7 +25,7 @@ from model.engine import builder
 from model.engine.builder import LoadedModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import Engine
-from model.engine.step_pacer import LEAST_GPU_TOKENS, LEAST_TOKENS, StepPacer, StepWork
+from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
 from model.network.transformer import Transformer
 
 Step = Callable[[], tuple[list[TokenOutput], StepStats | None]]
@@ -167,11 +167,11 @@ class Paced:
     def __init__(self, ready: Ready, *, cuda: bool) -> None:
         self._engine = ready.engine
         self._key = (ready.engine.name, "generate")
-        self._pacer = StepPacer(least_tokens=LEAST_GPU_TOKENS if cuda else LEAST_TOKENS)
+        self._pacer = StepPacer(min_chunk_tokens=MIN_GPU_TOKENS if cuda else MIN_TOKENS)
 
     def step(self) -> tuple[list[TokenOutput], StepStats | None]:
         turn = self._pacer.next({self._key: self._engine.demand()})
-        outputs, stats = self._engine.land() if turn is None else self._engine.step(turn.budget)
+        outputs, stats = self._engine.finish_pending() if turn is None else self._engine.step(turn.budget)
         if stats is not None:
             prompts = stats.num_tokens - stats.num_decodes - stats.num_whole_tokens
             work = StepWork(stats.seconds, stats.num_decodes, prompts, stats.num_whole_tokens)

@@ -34,7 +34,7 @@ def generating(ready: Ready) -> list[Where]:
         (cuda_graphs, "pack", "pack"),
         (ready.engine.runner, "launch", "launch"),
         (model_runner.Launched, "collect", "collect"),
-        (transfer.Fetched, "get", "wait"),
+        (transfer.HostCopy, "get", "wait"),
         (ready.engine, "_update", "update"),
     ]
 

@@ -6,8 +6,7 @@ recorded graph whose shapes are fixed: the segments beyond have one token each, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +18,11 @@ from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_table import BlockTable
 from model.engine.scheduling.scheduler import ScheduledSequence
 
-NOWHERE = -1  # a slot that nothing is written to; a token that is not waited for
+NO_SLOT = -1  # a slot that nothing is written to; a token that is not waited for
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """How many of everything."""
 
     tokens: int  # T
@@ -32,7 +31,7 @@ class Layout:
     cross_blocks: int = 0  # M of the cross tables; 0: there is no encoder
 
     @classmethod
-    def of(cls, steps: Rows[ScheduledSequence]) -> Layout:
+    def of(cls, steps: Sequence[ScheduledSequence]) -> BatchLayout:
         """What just holds these."""
         return cls(
             tokens=sum(step.num_tokens for step in steps),
@@ -43,7 +42,7 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        """Of each field of `PackedStep`, in its order."""
+        """Of each field of `StepBatch`, in its order."""
         t, b = self.tokens, self.segments
         return [t, t, t, t, b + 1, b, b * self.blocks, b, b * self.cross_blocks]
 
@@ -52,22 +51,24 @@ class Layout:
         """Integers in front of the tables: they lie alike whatever the tables' lengths."""
         return sum(self.sizes[:6])
 
-    def split(self, flat: Tensor) -> PackedStep:
+    def split(self, flat: Tensor) -> StepBatch:
         """Views of a row of so many integers."""
-        ids, positions, slots, awaited, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = flat.split(self.sizes)
+        ids, positions, slots, placeholders, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = flat.split(
+            self.sizes
+        )
         b = self.segments
         tables, cross_tables = tables.view(b, self.blocks), cross_tables.view(b, self.cross_blocks)
-        return PackedStep(ids, positions, slots, awaited, cu_seqlens, kv_lens, tables, cross_lens, cross_tables)
+        return StepBatch(ids, positions, slots, placeholders, cu_seqlens, kv_lens, tables, cross_lens, cross_tables)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedStep:
+class StepBatch:
     """One step as the network reads it."""
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T] of the pool, for its keys and values
-    awaited: Tensor  # [T] row of the step before whose token this is, which the host does not know yet; else NOWHERE
+    placeholders: Tensor  # [T] row of the previous step whose token this is, not known on the host; else NO_SLOT
     cu_seqlens: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
     tables: Tensor  # [B, M]
@@ -76,14 +77,14 @@ class PackedStep:
 
 
 def pack(
-    layout: Layout,
-    steps: Rows[ScheduledSequence],
+    layout: BatchLayout,
+    steps: Sequence[ScheduledSequence],
     blocks: BlockManager,
-    awaited: Mapping[int, int],
+    placeholders: Mapping[int, int],
     *,
     pinned: bool = False,
 ) -> Tensor:
-    """The row of integers of a step, on the host; `awaited` has rows of the step before by the sequence's `id`.
+    """The row of integers of a step, on the host; `placeholders` has rows of the step before by the sequence's `id`.
 
     `pinned` memory is what a device copies from while the host goes on.
     """
@@ -91,12 +92,12 @@ def pack(
     row = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=pinned)
     flat, count = row.numpy(), layout.segments
     ids, positions, slots, rows, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = _cut(flat, sizes)
-    slots[:] = rows[:] = NOWHERE
+    slots[:] = rows[:] = NO_SLOT
     if layout.tokens == count:  # one token each, which is what nearly all steps are
-        _pack_single(steps, blocks.block_size, awaited, (ids, positions, slots, rows))
+        _pack_single(steps, blocks.block_size, placeholders, (ids, positions, slots, rows))
         cu_seqlens[:] = np.arange(count + 1)
     else:
-        _pack_runs(steps, blocks.block_size, awaited, (ids, positions, slots, rows))
+        _pack_runs(steps, blocks.block_size, placeholders, (ids, positions, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
     _fill_tables(tables, layout.blocks, [step.sequence.block_table for step in steps])
@@ -106,14 +107,14 @@ def pack(
     return row
 
 
-def _cut(flat: NDArray[np.int64], sizes: Rows[int]) -> Iterator[NDArray[np.int64]]:
+def _cut(flat: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[NDArray[np.int64]]:
     begin = 0
     for size in sizes:
         yield flat[begin : begin + size]
         begin += size
 
 
-def _fill_tables(flat: NDArray[np.int64], width: int, tables: Rows[BlockTable]) -> None:
+def _fill_tables(flat: NDArray[np.int64], width: int, tables: Sequence[BlockTable]) -> None:
     """Rows of `width`; what is beyond a table stays block 0, which no length reaches."""
     begin = 0
     for table in tables:
@@ -124,18 +125,22 @@ def _fill_tables(flat: NDArray[np.int64], width: int, tables: Rows[BlockTable]) 
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
-def _pack_single(steps: Rows[ScheduledSequence], size: int, awaited: Mapping[int, int], columns: _Columns) -> None:
+def _pack_single(
+    steps: Sequence[ScheduledSequence], size: int, placeholders: Mapping[int, int], columns: _Columns
+) -> None:
     ids, positions, slots, rows = columns
     count = len(steps)
     ids[:count] = [step.sequence.token_ids[step.start] for step in steps]
     positions[:count] = at = np.array([step.start for step in steps], dtype=np.int64)
     slots[:count] = [step.sequence.block_table[step.start // size] * size for step in steps]
     slots[:count] += at % size
-    if awaited:
-        rows[:count] = [awaited.get(id(step.sequence), NOWHERE) for step in steps]
+    if placeholders:
+        rows[:count] = [placeholders.get(id(step.sequence), NO_SLOT) for step in steps]
 
 
-def _pack_runs(steps: Rows[ScheduledSequence], size: int, awaited: Mapping[int, int], columns: _Columns) -> None:
+def _pack_runs(
+    steps: Sequence[ScheduledSequence], size: int, placeholders: Mapping[int, int], columns: _Columns
+) -> None:
     ids, positions, slots, rows = columns
     begin = 0
     for step in steps:
@@ -143,5 +148,5 @@ def _pack_runs(steps: Rows[ScheduledSequence], size: int, awaited: Mapping[int, 
         ids[begin:end] = step.sequence.token_ids[step.start : stop]
         positions[begin:end] = at = np.arange(step.start, stop)
         slots[begin:end] = step.sequence.block_table.row[at // size] * size + at % size
-        rows[end - 1] = awaited.get(id(step.sequence), NOWHERE)
+        rows[end - 1] = placeholders.get(id(step.sequence), NO_SLOT)
         begin = end

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,12 +19,12 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
-from model.engine.execution.batch import Layout, PackedStep, pack
+from model.engine.execution.batch import BatchLayout, StepBatch, pack
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
-from model.system.transfer import sent
+from model.system.transfer import to_device
 
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
 REGULAR = 16
@@ -80,7 +79,7 @@ class DecodeGraphs:
         self.sizes = sizes_up_to(max_num_seqs)
         width = blocks.blocks_for(max_model_len)
         cross = width if model.encoder is not None else 0
-        self._layouts = {size: Layout(size, size, width, cross) for size in self.sizes}
+        self._layouts = {size: BatchLayout(size, size, width, cross) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
         self._recorded: dict[int, tuple[Tensor, Callable[[], object]]] = {}
@@ -92,24 +91,25 @@ class DecodeGraphs:
             self._recorded[size] = self._recording(size)
         logger.info("recorded decode steps of %d sizes in %.1f s", len(self.sizes), time.monotonic() - began)
 
-    def fits(self, steps: Rows[ScheduledSequence]) -> bool:
+    def fits(self, steps: Sequence[ScheduledSequence]) -> bool:
         """Whether this is a step of single tokens of no more sequences than were recorded."""
         return len(steps) <= self.sizes[-1] and all(step.num_tokens == 1 for step in steps)
 
-    def run(self, steps: Rows[ScheduledSequence], awaited: Mapping[int, int], tokens: Tensor | None) -> Tensor:
+    def run(self, steps: Sequence[ScheduledSequence], placeholders: Mapping[int, int], tokens: Tensor | None) -> Tensor:
         """Hidden states `[B, d]` of a step that fits, valid until the next run; `tokens` are those of the step
         before."""
         size = next(size for size in self.sizes if size >= len(steps))
-        used = replace(Layout.of(steps), tokens=size, segments=size)  # tables as long as they are, not as they may be
-        host = pack(used, steps, self._blocks, awaited, pinned=self._cache.device.type == "cuda")
-        step = self._fill(self._layouts[size], used, sent(host, self._cache.device))
-        if awaited and tokens is not None:
-            fill_awaited(step, tokens)
+        # Tables as long as they are, not as they may be.
+        used = replace(BatchLayout.of(steps), tokens=size, segments=size)
+        host = pack(used, steps, self._blocks, placeholders, pinned=self._cache.device.type == "cuda")
+        step = self._fill(self._layouts[size], used, to_device(host, self._cache.device))
+        if placeholders and tokens is not None:
+            fill_placeholders(step, tokens)
         hidden, replay = self._recorded[size]
         replay()
         return hidden[: len(steps)]
 
-    def _fill(self, layout: Layout, used: Layout, packed: Tensor) -> PackedStep:
+    def _fill(self, layout: BatchLayout, used: BatchLayout, packed: Tensor) -> StepBatch:
         """Put a step of the recorded `layout`, but shorter tables, where it is read; what no length reaches stays."""
         row = self._row[: sum(layout.sizes)]
         step, new = layout.split(row), used.split(packed)
@@ -129,7 +129,7 @@ class DecodeGraphs:
         inputs, cross = self._inputs(layout.split(row), size)
         return self._record(lambda: self._model.decode(inputs, self._cache, cross))
 
-    def _inputs(self, step: PackedStep, size: int) -> tuple[StackInput, CrossInput | None]:
+    def _inputs(self, step: StepBatch, size: int) -> tuple[StackInput, CrossInput | None]:
         def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> AttentionMetadata:
             return AttentionMetadata(
                 q_lens=(1,) * size,
@@ -147,10 +147,10 @@ class DecodeGraphs:
         return inputs, CrossInput(metadata(step.cross_lens, step.cross_tables, None))
 
 
-def fill_awaited(step: PackedStep, tokens: Tensor) -> None:
+def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:
     """Put what the step before sampled, which only the device knows, where it is waited for."""
-    known = step.awaited < 0
-    step.ids.copy_(torch.where(known, step.ids, tokens[step.awaited.clamp(min=0)]))
+    known = step.placeholders < 0
+    step.ids.copy_(torch.where(known, step.ids, tokens[step.placeholders.clamp(min=0)]))
 
 
 def sizes_up_to(most: int) -> list[int]:

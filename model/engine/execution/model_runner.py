@@ -20,17 +20,17 @@ from model.api.request import TokenLogprob
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
 from model.config.model import GenerationRules
-from model.engine.execution.batch import Layout, PackedStep, pack
-from model.engine.execution.cuda_graphs import DecodeGraphs, fill_awaited
+from model.engine.execution.batch import BatchLayout, StepBatch, pack
+from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
-from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
-from model.sampling.sampler import SamplingRow, likeliest, logprobs_of, sample
-from model.system.transfer import Fetched, on_device, sent
+from model.sampling.sampler import SamplingRow, logprobs_of, sample, top_candidates
+from model.system.transfer import HostCopy, device_tensor, to_device
 
 _NO_RULES = GenerationRules()
 LOGPROB_ROWS = 256  # rows of prompt logits held at once
@@ -43,7 +43,7 @@ class Launched:
     steps: list[ScheduledSequence]
     rows: dict[int, int]  # place among `tokens` by the `id` of a sequence that samples
     tokens: Tensor  # [S] on the device
-    arriving: Fetched  # the same
+    arriving: HostCopy  # the same
     forced: list[bool]  # of each row: the checkpoint's rules left no other token
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
@@ -107,42 +107,42 @@ class ModelRunner:
 
     def _encode_sources(self, steps: Rows[ScheduledSequence]) -> None:
         sources = [step.sequence.source_ids for step in steps]
-        memory = self.model.encode(packed_input(sources, self.device, causal=False))  # [S, d]
+        encoder_output = self.model.encode(packed_input(sources, self.device, causal=False))  # [S, d]
         slots = chain.from_iterable(
             self.block_manager.slots(step.sequence.cross_block_table, 0, len(source))
             for step, source in zip(steps, sources, strict=True)
         )
-        self.model.write_memory(memory, self.cache, self._tensor(slots))
+        self.model.write_encoder_output(encoder_output, self.cache, self._tensor(slots))
 
     def _decode(self, steps: Rows[ScheduledSequence], before: Launched | None) -> Tensor:
         """Hidden states `[T, d]` of all scheduled tokens, recorded where that fits."""
-        awaited: dict[int, int] = {}
+        placeholders: dict[int, int] = {}
         tokens = None
         if before is not None:
             tokens = before.tokens
-            awaited = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.awaits}
+            placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
         if self.graphs is not None and self.graphs.fits(steps):
-            return self.graphs.run(steps, awaited, tokens)
-        layout = Layout.of(steps)
-        host = pack(layout, steps, self.block_manager, awaited, pinned=self.device.type == "cuda")
-        packed = layout.split(sent(host, self.device))
-        if awaited and tokens is not None:
-            fill_awaited(packed, tokens)
+            return self.graphs.run(steps, placeholders, tokens)
+        layout = BatchLayout.of(steps)
+        host = pack(layout, steps, self.block_manager, placeholders, pinned=self.device.type == "cuda")
+        packed = layout.split(to_device(host, self.device))
+        if placeholders and tokens is not None:
+            fill_placeholders(packed, tokens)
         return self.model.decode(self._decoder_input(packed, steps), self.cache, self._cross_input(packed, steps))
 
-    def _decoder_input(self, packed: PackedStep, steps: Rows[ScheduledSequence]) -> StackInput:
+    def _decoder_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> StackInput:
         kv_lens = tuple(step.start + step.num_tokens for step in steps)
         metadata = self._metadata(steps, kv_lens, packed, causal=True)
         return StackInput(packed.ids, packed.positions, metadata)
 
-    def _cross_input(self, packed: PackedStep, steps: Rows[ScheduledSequence]) -> CrossInput | None:
+    def _cross_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> CrossInput | None:
         if self.model.encoder is None:
             return None
         kv_lens = tuple(len(step.sequence.source_ids) for step in steps)
         return CrossInput(self._metadata(steps, kv_lens, packed, causal=False))
 
     def _metadata(
-        self, steps: Rows[ScheduledSequence], kv_lens: tuple[int, ...], packed: PackedStep, *, causal: bool
+        self, steps: Rows[ScheduledSequence], kv_lens: tuple[int, ...], packed: StepBatch, *, causal: bool
     ) -> AttentionMetadata:
         """Of self attention, or of cross attention (not causal), over the pool."""
         q_lens = tuple(step.num_tokens for step in steps)
@@ -179,7 +179,7 @@ class ModelRunner:
         places = {id(step.sequence): row for row, step in enumerate(steps)}
         if not steps:
             nothing = hidden.new_empty(0, dtype=torch.int64)
-            return Launched(all_steps, places, nothing, Fetched(nothing), [])
+            return Launched(all_steps, places, nothing, HostCopy(nothing), [])
         logits = self.model.logits(hidden)  # [S, V]
         rules = self.model.config.generation
         ruled = rules != _NO_RULES
@@ -188,7 +188,7 @@ class ModelRunner:
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam's own next token is nobody's: its search decides among the candidates.
         tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else sample(logits, rows)
-        arriving = Fetched(tokens)
+        arriving = HostCopy(tokens)
         logprobs: dict[int, TokenLogprob] = {}
         if wanted:
             at = self._tensor(wanted) if len(wanted) < len(rows) else slice(None)
@@ -207,11 +207,11 @@ class ModelRunner:
         counts = [s.beams.search.num_candidates for i in beams if (s := steps[i].sequence).beams is not None]
         if len(beams) < len(rows):
             logits = logits[self._tensor(beams)]
-        found = likeliest(logits, [rows[i] for i in beams], counts)
+        found = top_candidates(logits, [rows[i] for i in beams], counts)
         return dict(zip(beams, found, strict=True))
 
-    def _sampling_row(self, sequence: Sequence, rules: GenerationRules, *, ruled: bool) -> SamplingRow:
-        if not ruled and sequence.may_say_anything:
+    def _sampling_row(self, sequence: SequenceState, rules: GenerationRules, *, ruled: bool) -> SamplingRow:
+        if not ruled and sequence.is_unconstrained:
             return SamplingRow(sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens)
         banned = banned_tokens(sequence, rules)
         allowed = allowed_tokens(sequence, banned)
@@ -242,7 +242,7 @@ class ModelRunner:
             first += step.num_tokens
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
-        return on_device(list(values), self.device, torch.int64)
+        return device_tensor(list(values), self.device, torch.int64)
 
 
 def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:

@@ -38,7 +38,7 @@ def warm_up(encode: EncodeEngine, generate: Engine | None, max_model_len: int) -
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
     launched = compile_attention(encode.model, cache, min(max_model_len, encode.max_num_batched_tokens), max_model_len)
     if generate is not None:
-        compile_drawing(encode.model)
+        compile_sampling(encode.model)
     if encode.model.config.image is None:
         for length in LENGTHS:
             tokens = (0,) * min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
@@ -89,7 +89,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
 
 
 @torch.inference_mode()
-def compile_drawing(model: Transformer) -> None:
+def compile_sampling(model: Transformer) -> None:
     """Draw from logits as the network gives them, and as penalties and grammars leave them."""
     device, vocabulary = next(model.parameters()).device, model.config.embedding.vocab_size
     rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (0,), 1)] * 2

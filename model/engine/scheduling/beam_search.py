@@ -7,10 +7,10 @@ The rules of stopping are the reference library's, so that sequences and scores 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-Candidates = Rows[tuple[int, float]]  # (token id, log-probability), likeliest first
+Candidates = Sequence[tuple[int, float]]  # (token id, log-probability), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BeamSearch:
         """How many of the likeliest continuations are looked at: enough that `num_beams` of them do not end."""
         return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
 
-    def advance(self, candidates: Rows[Candidates], outputs: Rows[Rows[int]]) -> list[tuple[int, int]]:
+    def advance(self, candidates: Sequence[Candidates], outputs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """The next running beams as (beam continued, token), best first, from each beam's candidates and output."""
         if not any(logprob > float("-inf") for found in candidates for _, logprob in found):
             self.done = True  # nothing can follow any of them
@@ -81,7 +81,7 @@ class BeamSearch:
         hopeful = self.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
         return self.scores[0] / hopeful**self.length_penalty <= self.finished[-1].score
 
-    def best(self, outputs: Rows[Rows[int]]) -> list[Hypothesis]:
+    def best(self, outputs: Sequence[Sequence[int]]) -> list[Hypothesis]:
         """What there is by now: hypotheses, or else the running beams as they are."""
         if self.finished:
             return self.finished

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Rows
 from hashlib import sha256
 from struct import pack
 
-from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.sequence import SequenceState
 
 
 class BlockManager:
@@ -58,7 +58,7 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+    def has_room(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Whether the sequence's blocks have room for `num_tokens` more and nobody else reads where they go."""
         computed, table = sequence.num_computed_tokens, sequence.block_table
         if computed + num_tokens > len(table) * self.block_size or sequence.needs_source:
@@ -66,11 +66,11 @@ class BlockManager:
         index, offset = divmod(computed, self.block_size)
         return not offset or self._counts[table[index]] == 1
 
-    def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+    def can_allocate(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
         return self._missing(sequence, num_tokens) + self._missing_cross(sequence) <= self.num_free
 
-    def can_admit(self, together: Rows[Sequence]) -> bool:
+    def can_admit(self, together: Rows[SequenceState]) -> bool:
         """Whether all that is known of waiting sequences fits: of one, or of the beams of a search.
 
         Blocks that they would find, or that one of them would compute for the others, are counted once.
@@ -88,7 +88,7 @@ class BlockManager:
                 computed.update(self._extend_hashes(sequence, index) for index in missing)
         return wanted + len(computed) <= self.num_free - sum(block in self._cached for block in found)
 
-    def reuse(self, sequence: Sequence) -> None:
+    def reuse(self, sequence: SequenceState) -> None:
         """Give a sequence the known blocks that go on from what it has computed, and the memory of its source where
         that is there; they count as computed.
         """
@@ -108,11 +108,11 @@ class BlockManager:
                 sequence.num_cached_tokens += reached - sequence.num_computed_tokens
                 self.num_hit_tokens += reached - sequence.num_computed_tokens
             sequence.num_computed_tokens = reached
-            sequence.num_remembered_blocks = begin + len(found)
+            sequence.num_offered_blocks = begin + len(found)
         if sequence.needs_source:
             self._share_source(sequence)
 
-    def allocate(self, sequence: Sequence, num_tokens: int) -> dict[int, int]:
+    def allocate(self, sequence: SequenceState, num_tokens: int) -> dict[int, int]:
         """Extend the sequence's tables to hold `num_tokens` more computed tokens and its source.
 
         Returns what must be copied before anything is written, block to fill -> block to read: the last one of the
@@ -134,7 +134,7 @@ class BlockManager:
             self._sources.setdefault(self._root(sequence), list(sequence.cross_block_table))
         return copies
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let the child have the parent's blocks as well."""
         for ours, theirs in (
             (parent.block_table, child.block_table),
@@ -144,35 +144,35 @@ class BlockManager:
             for block in ours:
                 self._counts[block] += 1
 
-    def remember(self, sequence: Sequence, num_tokens: int = 0) -> None:
+    def cache_full_blocks(self, sequence: SequenceState, num_tokens: int = 0) -> None:
         """Make the full blocks known that the sequence has computed, or will have with `num_tokens` more in the step
         that is being put together.
         """
-        known = sequence.num_tokens - sequence.awaits  # what the device alone knows has no hash
+        known = sequence.num_tokens - sequence.has_placeholder  # what the device alone knows has no hash
         full = min(sequence.num_computed_tokens + num_tokens, known) // self.block_size
         if self._is_shared(sequence):
-            for index in range(sequence.num_remembered_blocks, full):
+            for index in range(sequence.num_offered_blocks, full):
                 self._make_known(self._extend_hashes(sequence, index), sequence.block_table[index])
-        sequence.num_remembered_blocks = max(full, sequence.num_remembered_blocks)
+        sequence.num_offered_blocks = max(full, sequence.num_offered_blocks)
 
-    def frontier(self, sequence: Sequence) -> bytes | None:
+    def frontier(self, sequence: SequenceState) -> bytes | None:
         """The hash of the block that a sequence will make known next; None if that is not a block of known tokens that
         others could share.
         """
-        index = sequence.num_remembered_blocks
+        index = sequence.num_offered_blocks
         return self._extend_hashes(sequence, index) if index < self._num_shareable(sequence) else None
 
-    def frontier_found(self, sequence: Sequence) -> bytes | None:
+    def frontier_found(self, sequence: SequenceState) -> bytes | None:
         """The same of a sequence without blocks, if it began now."""
         index = len(self._find(sequence))
         return self._extend_hashes(sequence, index) if index < self._num_shareable(sequence) else None
 
-    def unwritten(self, sequence: Sequence) -> list[int]:
+    def unwritten(self, sequence: SequenceState) -> list[int]:
         """Blocks of which a step that failed has left some of what others may have been promised."""
         begin = sequence.num_computed_tokens // self.block_size
         return [*sequence.block_table[begin:], *sequence.cross_block_table]
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: SequenceState) -> None:
         """Take all blocks of the sequence back; harmless on one that has none.
 
         What was promised to others and is not computed is known no longer.
@@ -208,7 +208,7 @@ class BlockManager:
         size = self.block_size
         return [table[position // size] * size + position % size for position in range(start, stop)]
 
-    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+    def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
         """Raise `AssertionError` unless free + used + cached is everything and every count is right."""
         owned = Counter(block for s in sequences for table in (s.block_table, s.cross_block_table) for block in table)
         assert all(self._counts[block] == owned[block] for block in range(self.num_blocks)), "a count is wrong"
@@ -258,7 +258,7 @@ class BlockManager:
         if block in self._hashes:
             del self._known[self._hashes.pop(block)]
 
-    def _share_source(self, sequence: Sequence) -> None:
+    def _share_source(self, sequence: SequenceState) -> None:
         """Let it read the memory of its source where another's encoder has run or runs in this step."""
         if self._is_shared(sequence):
             table = self._sources.get(self._root(sequence), [])
@@ -266,17 +266,17 @@ class BlockManager:
             for block in table:
                 self._counts[block] += 1
 
-    def _is_shared(self, sequence: Sequence) -> bool:
+    def _is_shared(self, sequence: SequenceState) -> bool:
         """Whether anybody could begin the same."""
         return self.prefix_caching or sequence.params.n > 1 or sequence.params.num_beams > 1
 
-    def _num_shareable(self, sequence: Sequence) -> int:
+    def _num_shareable(self, sequence: SequenceState) -> int:
         """Blocks that the sequence may have from others: at least its last token stays to be computed."""
         if not sequence.reuses_prefix or not self._is_shared(sequence):
             return 0
         return (sequence.num_tokens - 1) // self.block_size
 
-    def _find(self, sequence: Sequence, begin: int = 0) -> list[int]:
+    def _find(self, sequence: SequenceState, begin: int = 0) -> list[int]:
         """Known blocks of the sequence from its block `begin` on."""
         found: list[int] = []
         for index in range(begin, self._num_shareable(sequence)):
@@ -286,7 +286,7 @@ class BlockManager:
             found.append(self._known[digest])
         return found
 
-    def _extend_hashes(self, sequence: Sequence, index: int) -> bytes:
+    def _extend_hashes(self, sequence: SequenceState, index: int) -> bytes:
         """The hash of the sequence's block `index`, those before it being known to the sequence."""
         if index < len(sequence.block_hashes):
             return sequence.block_hashes[index]
@@ -295,7 +295,7 @@ class BlockManager:
         sequence.block_hashes.append(sha256(parent + pack(f"<{len(tokens)}q", *tokens)).digest())
         return sequence.block_hashes[-1]
 
-    def _root(self, sequence: Sequence) -> bytes:
+    def _root(self, sequence: SequenceState) -> bytes:
         """The hash of what all blocks of a sequence depend on before its first token: salt and source."""
         if sequence.root_hash is None:
             request = sequence.request
@@ -304,18 +304,18 @@ class BlockManager:
             sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source).digest()
         return sequence.root_hash
 
-    def _missing(self, sequence: Sequence, num_tokens: int) -> int:
+    def _missing(self, sequence: SequenceState, num_tokens: int) -> int:
         wanted = self.blocks_for(sequence.num_computed_tokens + num_tokens)
         return max(0, wanted - len(sequence.block_table)) + self._writes_shared(sequence)
 
-    def _writes_shared(self, sequence: Sequence) -> bool:
+    def _writes_shared(self, sequence: SequenceState) -> bool:
         """Whether the next token goes into a block that others have too."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
         return offset > 0 and index < len(sequence.block_table) and self._counts[sequence.block_table[index]] > 1
 
-    def _missing_cross(self, sequence: Sequence) -> int:
+    def _missing_cross(self, sequence: SequenceState) -> int:
         return self.blocks_for(len(sequence.source_ids)) if self.must_encode(sequence) else 0
 
-    def must_encode(self, sequence: Sequence) -> bool:
+    def must_encode(self, sequence: SequenceState) -> bool:
         """Whether the encoder has to run for a sequence: nobody's memory of the same source is there."""
         return sequence.needs_source and not (self._is_shared(sequence) and self._root(sequence) in self._sources)

@@ -17,14 +17,14 @@ from typing import NamedTuple
 from model.api.request import FinishReason, TokenLogprob
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.sequence import Beams, Sequence, SequenceStatus
+from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
 from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
 
 
 class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time
     """One sequence's part of a step."""
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int  # tokens computed before this step
     num_tokens: int  # computed in this step, from `start`
     encode_source: bool  # the encoder runs first and its keys and values are written
@@ -40,9 +40,8 @@ class SchedulerOutput:
     """The seam between policy and tensors: all that a step computes, in packed order."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    copies: dict[int, int] = field(
-        default_factory=dict
-    )  # block to be filled: block it is copied from, before any write
+    # Block to be filled: block it is copied from, before any write.
+    copies: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -66,24 +65,24 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Sequence] = []  # by Sequence.order
-        self.running: list[Sequence] = []  # by Sequence.order
+        self.waiting: list[SequenceState] = []  # by SequenceState.order
+        self.running: list[SequenceState] = []  # by SequenceState.order
         self.num_preemptions = 0
         self._frontiers: set[bytes] = set()  # blocks that running prompts will make known next
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         yield from self.running
         yield from self.waiting
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         """End a sequence wherever it stands; its blocks are free at once."""
         sequence.finish(reason)
         self.remove(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Forget a finished sequence: the only place where one leaves and its blocks return."""
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
@@ -151,7 +150,8 @@ class Scheduler:
             num_tokens = min(left, available)
             if num_tokens <= 0:
                 continue
-            if not self.block_manager.holds(sequence, num_tokens):  # it nearly always does: a block takes many tokens
+            # It nearly always does: a block takes many tokens.
+            if not self.block_manager.has_room(sequence, num_tokens):
                 if not self._make_room(sequence, num_tokens):
                     continue
                 output.copies.update(self.block_manager.allocate(sequence, num_tokens))
@@ -161,7 +161,7 @@ class Scheduler:
         output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
         return budget, self.num_preemptions > before
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _make_room(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Preempt the youngest until `sequence` fits; False if that was itself."""
         while not self.block_manager.can_allocate(sequence, num_tokens):
             victim = self.running[-1]
@@ -170,7 +170,7 @@ class Scheduler:
                 return False
         return True
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Let a running sequence, or all beams of its search, wait again, without blocks."""
         for victim in self._together(sequence):
             self.running.remove(victim)
@@ -193,11 +193,11 @@ class Scheduler:
                 self._lead(sequence)
         return uncomputed
 
-    def _follows(self, sequence: Sequence) -> bool:
+    def _follows(self, sequence: SequenceState) -> bool:
         """Whether a running prompt that is served before this one computes the next of it."""
         return self.block_manager.frontier(sequence) in self._frontiers
 
-    def _lead(self, sequence: Sequence) -> None:
+    def _lead(self, sequence: SequenceState) -> None:
         frontier = self.block_manager.frontier(sequence)
         if frontier is not None:
             self._frontiers.add(frontier)
@@ -206,14 +206,14 @@ class Scheduler:
         """Start waiting sequences in order until one does not fit."""
         most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
         source_budget = most  # of its own: a long source must not wait for an idle decoder
-        places = self.max_num_seqs - sum(sequence.width for sequence in self.running)
+        places = self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
         for sequence in list(self.waiting):
             if budget < 1 or places < 1:
                 return
             if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
-            places -= sum(one.width for one in together)
+            places -= sum(one.num_slots for one in together)
             begun = source_budget < most  # a source is never split: the first goes, however long
             encodes = self.block_manager.must_encode(sequence)
             source_budget -= len(sequence.source_ids) * encodes
@@ -227,7 +227,7 @@ class Scheduler:
                 insort(self.running, one, key=lambda s: s.order)
                 budget -= self._begin(output, one, budget)
 
-    def _begin(self, output: SchedulerOutput, sequence: Sequence, budget: int) -> int:
+    def _begin(self, output: SchedulerOutput, sequence: SequenceState, budget: int) -> int:
         """Give a sequence that was just admitted its first tokens; how many. A beam may get none in this step."""
         self.block_manager.reuse(sequence)
         num_tokens = 0 if self._follows(sequence) else min(sequence.num_uncomputed_tokens, budget)
@@ -237,11 +237,11 @@ class Scheduler:
             self._put(output, sequence, num_tokens, encode_source=encode_source)
         return num_tokens
 
-    def _together(self, sequence: Sequence) -> list[Sequence]:
+    def _together(self, sequence: SequenceState) -> list[SequenceState]:
         """The sequence, or all beams of its search: they go nowhere alone."""
         return list(sequence.beams.members) if sequence.beams is not None else [sequence]
 
-    def replace_beams(self, beams: Beams, children: list[Sequence]) -> None:
+    def replace_beams(self, beams: Beams, children: list[SequenceState]) -> None:
         """Let the running members of a search be followed by their continuations."""
         for parent in beams.members:
             self.running.remove(parent)
@@ -251,19 +251,19 @@ class Scheduler:
         for child in children:
             insort(self.running, child, key=lambda s: s.order)
 
-    def _waits(self, sequence: Sequence) -> bool:
+    def _waits(self, sequence: SequenceState) -> bool:
         """Whether a waiting sequence's grammar is not compiled, or a running prompt computes the next of its tokens."""
         if not sequence.is_prepared:
             return True
         return bool(self._frontiers) and self.block_manager.frontier_found(sequence) in self._frontiers
 
     def _put(
-        self, output: SchedulerOutput, sequence: Sequence, num_tokens: int, *, encode_source: bool = False
+        self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int, *, encode_source: bool = False
     ) -> None:
         """Let a sequence that has the blocks compute so many tokens; those behind it may use what it fills."""
         start = sequence.num_computed_tokens
         output.scheduled.append(ScheduledSequence(sequence, start, num_tokens, encode_source))
-        if (start + num_tokens) // self.block_manager.block_size > sequence.num_remembered_blocks:
-            self.block_manager.remember(sequence, num_tokens)
+        if (start + num_tokens) // self.block_manager.block_size > sequence.num_offered_blocks:
+            self.block_manager.cache_full_blocks(sequence, num_tokens)
         if start + num_tokens < sequence.num_tokens:
             self._lead(sequence)

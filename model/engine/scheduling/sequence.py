@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from model.text.grammar_matcher import Matcher
 
 
-AWAITED = -1  # stands for a token that is sampled already but that only the device knows
+PLACEHOLDER = -1  # stands for a token that is sampled already but that only the device knows
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class Beams:
     """The sequences of a beam search; they are admitted, preempted and ended together."""
 
     search: BeamSearch
-    members: list[Sequence] = field(default_factory=list)
+    members: list[SequenceState] = field(default_factory=list)
     candidates: dict[int, Candidates] = field(default_factory=dict)  # by place among the members, for the next step
     forced: bool = False  # the checkpoint's rules chose the next step's tokens
 
@@ -35,7 +35,7 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One of the `n` continuations of a request.
 
     There are no phases: each step computes some of the tokens that are not computed yet, and when none is left the
@@ -51,7 +51,7 @@ class Sequence:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of them, found in the cache
-    num_remembered_blocks: int = 0  # of its full blocks, offered to the cache
+    num_offered_blocks: int = 0  # of its full blocks, offered to the cache
     root_hash: bytes | None = None  # of what its blocks depend on before its first token
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     block_table: BlockTable = field(default_factory=BlockTable)
@@ -67,18 +67,18 @@ class Sequence:
     is_prepared: bool = True  # False while that is compiled
     history: History | None = None  # of one that is penalised or banned by what it said
     error: str | None = None  # why it could not go on
-    samples_blindly: bool = False  # the token after the next can be sampled before the next one is known here
+    can_run_ahead: bool = False  # the token after the next can be sampled before the next one is known here
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         p = self.params
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         looked_at = p.logprobs is not None or p.prompt_logprobs is not None
-        self.samples_blindly = not (history or looked_at or p.num_beams > 1 or p.grammar)
+        self.can_run_ahead = not (history or looked_at or p.num_beams > 1 or p.grammar)
         self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
 
     @classmethod
-    def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> Sequence:
+    def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> SequenceState:
         """The request's sequence `index`; with a decoder beginning, the prompt is the encoder's."""
         begins = request.decoder_token_ids
         stops = frozenset(request.params.stop_token_ids)
@@ -91,7 +91,7 @@ class Sequence:
             stop_token_ids=stops if request.params.ignore_eos else stops.union(eos_token_ids),
         )
 
-    def searching(self) -> Sequence:
+    def searching(self) -> SequenceState:
         """The same as the only beam, so far, of a search."""
         params = self.params
         search = BeamSearch(
@@ -104,7 +104,7 @@ class Sequence:
         self.beams = Beams(search, [self])
         return self
 
-    def fork(self, token_id: int, *, forced: bool = False) -> Sequence:
+    def fork(self, token_id: int, *, forced: bool = False) -> SequenceState:
         """The same with one token more, without blocks: a beam's continuation."""
         child = replace(self, token_ids=[*self.token_ids, token_id])
         child.block_table, child.cross_block_table = BlockTable(), BlockTable()
@@ -118,7 +118,7 @@ class Sequence:
         return child
 
     @property
-    def width(self) -> int:
+    def num_slots(self) -> int:
         """Places among the running sequences: the first beam of a search holds all that the search may ever take."""
         if self.beams is None:
             return 1
@@ -147,7 +147,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def may_say_anything(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """Whether its request neither bans nor forces any next token, now and later."""
         return not (self.history or self.matcher or self.request.params.min_tokens)
 
@@ -165,16 +165,16 @@ class Sequence:
         return bool(self.source_ids) and not self.cross_block_table
 
     @property
-    def awaits(self) -> bool:
+    def has_placeholder(self) -> bool:
         """Whether its last token is one that only the device knows."""
-        return self.token_ids[-1] == AWAITED
+        return self.token_ids[-1] == PLACEHOLDER
 
-    def await_token(self) -> None:
+    def append_placeholder(self) -> None:
         """Go on before the token that is being sampled is known, unless that is sure to be the last."""
         if self.num_output_tokens + 1 < self.params.max_tokens:
-            self.token_ids.append(AWAITED)
+            self.token_ids.append(PLACEHOLDER)
 
-    def drop_awaited(self, at: int) -> int:
+    def drop_placeholders(self, at: int) -> int:
         """Forget the tokens from `at` on, all of them unknown here, and say how many there were."""
         count = len(self.token_ids) - at
         del self.token_ids[at:]
@@ -223,7 +223,7 @@ class Sequence:
         """Back to waiting after its blocks were taken; everything is computed anew."""
         self.restarted = True
         self.num_computed_tokens = 0
-        self.num_remembered_blocks = 0
+        self.num_offered_blocks = 0
         if self.beams is not None:
             self.beams.candidates.clear()
         self.status = SequenceStatus.WAITING

@@ -7,20 +7,20 @@ from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING
 
 from model.config.model import GenerationRules
-from model.engine.scheduling.sequence import Sequence
+from model.engine.scheduling.sequence import SequenceState
 
 if TYPE_CHECKING:
     from model.text.grammar_matcher import Mask
 
 
-def forced_token(sequence: Sequence, rules: GenerationRules) -> int | None:
+def forced_token(sequence: SequenceState, rules: GenerationRules) -> int | None:
     """The only token allowed: the first of a translation, or the end where the length is used up."""
     if rules.forced_last is not None and sequence.num_output_tokens == sequence.params.max_tokens - 1:
         return rules.forced_last
     return rules.forced_first if sequence.num_tokens == 1 else None
 
 
-def banned_tokens(sequence: Sequence, rules: GenerationRules) -> list[int]:
+def banned_tokens(sequence: SequenceState, rules: GenerationRules) -> list[int]:
     """Tokens that must not come next; may repeat."""
     banned = list(rules.suppressed)
     if sequence.num_output_tokens == _begin(sequence, rules):
@@ -33,7 +33,7 @@ def banned_tokens(sequence: Sequence, rules: GenerationRules) -> list[int]:
     return banned
 
 
-def allowed_tokens(sequence: Sequence, banned: Iterable[int]) -> Mask | None:
+def allowed_tokens(sequence: SequenceState, banned: Iterable[int]) -> Mask | None:
     """The tokens that its grammar leaves, as a mask over the vocabulary; None where it has none.
 
     What ends the output is left where the grammar is complete. Bans give way where nothing else is left, and so does
@@ -48,7 +48,7 @@ def allowed_tokens(sequence: Sequence, banned: Iterable[int]) -> Mask | None:
     return left if left.any() else allowed
 
 
-def _begin(sequence: Sequence, rules: GenerationRules) -> int:
+def _begin(sequence: SequenceState, rules: GenerationRules) -> int:
     """Output tokens before the first that is free to be chosen."""
     return int(rules.forced_first is not None and sequence.num_prompt_tokens == 1)
 

@@ -15,7 +15,7 @@ from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
 from model.families.table.rules import ClassifierTable, WeightRule
 
-_MOST_LABELS = 1_000_000  # a number beyond is a mistake, and would be counted up to
+_MAX_LABELS = 1_000_000  # a number beyond is a mistake, and would be counted up to
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
@@ -69,8 +69,8 @@ def _labels(raw: Settings) -> tuple[str, ...]:
     if names:
         return tuple(str(names[key]) for key in sorted(names, key=int))
     count = raw.get("num_labels", 2)
-    if not 0 < count <= _MOST_LABELS:
-        raise ConfigError(f"num_labels must be from 1 to {_MOST_LABELS}, found {count}")
+    if not 0 < count <= _MAX_LABELS:
+        raise ConfigError(f"num_labels must be from 1 to {_MAX_LABELS}, found {count}")
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
