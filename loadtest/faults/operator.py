@@ -12,8 +12,8 @@ import signal
 
 from model.api.messages import ModelSpec
 from model.pretrained import embedded_models
-from service.runtimes.local import ServeConfig
 from service.runtimes.ray_serve import environment
+from service.settings.serve_config import ServeConfig
 
 CHANGED = "max_n"  # the setting that each deployment raises by one
 FIRST = 8

@@ -1,6 +1,6 @@
-"""`triptych`: serve, generate, encode, inspect. Usage and configuration errors are one line and exit 2.
+"""The command line `triptych`: serve, serve-config, generate, encode, inspect. Usage errors print one line and exit 2.
 
-Everything heavy is imported inside the commands, so that `--help` answers at once.
+Slow imports are inside the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from model.api.sampling_bounds import check_value
 from model.errors import ConfigError, EngineError
-from service.settings import option_table
+from service.settings import sources
+from service.settings.option_table import BY_NAME, OPTIONS, Option, byte_size
+from service.settings.resolve import embedded_model_settings
 
 if TYPE_CHECKING:
     from model.llm import LLM
@@ -32,20 +34,20 @@ _SAMPLING: dict[str, tuple[Callable[[str], Any], float, str]] = {  # flags of `g
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
+    """Reports errors as `ConfigError`, in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """Run the command line and exit."""
     _open_standard_files()
     arguments = argparse.Namespace(verbose=False)
     try:
         arguments, unknown = _parser().parse_known_args(argv)
         if unknown:
-            raise ConfigError(f"{unknown[0]} is not known{option_table.nearest(unknown[0], arguments.flags)}")
+            raise ConfigError(f"{unknown[0]} is not known{sources.nearest(unknown[0], arguments.flags)}")
         code = arguments.command(arguments)
     except ConfigError as error:
         if arguments.verbose:
@@ -66,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _open_standard_files() -> None:
-    """What the caller has closed becomes /dev/null: a socket would get its number, and libuv aborts at one of those."""
+    """Open /dev/null for each closed standard file: libuv aborts if a socket gets its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
@@ -95,37 +97,39 @@ def _add_serve(commands: Any) -> None:
         metavar="[NAME=]PATH",
         help="checkpoint folders (default: those in the file of --config, else the embedded models)",
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings and models of a file (TRIPTYCH_CONFIG)")
-    option_table.add_arguments(parser, option_table.OPTIONS)
+    parser.add_argument("--config", metavar="FILE.yaml", help="file of settings and models (TRIPTYCH_CONFIG)")
+    sources.add_arguments(parser, OPTIONS)
     _add_verbose(parser)
     parser.set_defaults(command=_serve, flags=_flags(parser))
 
 
 def _add_serve_config(commands: Any) -> None:
-    text = "print what `serve deploy` and KubeRay take, made of a file for `serve --config`"
+    text = "convert a file for `serve --config` for `serve deploy` and KubeRay"
     parser = commands.add_parser("serve-config", help=text, description=text)
     parser.add_argument("file", metavar="FILE.yaml")
-    parser.add_argument("--num-cpus", type=float, metavar="N", help="CPUs that a replica asks Ray for (default: none)")
+    parser.add_argument(
+        "--num-cpus", type=float, metavar="N", help="CPUs that a replica requests from Ray (default: none)"
+    )
     _add_verbose(parser)
     parser.set_defaults(command=_serve_config, flags=_flags(parser))
 
 
 def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="continue or translate a text, offline")
+    parser = commands.add_parser("generate", help="generate text offline, without a server")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
     parser.add_argument("prompt", metavar="PROMPT")
     for name, (parse, default, text) in _SAMPLING.items():
         flag, shown = "--" + name.replace("_", "-"), f"{text}(default: {default:g})"
         parser.add_argument(flag, type=_bounded(name, parse), default=default, help=shown)
     structure = parser.add_mutually_exclusive_group()
-    structure.add_argument("--json", action="store_true", help="hold the output to a JSON object")
-    structure.add_argument("--json-schema", metavar="FILE|JSON", help="hold the output to a JSON schema")
-    structure.add_argument("--regex", metavar="PATTERN", help="hold the output to a pattern that all of it matches")
+    structure.add_argument("--json", action="store_true", help="constrain the output to a JSON object")
+    structure.add_argument("--json-schema", metavar="FILE|JSON", help="constrain the output to a JSON schema")
+    structure.add_argument("--regex", metavar="PATTERN", help="constrain the output to match a regular expression")
     structure.add_argument(
-        "--choice", action="append", metavar="TEXT", help="hold the output to one of such texts (repeatable)"
+        "--choice", action="append", metavar="TEXT", help="constrain the output to one of these texts (repeatable)"
     )
     parser.add_argument(
-        "--stop", type=_stop, action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
+        "--stop", type=_stop, action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)"
     )
     _add_engine(parser)
     _add_verbose(parser)
@@ -133,7 +137,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _bounded(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse`, and the bounds of this sampling parameter."""
+    """Return a parser that also checks the bounds of a sampling parameter."""
 
     def read(text: str) -> Any:
         value = parse(text)
@@ -155,12 +159,12 @@ def _positive(text: str) -> int:
 
 def _stop(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("expected a text that is not empty")
+        raise argparse.ArgumentTypeError("expected a non-empty text")
     return text
 
 
 def _add_encode(commands: Any) -> None:
-    parser = commands.add_parser("encode", help="texts to vectors, offline, one JSON line each")
+    parser = commands.add_parser("encode", help="encode texts as vectors offline, one JSON line each")
     parser.add_argument("--model", metavar="[NAME=]PATH", help=f"{_MODEL} (default: embed)")
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     _add_engine(parser)
@@ -169,25 +173,25 @@ def _add_encode(commands: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser("inspect", help="the anatomy of a checkpoint")
+    parser = commands.add_parser("inspect", help="show the architecture, memory and cost of a checkpoint")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: all embedded models)")
     parser.add_argument(
         "--context", type=_positive, default=1024, help="tokens that a decode step attends to (default: 1024)"
     )
-    parser.add_argument("--memory", default="1GiB", help="KV memory to fill with sequences (default: 1GiB)")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, one line a model")
-    parser.add_argument("--attention", metavar="TEXT", help="write a page of every head's attention over the text")
-    parser.add_argument("--out", default="attention.html", metavar="FILE", help="where (default: attention.html)")
+    parser.add_argument("--memory", default="1GiB", help="memory of the KV cache to plan for (default: 1GiB)")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line a model")
+    parser.add_argument("--attention", metavar="TEXT", help="write an HTML page of all attention weights over a text")
+    parser.add_argument("--out", default="attention.html", metavar="FILE", help="its path (default: attention.html)")
     _add_verbose(parser)
     parser.set_defaults(command=_inspect, flags=_flags(parser))
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    option_table.add_arguments(parser, (option_table.BY_NAME["device"], option_table.BY_NAME["dtype"]))
+    sources.add_arguments(parser, (BY_NAME["device"], BY_NAME["dtype"]))
 
 
 def _add_verbose(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
-    """Before the command or behind it."""
+    """Add `-v`, which is accepted before and after the command."""
     text = "show tracebacks of configuration errors"
     parser.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
 
@@ -198,19 +202,19 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 def _serve(arguments: argparse.Namespace) -> int:
     file = arguments.config or os.environ.get("TRIPTYCH_CONFIG")
-    found = option_table.from_file(Path(file)) if file else option_table.FileSettings()
-    settings = found.settings | option_table.from_environment(os.environ)
-    settings |= option_table.from_arguments(arguments, option_table.OPTIONS)
+    content = sources.from_file(Path(file)) if file else sources.FileSettings()
+    settings = content.settings | sources.from_environment(os.environ)
+    settings |= sources.from_arguments(arguments, OPTIONS)
     models = {name: {"path": path} for name, path in (_named(text) for text in arguments.models)}
     if len(models) < len(arguments.models):
-        raise ConfigError("two models have the same name: give them others with NAME=PATH")
-    if models and (found.models or found.groups):
-        raise ConfigError(f"{file} has models and {arguments.models[0]} is one more: name all of them in one place")
-    from service.cli import serve  # after what a mistake could be in, as it takes a second
+        raise ConfigError("two models have the same name: rename one with NAME=PATH")
+    if models and (content.models or content.groups):
+        raise ConfigError(f"models are given by {file} and by {arguments.models[0]}: give all of them in one place")
+    from service.cli import serve  # takes a second, so after all usage errors
 
     if models:
         return serve.serve(models, settings)
-    return serve.serve(found.models or _embedded(), settings, found.groups)
+    return serve.serve(content.models or embedded_model_settings(), settings, content.groups)
 
 
 def _serve_config(arguments: argparse.Namespace) -> int:
@@ -219,7 +223,7 @@ def _serve_config(arguments: argparse.Namespace) -> int:
     from service.runtimes.ray_serve.config_file import serve_config
 
     made = serve_config(Path(arguments.file), arguments.num_cpus)
-    print(f"# Made of {arguments.file} by `triptych serve-config`.")
+    print(f"# Made from {arguments.file} by `triptych serve-config`.")
     print(yaml.safe_dump(made, sort_keys=False, allow_unicode=True), end="")
     return 0
 
@@ -243,14 +247,14 @@ def _llm(arguments: argparse.Namespace, default: str) -> LLM:
     folder, engine = Path(_named(arguments.model or default)[1]), _engine(arguments)
     from model.system.child_process import SPIN_COUNT
 
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it as torch loads: with the next import
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it when the next import loads torch
     from model.llm import LLM
 
     return LLM(folder, engine)
 
 
 def _grammar(arguments: argparse.Namespace) -> str:
-    """What the output is held to; empty: nothing."""
+    """Return the grammar that constrains the output; empty: none."""
     from model.text import grammar
 
     if arguments.json:
@@ -261,12 +265,12 @@ def _grammar(arguments: argparse.Namespace) -> str:
         try:
             return grammar.regex_grammar(arguments.regex)
         except grammar.GrammarError as error:
-            raise ConfigError(f"--regex cannot be followed: {error}") from None
+            raise ConfigError(f"--regex is not supported: {error}") from None
     return grammar.choice_grammar(arguments.choice) if arguments.choice else ""
 
 
 def _schema(given: str) -> dict[str, Any]:
-    """A JSON schema as text, or of a file."""
+    """Read a JSON schema from its text or from a file."""
     import json
 
     try:
@@ -297,8 +301,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
         inspection.write_attention(name, Path(path), arguments.attention, Path(arguments.out))
         return 0
-    memory = option_table.Option("memory", option_table.byte_size, None, "").read(arguments.memory, "--memory")
-    wanted = dict([_named(arguments.model)]) if arguments.model else {n: m["path"] for n, m in _embedded().items()}
+    memory = Option("memory", byte_size, None, "").read(arguments.memory, "--memory")
+    wanted = (
+        dict([_named(arguments.model)])
+        if arguments.model
+        else {n: m["path"] for n, m in embedded_model_settings().items()}
+    )
     from service.cli import inspection
 
     for name, path in wanted.items():
@@ -310,32 +318,23 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _engine(arguments: argparse.Namespace) -> Any:
     from model.api.engine_config import EngineConfig
 
-    return EngineConfig(
-        **option_table.from_arguments(arguments, (option_table.BY_NAME["device"], option_table.BY_NAME["dtype"]))
-    )
+    return EngineConfig(**sources.from_arguments(arguments, (BY_NAME["device"], BY_NAME["dtype"])))
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Name and folder of `[NAME=]PATH`; without a name the folder's own, and embedded models by theirs alone."""
+    """Split `[NAME=]PATH`; the default name is the folder's, and an embedded model needs only its name."""
     name, equals, path = text.partition("=")
     if not equals:
-        embedded = _embedded()
+        embedded = embedded_model_settings()
         if text in embedded and not Path(text).exists():
             return text, embedded[text]["path"]
         name, path = Path(text).resolve().name, text
     if not name or not path:
         raise ConfigError(f"expected [NAME=]PATH, found {text!r}")
     if not Path(path).is_dir():
-        raise ConfigError(
-            f"{path}: no such folder; expected a Hugging Face checkpoint folder or one of {', '.join(_embedded())}"
-        )
+        names = ", ".join(embedded_model_settings())
+        raise ConfigError(f"{path}: no such folder; expected a Hugging Face checkpoint folder or one of {names}")
     return name, path
-
-
-def _embedded() -> dict[str, dict[str, Any]]:
-    from model.pretrained import embedded_models
-
-    return {name: {"path": str(path)} for name, path in embedded_models().items()}
 
 
 if __name__ == "__main__":

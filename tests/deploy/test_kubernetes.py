@@ -20,10 +20,10 @@ import yaml
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from service.http.middleware import OPEN_PATHS
-from service.runtimes.local import ServeConfig
 from service.runtimes.ray_serve import environment
-from service.runtimes.ray_serve.autoscaling_policy import Scaling
 from service.settings.option_table import OPTIONS
+from service.settings.scaling import Scaling
+from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, containers, pod_specs, render
@@ -182,7 +182,7 @@ def test_ray_runs_as_the_service_would_run_it() -> None:
     for container in containers(rayservice()):
         assert {one["name"]: one["value"] for one in container["env"]} == kept
     args = serve_config()["applications"][0]["args"]
-    assert serve_config()["http_options"]["request_timeout_s"] == environment.request_timeout_s(plain)
+    assert serve_config()["http_options"]["request_timeout_s"] == plain.proxy_timeout_s
     assert set(args) <= {option.name for option in OPTIONS}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -30,3 +31,10 @@ def app() -> Iterator[App]:
 def hub_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests set huggingface_hub offline, for `transformers`; here its clients talk to this machine."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def no_ray_settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Removes Ray's settings from the environment for one test."""
+    monkeypatch.setattr(os, "environ", {name: v for name, v in os.environ.items() if not name.startswith("RAY_")})
+    return monkeypatch

@@ -91,7 +91,7 @@ def test_help_and_a_mistake_import_nothing_heavy(arguments: tuple[str, ...]) -> 
                 ("--temperature=nan", "temperature must be 0 to 100, found nan"),
                 ("--top-p=0", "top_p must be above 0 and at most 1, found 0.0"),
                 ("--repetition-penalty=0", "repetition_penalty must be 0.01 to 100, found 0.0"),
-                ("--stop=", "expected a text that is not empty"),
+                ("--stop=", "expected a non-empty text"),
             )
         ),
         (("serve", "--kv-cache-memory", "9" * 400), "--kv-cache-memory: found '9999"),
@@ -147,7 +147,7 @@ def test_models_are_named_in_one_place(
     else:
         run = triptych_here("serve", "code", "--config", str(file))
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert f"{file} has models and code is one more" in run.stderr
+    assert f"models are given by {file} and by code: give all of them in one place" in run.stderr
 
 
 @pytest.mark.parametrize("arguments", [("-v", "serve", "/no/such"), ("serve", "/no/such", "-v")])
@@ -201,7 +201,7 @@ def test_generate_holds_the_output_to(flags: tuple[str, ...], pattern: str) -> N
     ("flags", "message"),
     [
         (("--regex", "("), "the output cannot match: unclosed group"),
-        (("--regex", "a\\"), "--regex cannot be followed: it ends with a backslash"),
+        (("--regex", "a\\"), "--regex is not supported: it ends with a backslash"),
         (("--json-schema", "[]"), "--json-schema []: No such file"),
         (("--json-schema", "{"), "--json-schema: expected a JSON object"),
         (("--json", "--regex", "a"), "not allowed with argument --json"),

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from model.errors import ConfigError
-from service.cli import serve
-from service.runtimes.ray_serve.config_file import chosen, serve_config
-from service.settings import option_table
+from service.runtimes.ray_serve.config_file import config_of_application, serve_config
+from service.settings import sources
+from service.settings.resolve import resolve_config
 from tests.service.processes import ROOT
 from tests.service.test_cli import triptych_here
 
@@ -73,12 +73,16 @@ def test_an_application_serves_what_the_same_file_serves_without_a_cluster(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file.write_text(FILE.replace("here/b", str(tmp_path / "here/b")))
-    found = option_table.from_file(file)
-    plain = serve.configuration(found.models, found.settings, found.groups)
+    found = sources.from_file(file)
+    plain = resolve_config(found.models, found.settings, found.groups)
     file.write_text(FILE)
-    first, text = (chosen(one["args"]) for one in serve_config(file)["applications"])
-    assert (first.models, first.scaling, first.elsewhere) == (plain.models, plain.scaling, plain.elsewhere)
-    assert first.elsewhere == {"b": "/text", "c": "/text"}
+    first, text = (config_of_application(one["args"]) for one in serve_config(file)["applications"])
+    assert (first.models, first.scaling, first.models_elsewhere) == (
+        plain.models,
+        plain.scaling,
+        plain.models_elsewhere,
+    )
+    assert first.models_elsewhere == {"b": "/text", "c": "/text"}
     assert (text.models, text.scaling, text.settings.limits) == (
         plain.groups[0].models,
         plain.groups[0].scaling,
@@ -91,7 +95,7 @@ def test_an_application_serves_what_the_same_file_serves_without_a_cluster(
 def test_a_file_without_models_is_the_embedded_ones(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("drain_timeout: 5\n")
     (only,) = serve_config(tmp_path / "x.yaml")["applications"]
-    assert [spec.name for spec in chosen(only["args"]).models] == ["code", "normalize", "embed"]
+    assert [spec.name for spec in config_of_application(only["args"]).models] == ["code", "normalize", "embed"]
 
 
 @pytest.mark.parametrize(
@@ -115,23 +119,23 @@ def test_what_no_cluster_can_serve_is_said(tmp_path: Path, text: str, message: s
     [
         ({"application": None}, "args: application is missing: with groups"),
         ({"application": "triptych-txt"}, "expected one of triptych, triptych-text"),
-        ({"port": 1}, "args: port is the cluster's to set"),
+        ({"port": 1}, "args: port is set by the cluster"),
     ],
 )
 def test_an_application_that_is_not_of_the_file_is_refused(file: Path, change: dict[str, Any], message: str) -> None:
     arguments = serve_config(file)["applications"][0]["args"] | change
     with pytest.raises(ConfigError, match=message):
-        chosen({name: value for name, value in arguments.items() if value is not None})
+        config_of_application({name: value for name, value in arguments.items() if value is not None})
 
 
 def test_the_documented_file_is_one() -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (example,) = (block for block in blocks if "groups:" in block)
-    found = option_table.from_mapping(yaml.safe_load(example), "example")
-    config = serve.configuration(found.models, found.settings, found.groups)
+    found = sources.from_mapping(yaml.safe_load(example), "example")
+    config = resolve_config(found.models, found.settings, found.groups)
     (group,) = config.groups
-    assert (group.route, group.scaling.least, group.scaling.most) == ("/chat", 1, 3)
+    assert (group.route, group.scaling.min_replicas, group.scaling.max_replicas) == ("/chat", 1, 3)
     assert [spec.engine.max_num_seqs for spec in (*config.models, *group.models)] == [32, 32, 32]
 
 

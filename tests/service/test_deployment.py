@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.runtimes.ray_serve.environment import _free_port
+from service.runtimes.ray_serve.haproxy import free_port
 from tests import checkpoints
 from tests.service.processes import eventually
 
@@ -21,7 +21,7 @@ DEPLOY = """
 import json, sys
 from pathlib import Path
 from service.runtimes.ray_serve import environment
-from service.runtimes.local import ServeConfig
+from service.settings.serve_config import ServeConfig
 from model.api.messages import ModelSpec
 
 arguments, port = json.loads(sys.argv[1]), int(sys.argv[2])
@@ -51,7 +51,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 REFUSED: dict[str, tuple[Any, str]] = {
     "unknown": ({"prot": 1}, "key prot is not known; did you mean port?"),
-    "the cluster's": ({"port": 1}, "port is the cluster's to set (http_options), not an application's"),
+    "the cluster's": ({"port": 1}, "port is set by the cluster (http_options), not by an application"),
     "list": ([], "expected a mapping, found list"),
     "text": ({"max_num_seqs": "many"}, "max_num_seqs: found 'many', expected a whole number"),
 }
@@ -93,7 +93,7 @@ def test_a_replica_asks_for_the_gpus_of_its_ranks(built: dict[str, dict[str, Any
 
 @pytest.fixture
 def deployed(folder: Path) -> Iterator[str]:
-    port = _free_port()  # seconds pass until Serve has it
+    port = free_port()  # seconds pass until Serve has it
     arguments = f'{{"models": {{"gen": "{folder}"}}, "max_n": 2, "api_keys": ["k"]}}'
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     pipe = subprocess.PIPE

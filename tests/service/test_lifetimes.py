@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.runtimes.ray_serve.environment import _free_port
+from service.runtimes.ray_serve.haproxy import free_port
 from tests.service.asking import LONG, PROMPT, RUNTIMES, generate, metric, post, read_all
 from tests.service.processes import ServiceProcess, eventually, running
 
@@ -180,7 +180,7 @@ def test_groups_of_models_answer_below_their_routes(models: list[str], tmp_path:
 
 @pytest.mark.slow
 def test_a_signal_between_ready_and_the_banner_drains_too(models: list[str]) -> None:
-    port = _free_port()
+    port = free_port()
     service = ServiceProcess([*models, *RUNTIMES["ray"], "--port", str(port)])
     try:
         url = f"http://127.0.0.1:{port}"

@@ -15,7 +15,7 @@ import pytest
 
 from model.api.request import FinishReason
 from model.errors import ConfigError
-from service.cli import serve
+from service.cli import banner
 from service.core.errors import OUR_FAULT
 from service.observability import logs
 from service.schemas.replies import InfoReply, ModelsReply
@@ -50,10 +50,10 @@ def test_info_shows_every_limit(app: App) -> None:
 def test_what_is_slower_than_it_could_be_is_shown(app: App) -> None:
     """By the banner, loudly, and by /info."""
     slow = info("gen", "decoder-only", fallbacks=("attention is not Triton's: no compiler",), recorded_sizes=20)
-    lines = serve._model_lines(slow)
+    lines = banner._model_lines(slow)
     assert sum("SLOWER THAN IT COULD BE: attention is not Triton's: no compiler" in line for line in lines) == 1
     assert sum("CUDA graphs, 20 batch sizes" in line for line in lines) == 1
-    quiet = serve._model_lines(info("gen", "decoder-only"))
+    quiet = banner._model_lines(info("gen", "decoder-only"))
     assert len(quiet) == len(lines) - 2
     (shown, *_) = InfoReply.model_validate_json(ask(app, "GET", "/info").content).models
     assert (shown["fallbacks"], shown["recorded_sizes"]) == ([], 0)

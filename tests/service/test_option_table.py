@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from model.errors import ConfigError
-from service.cli import serve
-from service.settings import option_table
+from service.cli import banner
+from service.settings import option_table, sources
+from service.settings.resolve import resolve_config
 from tests.service.support import info
 
 
 def parse(*arguments: str) -> dict[str, object]:
     parser = argparse.ArgumentParser()
-    option_table.add_arguments(parser, option_table.OPTIONS)
-    return option_table.from_arguments(parser.parse_args(arguments), option_table.OPTIONS)
+    sources.add_arguments(parser, option_table.OPTIONS)
+    return sources.from_arguments(parser.parse_args(arguments), option_table.OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -43,36 +44,34 @@ def test_only_what_is_given_is_set() -> None:
 def test_a_context_is_a_number_or_auto_wherever_it_is_set(text: str, expected: int | None, tmp_path: Path) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text(f"max_model_len: 64\nmodels:\n  a: {{path: /a, max_model_len: {text}}}\n  b: /b\n")
-    found = option_table.from_file(file)
-    config = serve.configuration(found.models, found.settings, found.groups)
+    found = sources.from_file(file)
+    config = resolve_config(found.models, found.settings, found.groups)
     assert {model.name: model.engine.max_model_len for model in config.models} == {"a": expected, "b": 64}
     assert parse("--max-model-len", text) == {"max_model_len": expected}
-    assert option_table.from_environment({"TRIPTYCH_MAX_MODEL_LEN": text}) == {"max_model_len": expected}
+    assert sources.from_environment({"TRIPTYCH_MAX_MODEL_LEN": text}) == {"max_model_len": expected}
     for given in ({"max_model_len": 64}, {}):
-        engine = serve.configuration({"a": {"path": "/a"}}, given | parse("--max-model-len", text), {}).models[0].engine
+        engine = resolve_config({"a": {"path": "/a"}}, given | parse("--max-model-len", text), {}).models[0].engine
         assert engine.max_model_len == expected
 
 
 def test_the_banner_says_which_context_is_served_and_why() -> None:
     reason = "what the KV pool holds; the model takes 40960"
-    lines = serve._model_lines(info("m", "decoder-only", max_model_len=7280, max_model_len_reason=reason))
+    lines = banner._model_lines(info("m", "decoder-only", max_model_len=7280, max_model_len_reason=reason))
     assert any(f"context 7280 ({reason}), 8 sequences" in line for line in lines)
 
 
 def test_keys_may_be_repeated_or_listed() -> None:
     assert parse("--api-key", "a", "--api-key", "b") == {"api_keys": ("a", "b")}
-    assert option_table.from_environment({"TRIPTYCH_API_KEYS": "a, b,"}) == {"api_keys": ("a", "b")}
+    assert sources.from_environment({"TRIPTYCH_API_KEYS": "a, b,"}) == {"api_keys": ("a", "b")}
 
 
 def test_every_option_reads_its_own_variable() -> None:
-    assert option_table.from_environment({"TRIPTYCH_KV_CACHE_MEMORY": "1MiB", "PATH": "x"}) == {
-        "kv_cache_memory": 1 << 20
-    }
+    assert sources.from_environment({"TRIPTYCH_KV_CACHE_MEMORY": "1MiB", "PATH": "x"}) == {"kv_cache_memory": 1 << 20}
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"TRIPTYCH_PROT is not known; did you mean TRIPTYCH_PORT\?"):
-        option_table.from_environment({"TRIPTYCH_PROT": "1"})
+        sources.from_environment({"TRIPTYCH_PROT": "1"})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_bad_value_says_where_what_and_what_was_expected(arguments: tuple[str,
 def test_a_file_holds_settings_and_models(tmp_path: Path) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text("port: 9\nkv-cache-memory: 1GiB\nmodels:\n  a: /x\n  b: {path: /y, max_num_seqs: 2}\n")
-    found = option_table.from_file(file)
+    found = sources.from_file(file)
     assert found.settings == {"port": 9, "kv_cache_memory": 1 << 30}
     assert found.models == {"a": {"path": "/x"}, "b": {"path": "/y", "max_num_seqs": 2}}
     assert found.groups == {}
@@ -113,14 +112,18 @@ groups:
 def test_groups_have_models_replicas_and_a_route_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text(GROUPS)
-    found = option_table.from_file(file)
-    config = serve.configuration(found.models, found.settings, found.groups)
+    found = sources.from_file(file)
+    config = resolve_config(found.models, found.settings, found.groups)
     chat, more = config.groups
     assert (config.route, chat.route, more.route) == ("/", "/chat", "/v2/more")
-    assert [(one.scaling.least, one.scaling.most) for one in (config, chat, more)] == [(2, 2), (1, 4), (1, 1)]
+    assert [(one.scaling.min_replicas, one.scaling.max_replicas) for one in (config, chat, more)] == [
+        (2, 2),
+        (1, 4),
+        (1, 1),
+    ]
     sizes = {model.name: model.engine.max_num_seqs for one in (config, chat, more) for model in one.models}
     assert sizes == {"a": 16, "b": 8, "c": 4, "d": 16}
-    assert config.elsewhere == {"b": "/chat", "c": "/chat", "d": "/v2/more"}
+    assert config.models_elsewhere == {"b": "/chat", "c": "/chat", "d": "/v2/more"}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +140,9 @@ def test_groups_have_models_replicas_and_a_route_of_their_own(tmp_path: Path) ->
 def test_groups_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text(text)
-    found = option_table.from_file
+    found = sources.from_file
     with pytest.raises(ConfigError) as caught:
-        serve.configuration({"m": {"path": "/m"}}, found(file).settings, found(file).groups)
+        resolve_config({"m": {"path": "/m"}}, found(file).settings, found(file).groups)
     assert message in str(caught.value)
 
 
@@ -151,8 +154,8 @@ def test_groups_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, me
         ("models: {a: {max_num_seqs: 1}}", "models.a: path is missing"),
         ("models: [a]", "models: expected a mapping, found list"),
         ("a: [", "is not valid YAML"),
-        ("port: 1\nhost: x\nport: 2", "key port stands twice, line 1"),
-        ("models:\n  a: {path: x, dtype: auto, path: y}", "key path stands twice, line 2"),
+        ("port: 1\nhost: x\nport: 2", "duplicate key port, line 1"),
+        ("models:\n  a: {path: x, dtype: auto, path: y}", "duplicate key path, line 2"),
         ("port: no-number", "port: found 'no-number', expected a whole number"),
     ],
 )
@@ -160,17 +163,17 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) 
     file = tmp_path / "triptych.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        option_table.from_file(file)
+        sources.from_file(file)
     assert message in str(caught.value)
 
 
 def test_a_missing_file_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        option_table.from_file(tmp_path / "none.yaml")
+        sources.from_file(tmp_path / "none.yaml")
 
 
 def test_what_is_on_has_a_flag_that_switches_it_off() -> None:
     assert parse("--no-prefix-caching") == {"prefix_caching": False}
-    assert option_table.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
+    assert sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
     with pytest.raises(ConfigError, match="expected true or false"):
-        option_table.from_environment({"TRIPTYCH_PREFIX_CACHING": "maybe"})
+        sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "maybe"})

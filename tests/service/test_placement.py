@@ -32,5 +32,5 @@ def test_gpus_of_a_replica(engines: list[tuple[str, int]], cluster_gpus: float, 
 def test_what_a_machine_cannot_hold_is_refused() -> None:
     check_gpus(4, 4.0)
     check_gpus(0, 0.0)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: the replicas need 8 GPUs between them, .* has 4;"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: all replicas together need 8 GPUs, .* has 4;"):
         check_gpus(8, 4.0)

@@ -10,8 +10,8 @@ import pytest
 
 from model.engine.builder import load
 from model.errors import ConfigError
-from service.cli import serve
-from service.settings import option_table
+from service.settings import sources
+from service.settings.resolve import resolve_config
 from tests import checkpoints
 from tests.engine.test_process_transport import is_alive
 from tests.service.processes import ServiceProcess, eventually, running
@@ -48,10 +48,10 @@ def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
 
 
 def test_the_setting_comes_from_wherever_settings_come() -> None:
-    assert option_table.from_environment({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}) == {"tensor_parallel_size": 2}
-    file = option_table.from_mapping({"models": {"m": {"path": "x", "tensor-parallel-size": 4}}}, "file")
+    assert sources.from_environment({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}) == {"tensor_parallel_size": 2}
+    file = sources.from_mapping({"models": {"m": {"path": "x", "tensor-parallel-size": 4}}}, "file")
     assert file.models["m"]["tensor_parallel_size"] == 4
-    config = serve.configuration(file.models, {"tensor_parallel_size": 2})
+    config = resolve_config(file.models, {"tensor_parallel_size": 2})
     assert [spec.engine.tensor_parallel_size for spec in config.models] == [4]
 
 
@@ -59,6 +59,6 @@ def test_a_size_that_does_not_fit_is_a_configuration_error(tmp_path: Path) -> No
     """As every one of those ends `triptych serve`, see test_lifetimes.py."""
     folder = checkpoints.llama(tmp_path / "llama")
     settings = {"device": "cpu", "dtype": "float32", "attention_backend": "sdpa", "tensor_parallel_size": 7}
-    (spec,) = serve.configuration({"gen": {"path": str(folder)}}, settings).models
+    (spec,) = resolve_config({"gen": {"path": str(folder)}}, settings).models
     with pytest.raises(ConfigError, match="tensor_parallel_size 7 must divide the"):
         load(spec)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from model.text.grammar import choice_grammar, json_grammar, regex_grammar
-from service.cli.serve import configuration
+from service.settings.resolve import resolve_config
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import App, ask, check_accounts, events, make_app, run
 from tests.service.test_bad_requests import GOOD, check_error
@@ -174,7 +174,7 @@ def test_an_output_that_cannot_go_on_is_the_requests_fault() -> None:
 
 def test_limits_are_settings_and_are_shown() -> None:
     settings = {"max_choices": 2, "max_schema_bytes": 30, "grammar_s": 0.5}
-    limits = configuration({"m": {"path": "."}}, settings).settings.limits
+    limits = resolve_config({"m": {"path": "."}}, settings).settings.limits
     assert (limits.max_choices, limits.max_schema_bytes, limits.grammar_s) == (2, 30, 0.5)
     app = make_app(settings=ServiceSettings(limits=limits))
     assert ask(app, "GET", "/info").json()["limits"]["max_choices"] == 2

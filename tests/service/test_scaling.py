@@ -11,9 +11,10 @@ from model.api.engine_config import EngineConfig
 from model.api.stats import EngineStats
 from model.client.admission import Admission
 from model.errors import ConfigError
-from service.cli import serve
-from service.runtimes.ray_serve.autoscaling_policy import SATURATION, SaturationPolicy, Scaling
-from service.settings import option_table
+from service.runtimes.ray_serve.autoscaling_policy import SATURATION, SaturationPolicy
+from service.settings import option_table, sources
+from service.settings.resolve import resolve_config
+from service.settings.scaling import Scaling
 
 
 @dataclass
@@ -66,9 +67,9 @@ def test_saturation_of_an_encoder_is_how_full_its_queue_is() -> None:
 
 def parse(*arguments: str) -> Scaling:
     parser = argparse.ArgumentParser()
-    option_table.add_arguments(parser, option_table.OPTIONS)
-    settings = option_table.from_arguments(parser.parse_args(arguments), option_table.OPTIONS)
-    return serve.configuration({"m": {"path": "/nowhere"}}, settings).scaling
+    sources.add_arguments(parser, option_table.OPTIONS)
+    settings = sources.from_arguments(parser.parse_args(arguments), option_table.OPTIONS)
+    return resolve_config({"m": {"path": "/nowhere"}}, settings).scaling
 
 
 def test_settings() -> None:

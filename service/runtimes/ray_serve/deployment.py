@@ -1,7 +1,7 @@
-"""The service under Ray Serve: one deployment, whose replica is the application itself. The only file that imports Ray.
+"""The Ray Serve runtime: a deployment whose replicas run the application. The only module that imports Ray.
 
-Tokens leave by the replica's own HTTP reply, through Serve's HAProxy or its proxy; the engines are a child process of
-the replica. `service.runtimes.ray_serve.environment` must have prepared the environment before this module is imported.
+A replica answers HTTP itself, behind Serve's HAProxy or proxy, and runs its engines in a child process.
+`service.runtimes.ray_serve.environment` must prepare the environment before this module is imported.
 """
 
 from __future__ import annotations
@@ -35,43 +35,34 @@ from model.errors import ConfigError, EngineDeadError
 from service.http.route_prefix import unprefixed
 from service.lifecycle.state import service_of
 from service.observability import log_pipe, logs
-from service.runtimes.local import (
-    KEEP_ALIVE_SECONDS,
-    OnReady,
-    Ready,
-    ServeConfig,
-    base_url,
-    build_app,
-    build_registry,
-    listening,
-    settle,
-)
-from service.runtimes.ray_serve.autoscaling_policy import SATURATION, Scaling
-from service.runtimes.ray_serve.config_file import DEPLOYMENT, chosen
+from service.runtimes.assembly import base_url, build_app, build_registry, listening, tune_garbage_collector
+from service.runtimes.ray_serve.autoscaling_policy import SATURATION
+from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from service.runtimes.ray_serve.descendants import adopt_orphans, end_descendants
-from service.runtimes.ray_serve.environment import request_timeout_s
-from service.runtimes.ray_serve.main_signals import MainSignals, within
+from service.runtimes.ray_serve.main_signals import MainSignals, time_limit
 from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
+from service.settings.scaling import Scaling
+from service.settings.serve_config import KEEP_ALIVE_SECONDS, OnReady, Ready, ServeConfig
 
-_LOG = "log"  # the replicas' stderr, in the session's folder
-_SPARE_REQUESTS = 256  # beyond what the engines queue: health, metrics, requests that will be refused
-_STOP_MARGIN = 15.0
-_LOOK_SECONDS = 1.0  # between two looks at Ray's processes
-_END_SECONDS = 2.0  # for processes that Ray has told to end
-_CONTROL_SECONDS = 30.0  # for a question to the replicas
-_FIND_SECONDS = 5.0  # for finding them
-_CANCEL_SECONDS = 5.0  # a replica that hangs must not hold the answer to who cancels
-_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store; this is about its minimum
+_LOG_PIPE = "log"  # in the session's folder; the replicas' stderr
+_SPARE_REQUESTS = 256  # beyond the engines' queues: health, metrics, requests that the service will refuse
+_STOP_MARGIN = 15.0  # seconds between the end of the drain and a forced stop
+_POLL_SECONDS = 1.0  # between checks of Ray's processes
+_EXIT_SECONDS = 2.0  # for processes that Ray has told to exit
+_CONTROL_SECONDS = 30.0  # for a call to the replicas
+_LOOKUP_SECONDS = 5.0  # for finding the replicas
+_CANCEL_SECONDS = 5.0  # for cancelling on other replicas, of which one may hang
+_OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum: the service stores no objects
 
 logger = logging.getLogger("triptych.ray")
 
 
 @serve.ingress()
 class Replica:
-    """One replica. It counts as ready when its models are loaded; a failure to load them fails its start."""
+    """Runs one copy of the application. It is ready once its models are loaded; if that fails, its start fails."""
 
     def __init__(self, config: ServeConfig, log: str | None = None) -> None:
-        """`log`: the named pipe that is to be stderr (`service.observability.log_pipe`)."""
+        """`log`: the named pipe that becomes stderr (`service.observability.log_pipe`)."""
         if log is not None:
             log_pipe.adopt(Path(log))
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
@@ -81,30 +72,32 @@ class Replica:
         self._siblings: DeploymentHandle[Any] | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Load the models and return the application; Serve calls this once."""
         lifespan = self._app.router.lifespan_context(self._app)
         await lifespan.__aenter__()
-        settle()
+        tune_garbage_collector()
         return _Mounted(self._app, lifespan)
 
     async def check_health(self) -> None:
-        """Raises when the step loop does not move; Serve then replaces the replica."""
+        """Raise if the step loop makes no progress; Serve then replaces the replica."""
         self._service.check_live()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `service.runtimes.ray_serve.autoscaling_policy` reads, from the fullest model."""
+        """Report the saturation of the most loaded model, which `autoscaling_policy` reads."""
         return {SATURATION: max(one.saturation for one in self._service.client.demand().values())}
 
     async def models(self) -> dict[str, ModelInfo]:
+        """Describe the loaded models."""
         return dict(self._service.client.models)
 
-    async def cancel(self, request_id: str, asked_by: str) -> int:
-        """`Jobs.cancel`, unless it is this replica that asks all."""
-        if asked_by == _replica_id():
+    async def cancel(self, request_id: str, caller: str) -> int:
+        """Cancel a request on this replica and return how many ended, unless this replica is the caller."""
+        if caller == _replica_id():
             return 0
         return self._service.jobs.cancel(request_id)
 
     async def _cancel_elsewhere(self, request_id: str) -> int:
-        """For `Service.cancel`: a request is known to one replica, and its DELETE comes to any."""
+        """Cancel a request on all other replicas: its DELETE may reach any replica, and only one has the request."""
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
                 if self._siblings is None:
@@ -119,7 +112,7 @@ class Replica:
         return ended
 
     async def drain(self) -> None:
-        """Refuse new work, and return when what runs has ended or run out of time."""
+        """Refuse new requests, and return when running ones have ended or run out of time."""
         await self._service.drain()
 
 
@@ -128,7 +121,7 @@ def _replica_id() -> str:
 
 
 class _Mounted:
-    """The application with its lifespan already begun: Serve would hide why one fails to begin."""
+    """Wraps an application whose lifespan has begun, because Serve would hide the reason when it fails to."""
 
     def __init__(self, app: ASGIApp, lifespan: AbstractAsyncContextManager[Any]) -> None:
         self._app = app
@@ -146,25 +139,28 @@ class _Mounted:
 
 
 def application(arguments: dict[str, Any]) -> serve.Application:
-    """What `serve run`, `serve deploy` and KubeRay's RayService make of the import path of this function.
+    """Build the application for `serve run`, `serve deploy` and KubeRay's RayService, which import this function.
 
-    `arguments` are what a file for `triptych serve --config` holds, less what the cluster decides; `triptych
-    serve-config` writes them. Folders of models are only read where replicas run. Raises `ConfigError`.
+    `arguments` hold the content of a file for `triptych serve --config`, except what the cluster decides; `triptych
+    serve-config` writes them. Only replicas read the folders of models. Raises `ConfigError`.
     """
-    config = chosen(arguments)
+    config = config_of_application(arguments)
     return _deployment(config).bind(config)
 
 
 def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
-    """Serve on a Ray of its own until a signal; as `service.runtimes.local.run`, which is how to call it."""
-    for one in (config, *config.groups):
-        build_registry(one)  # what is wrong with a folder is said before Ray starts
-    config = _resolved(config)
+    """Serve in a Ray session of its own until a signal, and return the exit code. `service.cli.serve.run` calls this.
+
+    Raises `ConfigError`, or `EngineDeadError` if loading fails.
+    """
+    for one in config.applications:
+        build_registry(one)  # raises for a bad model folder before Ray starts
+    config = _with_port_and_log_format(config)
     signals = MainSignals()
-    signals.take()
+    signals.install()
     handles: list[DeploymentHandle[Any]] = []
     try:
-        with log_pipe.printing(folder / _LOG), _session(folder, signals):
+        with log_pipe.printing(folder / _LOG_PIPE), _session(folder, signals):
             try:
                 _deploy(config, folder)
                 models: dict[str, ModelInfo] = {}
@@ -172,9 +168,9 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
                 for replicas in handles:
                     models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
                 on_ready(Ready(_url(config), _ingress(), models))
-                _wait_for_loss()
+                _wait_for_ray_failure()
                 raise SystemExit(1)
-            except SystemExit:  # even before we hear that replicas are ready: they answer earlier
+            except SystemExit:  # also before `on_ready`: replicas answer requests earlier
                 signals.drained = _drain(config, handles)
                 raise
     except SystemExit as stopped:
@@ -182,32 +178,32 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
 
 
 def _handles(config: ServeConfig) -> list[DeploymentHandle[Any]]:
-    """For questions to the replicas of each application; raises what Serve raises for one that does not run yet."""
-    handles = [serve.get_app_handle(one.name) for one in (config, *config.groups)]
+    """Return a handle to the replicas of each application; raises Serve's error for one that does not run yet."""
+    handles = [serve.get_app_handle(one.name) for one in config.applications]
     for handle in handles:
-        if not handle.is_initialized:  # Serve keeps them
-            handle._init(_run_router_in_separate_loop=True)  # this process has no event loop for it
+        if not handle.is_initialized:  # Serve caches handles
+            handle._init(_run_router_in_separate_loop=True)  # because this process has no event loop
     return handles
 
 
-def _wait_for_loss() -> None:
-    """Return when the service cannot go on."""
-    while not (lost := _lost()):
-        time.sleep(_LOOK_SECONDS)
-    logger.error("Ray's %s has ended, and so does the service", lost)
+def _wait_for_ray_failure() -> None:
+    """Return when a process that Ray cannot work without has ended."""
+    while not (dead := _dead_ray_process()):
+        time.sleep(_POLL_SECONDS)
+    logger.error("Ray's %s has ended; the service stops", dead)
 
 
 def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> bool:
-    """Let every replica drain; whether all did. `handles`: `_handles`, if they are known by now."""
-    lost = _lost()
-    if lost == PROCESS_TYPE_RAYLET or (lost and not handles):  # replicas end with the one, and the other finds them
+    """Drain every replica and return whether all did. `handles` is empty if they are not known yet."""
+    dead = _dead_ray_process()
+    if dead == PROCESS_TYPE_RAYLET or (dead and not handles):  # the raylet runs the replicas, the GCS finds them
         return False
     logger.info("draining")
     settings = config.settings
     timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
     try:
         if not handles:
-            with within(_FIND_SECONDS):  # Serve waits for ever for a Ray that has ended meanwhile
+            with time_limit(_LOOKUP_SECONDS):  # Serve waits forever if Ray ends meanwhile
                 handles = _handles(config)
         for drained in [replicas.broadcast("drain") for replicas in handles]:
             drained.results(timeout_s=timeout)
@@ -218,19 +214,19 @@ def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> boo
 
 
 def _deploy(config: ServeConfig, folder: Path) -> None:
-    """Start Serve and the replicas of each application; raises `ConfigError` and what a replica's loading raised."""
-    check_gpus(sum(one.scaling.least * _gpus(one) for one in (config, *config.groups)), _cluster_gpus())
+    """Start Serve and the replicas of each application; raises `ConfigError` or `EngineDeadError` from a replica."""
+    check_gpus(sum(one.scaling.min_replicas * _gpus(one) for one in config.applications), _cluster_gpus())
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     options = HTTPOptions(
         host=config.settings.host,
         port=config.settings.port,
-        request_timeout_s=request_timeout_s(config),
+        request_timeout_s=config.proxy_timeout_s,
         keep_alive_timeout_s=KEEP_ALIVE_SECONDS,
     )
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
     targets = [
-        serve.RunTarget(_deployment(one).bind(one, str(folder / _LOG)), one.name, one.route, logging_config=quiet)
-        for one in (config, *config.groups)
+        serve.RunTarget(_deployment(one).bind(one, str(folder / _LOG_PIPE)), one.name, one.route, logging_config=quiet)
+        for one in config.applications
     ]
     try:
         serve.run_many(targets)
@@ -239,7 +235,7 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
 
 
 def _deployment(config: ServeConfig) -> serve.Deployment:
-    """The limits that Serve enforces lie beyond those of the service, which answers first and says why."""
+    """Build the deployment. Serve's limits are wider than the service's, so that the service refuses, with a reason."""
     limits = [spec.engine.largest_limits() for spec in config.models]
     gpus = _gpus(config)
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
@@ -259,25 +255,26 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
 
 
 def _gpus(config: ServeConfig) -> int:
-    """Of one replica."""
+    """Return the number of GPUs of one replica."""
     return gpus_of_replica([spec.engine for spec in config.models], _cluster_gpus())
 
 
 def _cluster_gpus() -> float:
-    """0 where there is no cluster yet to ask."""
+    """Return the number of GPUs of the cluster; 0 where none is connected."""
     return ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
 
 
 def _scaling(scaling: Scaling) -> dict[str, Any]:
-    if scaling.least == scaling.most:
-        return {"num_replicas": scaling.least}
+    """Return Serve's options for a fixed number of replicas, or for autoscaling."""
+    if scaling.min_replicas == scaling.max_replicas:
+        return {"num_replicas": scaling.min_replicas}
     policy = AutoscalingPolicy(
         policy_function="service.runtimes.ray_serve.autoscaling_policy:SaturationPolicy",
         policy_kwargs={"target": scaling.target},
     )
     autoscaling = AutoscalingConfig(
-        min_replicas=scaling.least,
-        max_replicas=scaling.most,
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
         upscale_delay_s=scaling.up_delay_s,
         downscale_delay_s=scaling.down_delay_s,
         look_back_period_s=max(2.0, min(scaling.up_delay_s, 30.0)),
@@ -289,17 +286,17 @@ def _scaling(scaling: Scaling) -> dict[str, Any]:
 
 @contextmanager
 def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
-    """A Ray of our own on this machine; other sessions are neither joined nor touched."""
+    """Start a Ray session on this machine and end it with the block; other sessions are not touched."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        with signals.held():
+        with signals.blocked():
             ray.init(
                 address="local",
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=_STORE_BYTES,
+                object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
             )
@@ -307,31 +304,29 @@ def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
     finally:
         signals.ignore()
         adopt_orphans()
-        with redirect_stdout(io.StringIO()):  # Ray prints that its controller, which it killed, is dead
+        with redirect_stdout(io.StringIO()):  # Ray prints that its controller is dead, after killing it
             _end_ray()
-        _end_rest(_END_SECONDS)
+        _end_remaining_processes(_EXIT_SECONDS)
 
 
 def _end_ray() -> None:
-    if _lost():  # Serve would wait half a minute for a controller that waits itself
-        _end_rest(0.0)
+    if _dead_ray_process():  # else Serve waits half a minute for its controller, which waits too
+        _end_remaining_processes(0.0)
     try:
-        if ray.is_initialized() and not _lost():  # Serve would start a Ray to have one to shut down
+        if ray.is_initialized() and not _dead_ray_process():  # else Serve would start a Ray to shut it down
             serve.shutdown()
     finally:
         ray.shutdown()
 
 
-def _end_rest(grace_s: float) -> None:
+def _end_remaining_processes(grace_s: float) -> None:
     left = end_descendants(grace_s)
     if left:
-        logger.warning("ended what Ray had left: %s", ", ".join(left))
+        logger.warning("ended processes that Ray had left: %s", ", ".join(left))
 
 
-def _lost() -> str:
-    """Which process of Ray's that nothing goes on without has ended; empty: all live. Ray itself would give up a minute
-    later, undrained.
-    """
+def _dead_ray_process() -> str:
+    """Return which essential Ray process has ended; empty: none. Ray itself notices a minute later, without a drain."""
     node = ray._private.worker._global_node
     if node is None:
         return ""
@@ -339,8 +334,8 @@ def _lost() -> str:
     return next((kind for kind in (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET) if kind not in alive), "")
 
 
-def _resolved(config: ServeConfig) -> ServeConfig:
-    """With what only this process can decide: a port that is free, and whether a person reads its stderr."""
+def _with_port_and_log_format(config: ServeConfig) -> ServeConfig:
+    """Fill in what only this process knows: a free port, and whether stderr is a terminal."""
     with listening(config.settings) as listener:
         port = listener.getsockname()[1]
     log_format = config.settings.log_format
@@ -361,7 +356,7 @@ def _ingress() -> str:
 
 
 def _cause(error: RuntimeError) -> Exception:
-    """What a replica raised while it started, out of the text that Serve keeps of it."""
+    """Find the exception that a replica raised at its start in the texts that Serve keeps."""
     deployments = (one for app in serve.status().applications.values() for one in app.deployments.values())
     text = "\n".join([str(error), *(one.message for one in deployments)])
     found = re.search(r"\b(ConfigError|EngineDeadError): (.+)", text)

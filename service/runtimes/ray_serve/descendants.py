@@ -1,7 +1,7 @@
-"""The processes below this one, ended where those that should have ended them are gone. Linux only, as Ray's use of it.
+"""Termination of all descendant processes, also of those whose parents were killed. Linux only.
 
-Ray starts HAProxy and the engines behind three processes of its own. When one of these is killed, what it had started
-is nobody's: an HAProxy that goes on listening would keep the next service from its port.
+Ray starts HAProxy and the engines through three processes of its own. If one of these is killed, its children become
+orphans, and an orphaned HAProxy that keeps listening would block the port for the next service.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _TRIES = 3
-_KILLED_SECONDS = 1.0
+_KILL_WAIT_SECONDS = 1.0
 
 
 def adopt_orphans() -> None:
-    """From now on, a descendant whose parent ends becomes this process's child, not that of the machine's first."""
+    """Make this process the parent of all its descendants whose own parent ends, in place of process 1."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(grace_s: float) -> list[str]:
-    """Wait until no descendant is left, and kill those that are after `grace_s`; their names."""
+    """Wait `grace_s` for all descendants to end, kill those that have not, and return the names of the killed."""
     if _gone_within(grace_s):
         return []
     killed: dict[int, str] = {}
-    for _ in range(_TRIES):  # one that is killed may just have started another
+    for _ in range(_TRIES):  # a killed process may just have started another
         for pid in _descendants():
             killed[pid] = killed.get(pid) or _name(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if _gone_within(_KILLED_SECONDS):
+        if _gone_within(_KILL_WAIT_SECONDS):
             break
     return sorted(killed.values())
 
@@ -44,12 +44,12 @@ def _gone_within(seconds: float) -> bool:
     while _descendants():
         if time.monotonic() > end:
             return False
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return True
 
 
 def _descendants() -> list[int]:
-    """All that run; what has ended and was not waited for does not count."""
+    """Return the ids of all running descendants, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,7 +1,7 @@
-"""What a request passes before Ray Serve sees it: Serve installs `middlewares` around its own HTTP servers.
+"""ASGI middleware that Ray Serve installs around its own HTTP servers, so that both runtimes look the same to clients.
 
-Serve obeys headers that clients have no business to send, takes any request id and adds it to the reply a second time,
-and answers some errors in plain text. Behind `EdgeMiddleware` a client cannot tell which runtime it talks to.
+Without it Serve obeys internal headers sent by clients, accepts any request id and repeats it in the reply, and answers
+some errors in plain text.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Headers = list[tuple[bytes, bytes]]
 
 _ID = b"x-request-id"
 _DROPPED = frozenset({_ID, b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
-_SERVES_OWN = "/-/"  # routes of Ray Serve, which its own health checks read
+_SERVE_ROUTES = "/-/"  # routes of Ray Serve itself, which its health checks request
 
 
 def middlewares() -> list[Middleware]:
-    """What `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names."""
+    """Return the middlewares for Serve; `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
     return [Middleware(EdgeMiddleware)]
 
 
 class EdgeMiddleware:
-    """One checked request id in and out; no header that steers Serve; Serve's errors in the contract's shape."""
+    """Checks the request id, drops headers that control Serve, and rewrites Serve's errors in the service's shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN):
+        if scope["type"] != "http" or scope["path"].startswith(_SERVE_ROUTES):
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == _ID), None)
@@ -42,7 +42,7 @@ class EdgeMiddleware:
 
 
 class _Reply:
-    """`send` of one request: replaces an error of Serve's own, and leaves one request id."""
+    """Sends the reply of one request: replaces errors of Serve, and keeps one request id header."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
@@ -57,7 +57,7 @@ class _Reply:
 
     async def _start(self, message: Message) -> None:
         headers = _with_one_id(message.get("headers", ()), self._request_id)
-        error = _serves_own_error(message["status"], headers)
+        error = _error_of_serve(message["status"], headers)
         if error is None:
             await self._send({**message, "headers": headers})
             return
@@ -70,14 +70,14 @@ class _Reply:
 
 
 def _with_one_id(headers: Headers, request_id: bytes) -> Headers:
-    """A request id that the application chose (from the body, say) wins over the one that came in."""
+    """Keep one request id; one that the application chose, from the body for example, wins."""
     chosen = [value for name, value in headers if name.lower() == _ID]
     others = [(name, value) for name, value in headers if name.lower() != _ID]
     return [*others, (_ID, next((value for value in chosen if value != request_id), request_id))]
 
 
-def _serves_own_error(status: int, headers: Headers) -> ApiError | None:
-    """The contract's error for one that Serve answered itself; the application's are JSON."""
+def _error_of_serve(status: int, headers: Headers) -> ApiError | None:
+    """Return the service's error in place of an error reply that Serve made itself, which is plain text; else None."""
     kind = next((value for name, value in headers if name.lower() == b"content-type"), b"")
     if status < 400 or not kind.startswith(b"text/plain"):
         return None

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT for a main thread that works in Ray, and a bound on that work."""
+"""Signal handling for a main thread that is inside calls to Ray, and a time limit for such calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from service.runtimes.local import exit_code
+from service.runtimes.assembly import exit_code
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -17,36 +17,40 @@ def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-os.register_at_fork(after_in_child=_unblock_signals)  # what Ray starts must not inherit `MainSignals.held`
+os.register_at_fork(
+    after_in_child=_unblock_signals
+)  # processes that Ray starts must not inherit the mask of `MainSignals.blocked`
 
 
 class MainSignals:
-    """SIGTERM and SIGINT: the first ends whatever the main thread does by `SystemExit`, even in the middle of Ray."""
+    """Handles SIGTERM and SIGINT: raises `SystemExit` in the main thread, even inside a call to Ray."""
 
     def __init__(self) -> None:
         self._received: int | None = None
         self.drained = False
 
-    def take(self) -> None:
+    def install(self) -> None:
+        """Install the handlers."""
         for number in _SIGNALS:
             signal.signal(number, self._stop)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Signals wait for the end of the block: inside `ray.init` the handlers of Ray's C++ part would abort us."""
+    def blocked(self) -> Iterator[None]:
+        """Block signals inside the block: during `ray.init` the handlers of Ray's C++ part would abort the process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             yield
         finally:
-            self.take()
+            self.install()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def ignore(self) -> None:
+        """Ignore further signals."""
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def exit_code(self, stopped: SystemExit) -> int:
-        """As `service.runtimes.local.exit_code`; raises `stopped` again if there was no signal."""
+        """Return the exit code of the signal received; raises `stopped` again if there was none."""
         if self._received is None:
             raise stopped
         return exit_code(self._received, drained=self.drained)
@@ -57,8 +61,8 @@ class MainSignals:
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the block when it takes longer. Only in the main thread, as it is by a signal."""
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` inside a block that takes longer. Works by a signal, so only in the main thread."""
 
     def expired(number: int, frame: FrameType | None) -> None:
         raise TimeoutError

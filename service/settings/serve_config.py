@@ -1,0 +1,72 @@
+"""The complete description of a service: models, settings, runtime and replicas, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from model.api.messages import ModelSpec
+from model.api.stats import ModelInfo
+from model.errors import ConfigError
+from service.settings.scaling import Scaling
+from service.settings.service_settings import ServiceSettings
+
+KEEP_ALIVE_SECONDS = 75  # how long an idle connection stays open
+_PROXY_TIMEOUT_MARGIN = 60.0  # seconds by which proxies in front wait longer than the service itself
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Says what is served and how. It is sent to Ray's replicas as it is. Raises `ConfigError`."""
+
+    models: tuple[ModelSpec, ...]
+    settings: ServiceSettings = field(default_factory=ServiceSettings)
+    runtime: Literal["ray", "local"] = "ray"
+    scaling: Scaling = field(default_factory=Scaling)
+    name: str = "triptych"  # of the Ray Serve application
+    route: str = "/"  # the path prefix of all routes
+    groups: tuple[ServeConfig, ...] = ()  # further applications, each with models and replicas of its own
+    haproxy: bool = True  # under Ray: use Serve's HAProxy ingress where its binary is found, else Serve's own proxy
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("there is no model to serve")
+        if self.scaling.max_replicas > 1 and self.runtime == "local":
+            found = self.scaling.max_replicas
+            raise ConfigError(f"replicas must be 1 with the local runtime, found {found}; use --runtime ray")
+        if self.groups and self.runtime == "local":
+            raise ConfigError("groups of models need --runtime ray")
+        routes = [one.route for one in self.applications]
+        names = [model.name for one in self.applications for model in one.models]
+        for what, values in (("groups of models have the route", routes), ("models are named", names)):
+            for value in values:
+                if values.count(value) > 1:
+                    raise ConfigError(f"two {what} {value}")
+
+    @property
+    def applications(self) -> tuple[ServeConfig, ...]:
+        """This application and those of its groups."""
+        return self, *self.groups
+
+    @property
+    def models_elsewhere(self) -> dict[str, str]:
+        """Models of the other applications, with the routes that serve them."""
+        return {model.name: group.route for group in self.groups for model in group.models}
+
+    @property
+    def proxy_timeout_s(self) -> float:
+        """Seconds after which proxies in front give up on a request: later than the service ends it."""
+        return self.settings.limits.request_timeout_s + _PROXY_TIMEOUT_MARGIN
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Describes a service that has just become able to answer its first request."""
+
+    url: str
+    ingress: str  # the HTTP server, in words
+    models: Mapping[str, ModelInfo]
+
+
+OnReady = Callable[[Ready], None]

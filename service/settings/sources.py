@@ -1,0 +1,152 @@
+"""Reading of settings: from the command line, from `TRIPTYCH_*` variables, and from YAML configuration files.
+
+The command line wins over the environment, and the environment over the file. An unknown key anywhere is an error that
+names it and the most similar known one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from model.errors import ConfigError
+from service.settings.option_table import (
+    ENGINE_OPTIONS,
+    GROUP_OPTIONS,
+    LIMIT_OPTIONS,
+    OPTIONS,
+    PREFIX,
+    Option,
+    boolean,
+)
+
+_OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG"})  # read by `service.cli.main`
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Add a flag for each option; `--api-key` is repeated where the variable has a list."""
+    limits = parser.add_argument_group("limits of one request")
+    for option in options:
+        group = limits if option in LIMIT_OPTIONS else parser
+        default = option.shown or option.default
+        text = f"{option.help} (default: {default}; {option.variable})"
+        if option.name == "api_keys":
+            group.add_argument("--api-key", dest="api_keys", action="append", metavar="KEY", help=text)
+        elif option.parse is boolean and not option.default:
+            group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
+        elif option.parse is boolean:  # on by default
+            flag = "--no-" + option.name.replace("_", "-")
+            group.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)
+        else:
+            group.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=text)
+
+
+def from_arguments(arguments: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
+    """Return the settings given on the command line, by option name."""
+    given = {option: getattr(arguments, option.name) for option in options}
+    return {
+        option.name: tuple(value) if isinstance(value, list) else option.read(value, option.flag)
+        for option, value in given.items()
+        if value is not None
+    }
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings given by `TRIPTYCH_*`, by option name; raises `ConfigError` for an unknown variable."""
+    variables = {option.variable: option for option in OPTIONS}
+    ours = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+    _refuse_unknown(ours.keys() - _OTHER_VARIABLES, variables, "environment variable")
+    return {variables[n].name: variables[n].read(v, n) for n, v in ours.items() if n in variables}
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """Holds the content of a configuration file: settings by option name, models by name (`path` and engine settings),
+    and groups of models with settings of their own."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[str, FileSettings] = field(default_factory=dict)
+
+
+def from_file(path: Path) -> FileSettings:
+    """Read a YAML file, whose keys have dashes or underscores; raises `ConfigError`."""
+    return from_mapping(read_yaml(path), str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a file; an empty file is an empty mapping. Raises `ConfigError`."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses duplicate keys; PyYAML's own loader silently keeps the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [str(key.value) for key, _ in node.value]
+            for name in names:
+                if names.count(name) > 1 and name != "<<":
+                    raise ConfigError(f"{path}: duplicate key {name}, line {node.start_mark.line + 1} and below")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def from_mapping(content: Any, where: str, known: Iterable[Option] = OPTIONS) -> FileSettings:
+    """Check and parse the content of a file; `where` names it in errors."""
+    settings = _mapping(content, where)
+    models = _named(settings.pop("models", {}), f"{where}: models")
+    groups = _named(settings.pop("groups", {}), f"{where}: groups") if known is OPTIONS else {}
+    return FileSettings(
+        _read_keys(settings, known, where),
+        {name: _file_model(value, f"{where}: models.{name}") for name, value in models.items()},
+        {name: from_mapping(value, f"{where}: groups.{name}", GROUP_OPTIONS) for name, value in groups.items()},
+    )
+
+
+def _file_model(value: Any, where: str) -> dict[str, Any]:
+    """Read a model of a file: its path alone, or a mapping of `path` and engine settings."""
+    if isinstance(value, str):
+        return {"path": value}
+    settings = _mapping(value, where)
+    if not isinstance(settings.get("path"), str):
+        raise ConfigError(f"{where}: path is missing")
+    path = settings.pop("path")
+    return {"path": path, **_read_keys(settings, ENGINE_OPTIONS, where)}
+
+
+def _read_keys(settings: Mapping[str, Any], options: Iterable[Option], where: str) -> dict[str, Any]:
+    known = {option.name: option for option in options}
+    _refuse_unknown(settings, known, f"{where}: key")
+    return {name: known[name].read(value, f"{where}: {name}") for name, value in settings.items()}
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    return {name.replace("-", "_"): item for name, item in _named(value, where).items()}
+
+
+def _named(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected a mapping, found {type(value).__name__}")
+    return {str(name): item for name, item in value.items()}
+
+
+def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> None:
+    for name in sorted(found):
+        if name not in known:
+            raise ConfigError(f"{what} {name} is not known{nearest(name, known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error text: the most similar known name, or all known names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
