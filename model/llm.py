@@ -26,7 +26,7 @@ from model.api.request import (
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError, EngineDeadError
 from model.text.tokenizer import Detokenizer, Tokenizer
 
@@ -84,7 +84,7 @@ class LLM:
             for request in requests:
                 engine.abort(request.request_id, None, FinishReason.CANCELLED)
 
-    def _outputs(self, engine: Engine, params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
+    def _outputs(self, engine: GenerateEngine, params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
         detokenizers: dict[tuple[int, int], Detokenizer] = {}
         while engine.has_work:
             engine.wait_prepared(1.0)

@@ -26,7 +26,7 @@ from model.config.model import (
     StackConfig,
 )
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 
@@ -68,7 +68,7 @@ def step_milliseconds(batch: int, *, temperature: float = 0.0, context: int = 25
     cache = KVCache(stack, blocks.num_blocks, _BLOCK, torch.float32, torch.device("cpu"))
     runner = ModelRunner(HollowModel(config), cache, blocks)  # type: ignore[arg-type]
     scheduler = Scheduler(blocks, batch, batch * context)
-    engine = Engine("hollow", runner, scheduler, max_model_len=context + steps + 2)
+    engine = GenerateEngine("hollow", runner, scheduler, max_model_len=context + steps + 2)
     params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=temperature)
     for number in range(batch):
         ids = tuple((number + at) % _VOCAB for at in range(context))

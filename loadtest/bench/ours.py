@@ -12,7 +12,7 @@ from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import LoadedModel, load
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Ours:
         return found
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> GenerateEngine:
         assert self.loaded.generate is not None
         return self.loaded.generate
 

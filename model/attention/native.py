@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, given
 from model.attention.sdpa import SdpaBackend
-from model.cache.paged import LayerCache
+from model.cache.paged import KVCache, LayerCache
 from model.config.layer import AttentionConfig
-from model.native.library import Kind, Library, Memory, Segments
-from model.network.native_stack import fill_segments, memory_of, shape_of
+from model.native.library import KINDS, AttentionShape, Kind, Library, Memory, Segments
 
 
 class NativeBackend(SdpaBackend):
@@ -46,3 +47,43 @@ class NativeBackend(SdpaBackend):
         self.library.run_attention(shape, segments, memory, given(rows[0]), rows[1], rows[2], out)
         del kept  # the description pointed into them
         return out.to(query.dtype)
+
+
+def shape_of(config: AttentionConfig) -> AttentionShape:
+    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.window or 0, config.scale)
+
+
+def memory_of(layer: LayerCache) -> Memory:
+    """One layer's pool as rows of slots."""
+    stride = layer.keys.shape[2] * layer.keys.shape[3]
+    scales = (None, None) if layer.scales is None else (scale.data_ptr() for scale in layer.scales)
+    return Memory(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, stride, stride)
+
+
+def fill_segments(
+    segments: Segments, metadata: AttentionMetadata, cache: KVCache | LayerCache | None
+) -> Iterator[Tensor]:
+    """Describe a step's segments; yields the tensors that must live as long as the description."""
+    starts = torch.tensor(metadata.cu_seqlens_q, dtype=torch.int64)
+    lens = torch.tensor(metadata.kv_lens, dtype=torch.int64)
+    key_starts = torch.tensor(metadata.cu_seqlens_k, dtype=torch.int64)
+    segments.segments, segments.causal = len(metadata.q_lens), metadata.causal
+    segments.q_starts, segments.kv_lens, segments.k_starts = starts.data_ptr(), lens.data_ptr(), key_starts.data_ptr()
+    yield from (starts, lens, key_starts)
+    if cache is not None and metadata.block_tables is not None:
+        keys = cache.keys
+        segments.block_size = keys.shape[-3]
+        tables = _indices("block_tables", metadata.block_tables)
+        segments.tables, segments.table_width = tables.data_ptr(), tables.shape[1]
+        yield tables
+    if cache is not None and metadata.slot_mapping is not None:
+        slots = _indices("slot_mapping", metadata.slot_mapping)
+        segments.slots = slots.data_ptr()
+        yield slots
+
+
+def _indices(name: str, tensor: Tensor) -> Tensor:
+    """As C reads indices: int64, one after the other, in the CPU's memory."""
+    if tensor.dtype is not torch.int64 or tensor.device.type != "cpu":
+        raise TypeError(f"{name} must be int64 on the CPU, found {tensor.dtype} on {tensor.device}")
+    return tensor.contiguous()

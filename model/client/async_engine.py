@@ -22,8 +22,8 @@ from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.client.admission import Admission
 from model.client.generation_stream import GenerationStream
-from model.engine.fault_isolation import FaultLimit
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
+from model.system.fault_limit import FaultLimit
 from model.text.tokenizer import Tokenizer
 
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does

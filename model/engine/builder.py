@@ -24,8 +24,7 @@ from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.execution.warmup import warm_up
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import Card, CudaMemory, pool_memory
 from model.engine.memory_plan import (
     Context,
@@ -40,12 +39,13 @@ from model.engine.memory_plan import (
 )
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.engine.warmup import warm_up
 from model.errors import ConfigError
-from model.inspection.anatomy import dissect
 from model.linear.native import PackedLinear
 from model.native.library import Kind
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, Packing, pack_model
+from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.rank0 import Rank0Cache, Rank0Transformer, load_rank0
@@ -69,7 +69,7 @@ class LoadedModel:
 
     info: ModelInfo
     encode: EncodeEngine
-    generate: Engine | None
+    generate: GenerateEngine | None
     rank_processes: RankProcesses | None = None  # the processes of the model's other ranks
 
     def check(self) -> None:
@@ -150,7 +150,7 @@ def assemble(
 
 
 def slow_ways(
-    engine: EngineConfig, selection: Selection, generate: Engine | None, device: torch.device
+    engine: EngineConfig, selection: Selection, generate: GenerateEngine | None, device: torch.device
 ) -> tuple[str, ...]:
     """What was to run faster on this GPU than it does, and why; what was asked for is no such thing."""
     if device.type != "cuda":
@@ -268,7 +268,7 @@ def _generate_engine(
     pool: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Engine:
+) -> GenerateEngine:
     config = checkpoint.config
     assert config.decoder is not None
     kv = KVLayout.of(spec.engine, config, dtype)
@@ -285,7 +285,7 @@ def _generate_engine(
         )
     runner = ModelRunner(model, cache, block_manager, graphs)
     runner.unrecorded = unrecorded
-    return Engine(
+    return GenerateEngine(
         spec.name,
         runner,
         scheduler,
@@ -369,7 +369,7 @@ def _info(
     selection: Selection,
     limits: BatchLimits,
     context: Context,
-    generate: Engine | None,
+    generate: GenerateEngine | None,
 ) -> ModelInfo:
     config = checkpoint.config
     device = next(model.parameters()).device
@@ -378,7 +378,7 @@ def _info(
         name=spec.name,
         form=config.form,
         model_type=config.model_type,
-        parameters=dissect(config).total_parameters,
+        parameters=sum(parameters_by_part(config).values()),
         weight_bytes=weight_bytes(model),
         dtype="int8" if quantized else str(model.dtype).removeprefix("torch."),
         dtype_reason="asked for" if quantized else choose_dtype(spec.engine.dtype, config, device).reason,
@@ -404,6 +404,6 @@ def _info(
     )
 
 
-def _recorded_sizes(generate: Engine | None) -> int:
+def _recorded_sizes(generate: GenerateEngine | None) -> int:
     graphs = generate.runner.graphs if generate is not None and isinstance(generate.runner, ModelRunner) else None
     return len(graphs.sizes) if graphs is not None else 0

@@ -26,7 +26,11 @@ from model.api.request import (
 from model.api.stats import StepStats
 from model.config.model import ImageConfig
 from model.engine.fault_isolation import run_isolated
-from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
+from model.engine.scheduling.step_budget import (
+    UNLIMITED,
+    StepBudget,
+    StepDemand,
+)
 from model.media.images import ImageProcessing
 from model.network.inputs import StackInput, packed_input
 from model.network.stack import StackPass

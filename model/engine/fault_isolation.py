@@ -10,8 +10,6 @@ sequences (`Engine.recover`), unless it happens too often.
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -44,20 +42,3 @@ def _alone(part: Part, execute: Callable[[Sequence[Part]], Result]) -> Result | 
     except Exception as error:
         logger.error("one of the parts broke alone: %s", type(error).__name__)
         return None
-
-
-class FaultLimit:
-    """Says when something has gone wrong more than `most` times within `seconds`."""
-
-    def __init__(self, most: int, seconds: float) -> None:
-        self.most = most
-        self.seconds = seconds
-        self._times: deque[float] = deque()
-
-    def exceeded(self) -> bool:
-        """Count a fault that happens now; whether it is one too many."""
-        now = time.monotonic()
-        self._times.append(now)
-        while self._times[0] < now - self.seconds:
-            self._times.popleft()
-        return len(self._times) > self.most

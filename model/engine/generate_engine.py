@@ -23,7 +23,11 @@ from model.engine.fault_isolation import run_isolated
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
-from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
+from model.engine.scheduling.step_budget import (
+    UNLIMITED,
+    StepBudget,
+    StepDemand,
+)
 from model.errors import ConfigError
 from model.text.grammar import GrammarError
 
@@ -75,7 +79,7 @@ class PendingStep:
         return not seeing or 2 * seeing < len(steps)
 
 
-class Engine:
+class GenerateEngine:
     """Continuous batching over one model."""
 
     def __init__(

@@ -19,17 +19,16 @@ from model.api.messages import Abort, Channel, Commands, Events
 from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
 from model.engine.builder import LoadedModel, load
-from model.engine.fault_isolation import FaultLimit
+from model.engine.scheduling.step_budget import StepBudget, StepDemand
 from model.engine.step_pacer import (
     MIN_GPU_TOKENS,
     MIN_TOKENS,
     EngineKey,
-    StepBudget,
-    StepDemand,
     StepPacer,
     StepWork,
 )
 from model.errors import ConfigError, EngineDeadError
+from model.system.fault_limit import FaultLimit
 
 HEARTBEAT_SECONDS = 1.0
 PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do

@@ -21,11 +21,11 @@ from model.checkpoint.tensor_files import read_headers
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.errors import ConfigError
-from model.inspection.anatomy import part_of
 from model.linear.native import packed_bytes
 from model.native.library import KINDS, Kind
 from model.network.build import build_model, parameter_shapes
 from model.network.native_stack import NativeStack, packable_names
+from model.network.parameter_counts import part_of
 from model.network.weights import (
     kept_table_dtype,
     largest_in_flight,

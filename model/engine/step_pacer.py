@@ -28,6 +28,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from model.engine.scheduling.step_budget import DECODES_ONLY, StepBudget, StepDemand
 from model.engine.step_cost import DecodeCost, WorkCost
 
 SLOWDOWN = 2.2
@@ -43,43 +44,6 @@ _MIN_PAUSE = 0.004  # seconds of texts that are encoded at once, where so many w
 _MAX_PAUSE = 1.1  # background work between two decode steps, times what one of them earns
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")
-
-
-@dataclass(frozen=True, slots=True)
-class StepDemand:
-    """What one engine would compute now.
-
-    `whole_tokens` is the least that can be computed of the first input whose tokens belong together (a source of an
-    encoder-decoder; one layer of a text to encode, as that share of its tokens), 0 without one; `all_whole_tokens` is
-    what one step could take of all such inputs. `prompt_tokens` are decoder tokens of prompts, which can be split.
-    """
-
-    decodes: int = 0
-    streams: bool = False  # somebody reads the decoded tokens as they come
-    waiting: int = 0  # sequences that have not begun
-    prompt_tokens: int = 0
-    whole_tokens: int = 0
-    all_whole_tokens: int = 0
-
-    @property
-    def prefills(self) -> bool:
-        return self.prompt_tokens > 0 or self.whole_tokens > 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepBudget:
-    """How much of its demand an engine may compute in one step; None leaves it to the engine's own limits.
-
-    Where `whole_tokens` is not 0, at least that of the demand is taken.
-    """
-
-    decodes: bool = True
-    prompt_tokens: int | None = None
-    whole_tokens: int | None = None
-
-
-UNLIMITED = StepBudget()
-DECODES_ONLY = StepBudget(prompt_tokens=0, whole_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)

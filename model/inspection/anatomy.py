@@ -6,20 +6,11 @@ Costs are per token. A matrix of p parameters costs 2p FLOPs; attention over a c
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from model.attention.reference import ReferenceBackend
 from model.config.model import ModelConfig, StackConfig
-from model.network.build import build_model
+from model.network.parameter_counts import parameters_by_part
 
-_SUBLAYERS = {
-    "attn": "attention",
-    "relative": "attention",
-    "cross": "cross attention",
-    "mlp": "MLP",
-    "bias": "position bias",
-}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -86,23 +77,7 @@ class Anatomy:
 
 def dissect(config: ModelConfig) -> Anatomy:
     """Count the parameters of every part."""
-    parameters: Counter[str] = Counter()
-    for name, parameter in build_model(config, ReferenceBackend()).named_parameters():
-        parameters[part_of(name)] += parameter.numel()
-    return Anatomy(config, dict(parameters))
-
-
-def part_of(name: str) -> str:
-    """The part that a parameter belongs to, in words."""
-    path = name.split(".")
-    if path[0] not in ("encoder", "decoder"):
-        return {"tokens": "token table", "patches": "patch embedding"}.get(path[0], path[0])
-    if path[1] != "layers":
-        return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms"}.get(path[1], "embeddings")
-    sublayer = path[3]
-    if "norm" in name or sublayer.endswith(("_in", "_out")):
-        return f"{path[0]} norms"
-    return f"{path[0]} {_SUBLAYERS[sublayer]}"
+    return Anatomy(config, parameters_by_part(config))
 
 
 def describe_stack(config: StackConfig) -> dict[str, str]:

@@ -6,11 +6,12 @@ import ctypes
 
 import torch
 
+from model.attention.native import shape_of
 from model.config.model import ModelConfig, StackConfig
 from model.native.library import KINDS, Kind, Layer, Library, Linear, Memory
 from model.native.library import Stack as StackData
 from model.native.library import Step as StepData
-from model.network.native_stack import NativeStack, shape_of
+from model.network.native_stack import NativeStack
 
 
 def planned_scratch(

@@ -18,7 +18,7 @@ from model.api.request import Request, SamplingParams
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, Scheduler, SchedulerOutput
 from tests.engine.scripted import Late
@@ -61,7 +61,7 @@ def measured(sequences: int, length: int) -> dict[str, float]:
 
     blocks = BlockManager(sequences * (length + 2 * STEPS) // BLOCK_SIZE + sequences, BLOCK_SIZE)
     scheduler = Scheduler(blocks, sequences, sequences * length)
-    engine = Engine("overhead", PackingRunner(blocks, run), scheduler, max_model_len=length + 2 * STEPS)
+    engine = GenerateEngine("overhead", PackingRunner(blocks, run), scheduler, max_model_len=length + 2 * STEPS)
     chance = random.Random(1)
     for number in range(sequences):
         prompt = tuple(chance.randrange(1000) for _ in range(length))

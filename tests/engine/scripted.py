@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
-from model.engine.step_pacer import UNLIMITED
+from model.engine.scheduling.step_budget import UNLIMITED
 
 VOCAB = 1000
 
@@ -94,7 +94,7 @@ class Harness:
     ) -> None:
         blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
         self.runner = ScriptedRunner(blocks, script)
-        self.engine = Engine(
+        self.engine = GenerateEngine(
             "scripted",
             self.runner,
             Scheduler(blocks, max_num_seqs, budget),

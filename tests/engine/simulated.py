@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from model.engine.step_pacer import EngineKey, StepBudget, StepDemand, StepPacer, StepWork
+from model.engine.scheduling.step_budget import StepBudget, StepDemand
+from model.engine.step_pacer import (
+    EngineKey,
+    StepPacer,
+    StepWork,
+)
 
 MAX_TOKENS = 2048  # of one step
 

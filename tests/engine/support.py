@@ -13,7 +13,7 @@ from model.api.request import Request, SamplingParams, TokenOutput
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from model.network.transformer import Transformer
@@ -64,7 +64,7 @@ class RecordingRunner(ModelRunner):
 class Running:
     """An engine and all it put out."""
 
-    engine: Engine
+    engine: GenerateEngine
     runner: RecordingRunner
     outputs: list[TokenOutput] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ def running(
     assert model.config.decoder is not None
     runner = RecordingRunner(model, KVCache(model.config.decoder, num_blocks, block_size, torch.float32, CPU), blocks)
     scheduler = Scheduler(blocks, max_num_seqs, budget)
-    engine = Engine(kind, runner, scheduler, max_model_len=100, eos_token_ids=model.config.eos_token_ids)
+    engine = GenerateEngine(kind, runner, scheduler, max_model_len=100, eos_token_ids=model.config.eos_token_ids)
     return Running(engine, runner)
 
 

@@ -22,7 +22,7 @@ from model.api.request import (
 from model.engine import encode_engine
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
-from model.engine.step_pacer import StepBudget
+from model.engine.scheduling.step_budget import StepBudget
 from model.network.inputs import packed_input
 from model.network.stack import StackPass
 from model.system import transfer

@@ -20,7 +20,7 @@ from model.cache.paged import KVCache
 from model.engine.execution import cuda_graphs
 from model.engine.execution.cuda_graphs import DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import Launched, ModelRunner
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from tests.engine.scripted import Harness, Late, expected_tokens
@@ -86,7 +86,9 @@ def outputs_of(
         decode.record_all()
     runner = CountingRunner(model, cache, blocks, decode)
     eos = model.config.eos_token_ids
-    engine = Engine(kind, runner, Scheduler(blocks, 12, 64), max_model_len=64, eos_token_ids=eos, overlap=overlap)
+    engine = GenerateEngine(
+        kind, runner, Scheduler(blocks, 12, 64), max_model_len=64, eos_token_ids=eos, overlap=overlap
+    )
     found: dict[tuple[str, int], list[TokenOutput]] = {}
     waiting = list(requests)
     while waiting or engine.has_work:

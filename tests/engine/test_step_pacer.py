@@ -10,16 +10,18 @@ import pytest
 
 from model.engine import generate_engine as engine_module
 from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
-from model.engine.step_pacer import (
+from model.engine.scheduling.step_budget import (
     DECODES_ONLY,
+    StepBudget,
+    StepDemand,
+)
+from model.engine.step_pacer import (
     FIRST_TOKENS,
     MAX_STEP_SECONDS,
     MIN_GPU_TOKENS,
     MIN_TOKENS,
     SLOWDOWN,
     EngineKey,
-    StepBudget,
-    StepDemand,
     StepPacer,
     StepWork,
 )

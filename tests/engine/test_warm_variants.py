@@ -20,10 +20,10 @@ from model.checkpoint.folder import read_checkpoint
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.execution.warmup import compile_attention
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.engine.warmup import compile_attention
 from tests.engine.support import request
 from tests.model.checkpoints import loaded, prompt, saved
 from tests.model.launches import noted
@@ -42,7 +42,7 @@ def described(seen: dict[str, dict[str, Any]], keys: set[str]) -> Sequence[Any]:
     return [{name: v for name, v in seen[key].items() if not isinstance(v, Tensor)} for key in keys]
 
 
-def serve(engine: Engine, lengths: Sequence[tuple[int, int]], kind: str, together: bool) -> None:
+def serve(engine: GenerateEngine, lengths: Sequence[tuple[int, int]], kind: str, together: bool) -> None:
     """Requests of so many prompt and output tokens; to a model with an encoder as sources and decoder prompts."""
     for number, (length, output) in enumerate(lengths):
         one = request(kind, f"r{number}", length, number, max_tokens=output)
@@ -82,7 +82,7 @@ def test_traffic_launches_what_was_warmed_and_nothing_else(kind: str, kv: torch.
         graphs.record_all()
         for recording in (None, graphs):
             runner = ModelRunner(model, cache, blocks, recording)
-            engine = Engine(kind, runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
+            engine = GenerateEngine(kind, runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
             alone = [(n, 2) for n in (1, 2, 9, 40, 300, 600, 1100, 1203, 1300, 2100)]
             serve(engine, alone, kind, together=False)
             serve(engine, [(n, 4) for n in (1, 3, 70, 500, 7, 600, 20, 33, 2, 1)], kind, together=True)
@@ -134,7 +134,7 @@ def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
     assert model.config.decoder is not None
     blocks = BlockManager(200, BLOCK)
     runner = ModelRunner(model, KVCache(model.config.decoder, 200, BLOCK, torch.float32, CPU), blocks)
-    engine = Engine("llama-gqa", runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
+    engine = GenerateEngine("llama-gqa", runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
     with noted():
         engine.add(request("llama-gqa", "long", 150, 0, max_tokens=3))
         for number in range(3):

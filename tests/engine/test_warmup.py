@@ -8,7 +8,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import EngineStats
 from model.engine.builder import load
-from model.engine.execution.warmup import warm_up
+from model.engine.warmup import warm_up
 from tests.model.checkpoints import saved
 
 

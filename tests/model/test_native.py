@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from model.attention.base import AttentionMetadata
+from model.attention.native import fill_segments
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
@@ -28,7 +29,7 @@ from model.native import library as native_library
 from model.native.library import Kind, Library, Norm, Segments
 from model.network.inputs import packed_input
 from model.network.native_scratch import planned_scratch
-from model.network.native_stack import fill_segments, pack_model
+from model.network.native_stack import pack_model
 from model.network.weights import load_model
 from tests.model.checkpoints import CPU, loaded, native_backends, prompt, saved
 from tests.model.parity import hidden_states, ours_and_theirs

@@ -24,7 +24,7 @@ from model.checkpoint.folder import Checkpoint
 from model.engine import builder
 from model.engine.builder import LoadedModel
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
 from model.network.transformer import Transformer
 
@@ -41,7 +41,7 @@ class Ready:
     seconds: Found  # of weights, of all else, and of that: recording graphs, warming up
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> GenerateEngine:
         assert self.loaded.generate is not None
         return self.loaded.generate
 

@@ -18,7 +18,11 @@ from model.api.request import FinishReason, TokenLogprob
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
-from model.engine.step_pacer import UNLIMITED, StepBudget, StepDemand
+from model.engine.scheduling.step_budget import (
+    UNLIMITED,
+    StepBudget,
+    StepDemand,
+)
 
 
 class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time

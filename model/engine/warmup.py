@@ -20,7 +20,7 @@ from model.cache.paged import KVCache
 from model.config.layer import PositionKind
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import Engine
+from model.engine.generate_engine import GenerateEngine
 from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
@@ -32,7 +32,7 @@ LENGTHS = (3, 40, 200)  # tokens of the requests
 logger = logging.getLogger(__name__)
 
 
-def warm_up(encode: EncodeEngine, generate: Engine | None, max_model_len: int) -> None:
+def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len: int) -> None:
     """Compile every kernel of attention that a request can need, then run some requests; nothing of them is left."""
     began = time.monotonic()
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
@@ -165,7 +165,7 @@ def _decode_tokens(model: Transformer, cache: KVCache, bounds: tuple[int, int]) 
         model.decode(inputs, cache, cross)
 
 
-def _request(generate: Engine, encode: EncodeEngine, length: int, number: int) -> Request:
+def _request(generate: GenerateEngine, encode: EncodeEngine, length: int, number: int) -> Request:
     most = min(generate.max_model_len - 2, encode.max_num_batched_tokens)
     prompt = (0,) * max(1, min(length, most))
     start = encode.model.config.decoder_start_token_id
