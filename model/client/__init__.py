@@ -1,1 +1,1 @@
-"""The front's side of the engine: admission, streams, the engine's process. No torch."""
+"""The front process's side of an engine: admission control, output streams, the transport. No torch."""

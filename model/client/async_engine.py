@@ -1,10 +1,11 @@
-"""Per-request streams over one engine loop, wherever the loop runs.
+"""The asynchronous engine client serves request streams from one engine loop in a thread or another process.
 
-Requests go in as ids and come out as ids with text; the loop never waits for a reader. Each accepted request ends
-exactly once: by the engine's last output, by its deadline (watched here too, in case the engine hangs), by `cancel`
-or closing its stream, or, if the engine is lost, by an error for every waiter at once. A lost engine is started again,
-but so often within a time at most; one that gives no sign of life is ended first, where that can be done, and is then
-lost like any other.
+Requests go to the loop as token ids; outputs come back as token ids and get their text here. The loop never waits for
+a reader. Each accepted request ends exactly once: by the engine's last output, by its deadline (also checked here, in
+case the engine hangs), by `cancel`, by closing its stream, or by an error when the engine is lost.
+
+A lost engine is restarted, at most `_MAX_RESTARTS` times within `_RESTART_WINDOW` seconds. An engine that sends
+nothing for `stall_seconds` is killed, if the transport can do that, and counts as lost.
 Not thread-safe: everything runs on one event loop.
 """
 
@@ -29,23 +30,21 @@ from model.text.tokenizer import Tokenizer
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
-_MAX_RESTARTS = (
-    8  # within `_RESTART_WINDOW`; what is lost once more is down for as long, which is for a supervisor to see
-)
-_RESTART_WINDOW = 600.0
+_MAX_RESTARTS = 8  # within `_RESTART_WINDOW`; after one more loss the engine stays down, not live, for that time
+_RESTART_WINDOW = 600.0  # seconds
 
 logger = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """The front's end of the seam (`process.py`, `thread.py`)."""
+    """The front's end of the connection to an engine loop (`ProcessTransport`, `ThreadTransport`)."""
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None: ...
 
     def send(self, commands: Commands) -> None: ...
 
     def kill(self) -> bool:
-        """End a loop that answers nothing any more; False where only the whole process could be ended."""
+        """End a loop that no longer answers; False where that would end this process too."""
         ...
 
     async def close(self) -> None: ...
@@ -63,9 +62,9 @@ class AsyncEngine:
         max_unread_bytes: int = 1 << 20,
         stream_interval: float = 0.0,
     ) -> None:
-        """`stall_seconds`: without a sign of life for so long, the loop counts as hanging and is replaced.
-        `max_unread_bytes`: of output that may wait for the reader of one stream. `stream_interval`: seconds as of
-        `GenerationStream`."""
+        """`stall_seconds`: a loop that sends no frame for this long counts as hung and is replaced.
+        `max_unread_bytes`: bound on the output buffered for one stream. `stream_interval`: seconds between deliveries
+        (`GenerationStream`)."""
         self._specs = list(specs)
         self._new_transport = transport
         self._transport: Transport | None = None
@@ -80,13 +79,13 @@ class AsyncEngine:
         self._encodes: dict[str, tuple[EncodeRequest, asyncio.Future[EncodeOutput]]] = {}
         self._observers: list[Callable[[StepStats], None]] = []
         self._pending = Commands()
-        self._reason = "not started"  # why it is not ready; empty when it is
+        self._unready_reason = "not started"  # empty when ready
         self._started: asyncio.Future[None] | None = None
-        self._last_sign = time.monotonic()
-        self._hung = ""  # why the loop was killed, until it is gone
+        self._last_events_time = time.monotonic()
+        self._kill_reason = ""  # why the loop was killed; empty once it is gone
         self._restarts = 0
-        self._limit = FaultLimit(_MAX_RESTARTS, _RESTART_WINDOW)
-        self._given_up = False
+        self._restart_limit = FaultLimit(_MAX_RESTARTS, _RESTART_WINDOW)
+        self._restarts_paused = False
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -96,7 +95,7 @@ class AsyncEngine:
 
     @property
     def restarts(self) -> int:
-        """How often a lost loop was replaced, or tried to be: with it all models are loaded again."""
+        """Counts the attempts to replace a lost loop; each loads all models again."""
         return self._restarts
 
     @property
@@ -109,9 +108,9 @@ class AsyncEngine:
         self._spawn(self._watch())
 
     async def close(self) -> None:
-        """Fail whatever still runs and release the engines. Idempotent."""
+        """Fail the unfinished requests and close the transport. Idempotent."""
         self._closed = True
-        self._reason = "shutting down"
+        self._unready_reason = "shutting down"
         self._fail_all("the engine is shut down")
         for task in self._background:
             task.cancel()
@@ -120,16 +119,13 @@ class AsyncEngine:
             self._transport = None
 
     def check_room(self, model: str, sequences: int = 1) -> None:
-        """Raise as `submit` and `encode` do where they would refuse so many sequences of `model`."""
-        self._check_alive()
+        """Raise as `submit` and `encode` do where they would refuse this number of sequences of `model`."""
+        self._check_ready()
         self._admission[model].check_room(sequences)
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
-        """Accept all requests (of one model) or none.
-
-        Raises `QueueFullError` or `EngineGoneError` at once; nothing has been computed then.
-        """
-        self._check_alive()
+        """Accept all requests (of one model) or none; raises `QueueFullError` or `EngineGoneError` before any work."""
+        self._check_ready()
         model = requests[0].model
         self._admission[model].admit(
             {r.request_id: len(r.prompt_token_ids) + len(r.decoder_token_ids) for r in requests},
@@ -140,26 +136,26 @@ class AsyncEngine:
         )
         for request in requests:
             self._streams[request.request_id] = stream
-        self._queue().generate.extend(requests)
+        self._next_commands().generate.extend(requests)
         return stream
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        """One output for each request (all of one model), in order. Raises as `submit` does; cancelling aborts."""
-        self._check_alive()
+        """Return one output a request (all of one model), in order. Raises as `submit` does; cancelling aborts."""
+        self._check_ready()
         loop = asyncio.get_running_loop()
         self._admission[requests[0].model].admit({r.request_id: len(r.token_ids) for r in requests})
         futures: list[asyncio.Future[EncodeOutput]] = []
         for request in requests:
             futures.append(loop.create_future())
             self._encodes[request.request_id] = (request, futures[-1])
-        self._queue().encode.extend(requests)
+        self._next_commands().encode.extend(requests)
         try:
             return list(await asyncio.gather(*futures))
         finally:
             for request in requests:
                 if request.request_id in self._encodes:
                     self.abort(request.model, request.request_id, None, FinishReason.CANCELLED)
-                    self.forget(request.request_id)
+                    self.release(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
         """End a running request of either kind with `FinishReason.CANCELLED`; False if there is none of that id."""
@@ -168,72 +164,76 @@ class AsyncEngine:
             self._end_encode(EncodeOutput(request_id, finish_reason=FinishReason.CANCELLED))
             return True
         stream = self._streams.get(request_id)
-        return stream is not None and stream.end(FinishReason.CANCELLED, tell_engine=True, only=request_id)
+        return stream is not None and stream.end(FinishReason.CANCELLED, abort_engine=True, only=request_id)
 
     def health(self) -> Health:
-        """Not live: the loop hangs, or was lost so often that it is not started again for now. A loop that hangs has
-        been ended in a moment; then the engine is merely lost."""
-        if self._given_up:
-            return Health(live=False, ready=False, reason=self._reason)
-        if hung := self._hung or self._hangs():
-            return Health(live=False, ready=False, reason=hung)
-        return Health(live=True, ready=not self._reason, reason=self._reason)
+        """Report liveness and readiness.
+
+        Not live: the loop hangs, or restarts are paused after too many losses. A hung loop is killed soon; then the
+        engine is lost, and live.
+        """
+        if self._restarts_paused:
+            return Health(live=False, ready=False, reason=self._unready_reason)
+        if hang := self._kill_reason or self._hang_reason():
+            return Health(live=False, ready=False, reason=hang)
+        return Health(live=True, ready=not self._unready_reason, reason=self._unready_reason)
 
     def stats(self) -> dict[str, EngineStats]:
         return self._stats
 
     def demand(self) -> dict[str, Demand]:
-        """Of each model."""
-        return {name: one.demand(self._stats[name]) for name, one in self._admission.items()}
+        """Return the demand of each model, by name."""
+        return {name: admission.demand(self._stats[name]) for name, admission in self._admission.items()}
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
+        """Call `observe` with the statistics of every step from now on."""
         self._observers.append(observe)
 
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """Tell the engine to end a request or one of its sequences; harmless if it has ended."""
-        self._queue().abort.append(Abort(model, request_id, index, reason))
+        """Tell the engine to end a request or one of its sequences; one that has ended is ignored."""
+        self._next_commands().abort.append(Abort(model, request_id, index, reason))
 
-    def forget(self, request_id: str) -> None:
-        """A request has ended: it no longer counts and nothing more is delivered to it."""
+    def release(self, request_id: str) -> None:
+        """Remove a request that has ended: it no longer counts in admission control and gets no more outputs."""
         self._streams.pop(request_id, None)
         self._encodes.pop(request_id, None)
         for admission in self._admission.values():
             admission.release(request_id)
 
-    # -- towards the loop
+    # -- commands to the loop
 
-    def _queue(self) -> Commands:
-        """The frame being filled; it leaves when the current callbacks of the event loop are through."""
+    def _next_commands(self) -> Commands:
+        """Return the frame being filled; it is sent after the event loop's current callbacks."""
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
         return self._pending
 
     def _flush(self) -> None:
         commands, self._pending = self._pending, Commands()
-        if commands and self._transport is not None and not self._reason:
+        if commands and self._transport is not None and not self._unready_reason:
             self._transport.send(commands)
 
-    def _check_alive(self) -> None:
-        if self._reason:
-            raise EngineGoneError(self._reason)
+    def _check_ready(self) -> None:
+        if self._unready_reason:
+            raise EngineGoneError(self._unready_reason)
 
-    def _hangs(self) -> str:
-        """In what words; empty while the loop gives signs, and while there is none that should."""
-        silent = time.monotonic() - self._last_sign
-        if self._reason or silent <= self._stall_seconds:
+    def _hang_reason(self) -> str:
+        """Describe a hang of the loop; empty while frames arrive and while no engine is ready."""
+        silent = time.monotonic() - self._last_events_time
+        if self._unready_reason or silent <= self._stall_seconds:
             return ""
         return f"the engine has given no sign for {silent:.0f} s"
 
-    # -- from the loop
+    # -- events from the loop
 
     def _on_events(self, events: Events) -> None:
-        self._last_sign = time.monotonic()
+        self._last_events_time = time.monotonic()
         for info in events.loaded:
             self._models[info.name] = info
-            self._admission[info.name].settle(info.limits)
+            self._admission[info.name].set_limits(info.limits)
             logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
         if events.ready or events.failure is not None:
-            self._settle_start(events)
+            self._finish_start(events)
         for stats in events.stats:
             self._stats[stats.model] = stats
         for step in events.steps:
@@ -242,7 +242,7 @@ class AsyncEngine:
         for output in events.tokens:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                self._admission[stream.model].started(output.request_id)
+                self._admission[stream.model].mark_started(output.request_id)
                 stream.push(output)
         for encoded in events.encoded:
             self._end_encode(encoded)
@@ -250,13 +250,13 @@ class AsyncEngine:
     def _end_encode(self, output: EncodeOutput) -> None:
         if output.request_id in self._encodes:
             _, future = self._encodes[output.request_id]
-            self.forget(output.request_id)
+            self.release(output.request_id)
             if not future.done():
                 future.set_result(output)
 
-    def _settle_start(self, events: Events) -> None:
+    def _finish_start(self, events: Events) -> None:
         if events.failure is None:
-            self._reason = ""
+            self._unready_reason = ""
             if self._started is not None and not self._started.done():
                 self._started.set_result(None)
             return
@@ -267,15 +267,15 @@ class AsyncEngine:
             self._on_lost(events.failure)
 
     def _on_lost(self, reason: str) -> None:
-        """The loop is gone: everybody who waits is told so now, and a new one is started."""
-        if self._closed or (self._reason and (self._started is None or self._started.done())):
+        """Fail all unfinished requests of a loop that is gone, and start a new one."""
+        if self._closed or (self._unready_reason and (self._started is None or self._started.done())):
             return
         logger.error("engine lost: %s", reason)
         self._fail_all(reason)
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineDeadError(reason))
         else:
-            self._reason = reason
+            self._unready_reason = reason
             self._spawn(self._restart())
 
     def _fail_all(self, reason: str) -> None:
@@ -283,23 +283,23 @@ class AsyncEngine:
         for stream in set(self._streams.values()):
             stream.fail(error)
         for request_id, (_, future) in list(self._encodes.items()):
-            self.forget(request_id)
+            self.release(request_id)
             if not future.done():
                 future.set_exception(error)
         self._stats = {name: EngineStats(name) for name in self._stats}
 
-    # -- life
+    # -- start, restart and supervision
 
     async def _start_transport(self) -> None:
-        self._reason = "loading models"
+        self._unready_reason = "loading models"
         self._started = asyncio.get_running_loop().create_future()
         self._transport = self._new_transport()
         try:
             await self._transport.start(self._on_events, self._on_lost)
             self._transport.send(Commands(load=self._specs))
             await self._started
-        except Exception as error:  # a system without descriptors or memory for a process among them
-            self._reason = str(error)
+        except Exception as error:  # also OSError: no descriptors or memory for a process
+            self._unready_reason = str(error)
             await self._transport.close()
             raise
 
@@ -307,9 +307,9 @@ class AsyncEngine:
         for pause in chain(_RESTART_SECONDS, repeat(_RESTART_SECONDS[-1])):
             if self._transport is not None:
                 await self._transport.close()
-            self._hung = ""
-            if self._limit.exceeded():
-                await self._rest()
+            self._kill_reason = ""
+            if self._restart_limit.record_fault():
+                await self._pause_restarts()
             await asyncio.sleep(pause)
             self._restarts += 1
             try:
@@ -320,43 +320,43 @@ class AsyncEngine:
                 logger.info("the engine runs again")
                 return
 
-    async def _rest(self) -> None:
-        """Be dead for a while: starting again does not help, and what does is for a supervisor or a person to do."""
-        limit = self._limit
-        times = f"it was started again {limit.most} times within {limit.seconds:.0f} s"
-        self._reason += f"; {times} and is left alone for as long"
-        self._given_up = True
-        logger.error("%s", self._reason)
+    async def _pause_restarts(self) -> None:
+        """Report not live for `_RESTART_WINDOW`: restarting does not help, so a supervisor must act."""
+        limit = self._restart_limit
+        restarts = f"it was started again {limit.max_faults} times within {limit.seconds:.0f} s"
+        self._unready_reason += f"; {restarts} and is left alone for as long"
+        self._restarts_paused = True
+        logger.error("%s", self._unready_reason)
         await asyncio.sleep(limit.seconds)
-        self._given_up = False
+        self._restarts_paused = False
 
     async def _watch(self) -> None:
-        """What the engine should have done by itself, by the front's own clock."""
+        """Enforce deadlines and the stall limit by the front's own clock, in case the engine hangs."""
         while True:
-            slept = time.monotonic()
+            before = time.monotonic()
             await asyncio.sleep(_WATCH_SECONDS)
             now = time.monotonic()
-            # While this process stood still too (in a paused container, say) it could not have heard anything.
-            self._last_sign = min(now, self._last_sign + max(0.0, now - slept - _WATCH_SECONDS))
-            self._end_late(now - _DEADLINE_GRACE)
-            self._end_hanging()
+            # Time in which this process did not run (in a paused container, say) is no silence of the engine.
+            self._last_events_time = min(now, self._last_events_time + max(0.0, now - before - _WATCH_SECONDS))
+            self._end_expired(now - _DEADLINE_GRACE)
+            self._kill_if_hung()
 
-    def _end_late(self, late: float) -> None:
-        """End what should have ended before `late`."""
+    def _end_expired(self, time_limit: float) -> None:
+        """End the requests whose deadline is before `time_limit`."""
         for request_id, stream in list(self._streams.items()):
             deadline = stream.deadline(request_id)
-            if deadline is not None and deadline < late:
-                stream.end(FinishReason.DEADLINE, tell_engine=True, only=request_id)
+            if deadline is not None and deadline < time_limit:
+                stream.end(FinishReason.DEADLINE, abort_engine=True, only=request_id)
         for encode, _ in list(self._encodes.values()):
-            if encode.deadline is not None and encode.deadline < late:
+            if encode.deadline is not None and encode.deadline < time_limit:
                 self._end_encode(EncodeOutput(encode.request_id, finish_reason=FinishReason.DEADLINE))
 
-    def _end_hanging(self) -> None:
-        """A loop that hangs is killed, and then lost like one that died."""
-        hung = self._hangs()
-        if hung and self._transport is not None and self._transport.kill():
-            self._hung = hung
-            self._on_lost(hung)
+    def _kill_if_hung(self) -> None:
+        """Kill a hung loop and treat it as lost."""
+        reason = self._hang_reason()
+        if reason and self._transport is not None and self._transport.kill():
+            self._kill_reason = reason
+            self._on_lost(reason)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

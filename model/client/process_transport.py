@@ -1,10 +1,11 @@
-"""The engine loop in a child process: length-prefixed msgpack frames over a socket pair, typed at both ends, no pickle.
+"""The process transport runs the engine loop in a child process; both send msgpack frames over a socket pair.
+
+Frames are length-prefixed and decoded into types at both ends; nothing is pickled.
 
     front (asyncio)  -- Commands -->  child: EngineLoop
                      <-- Events ----  one frame a round of steps
 
-The child, `python -m model.engine FD`, ends when its socket closes: none outlives its front, however
-that ended.
+The child, `python -m model.engine FD`, ends when its socket closes, so it never outlives the front.
 """
 
 from __future__ import annotations
@@ -18,24 +19,20 @@ from collections.abc import Callable
 import msgspec
 
 from model.api.messages import Commands, Events
-from model.system.child_process import (
-    HEADER,
-    describe_exit,
-    start_child,
-)
+from model.system.child_process import HEADER, describe_exit, start_child
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 5.0  # a child that was told to close gets so long
+_CLOSE_SECONDS = 5.0  # for the child to end by itself
 
 
 class ProcessTransport:
-    """The front's end: starts the child and turns its frames into calls on the event loop."""
+    """Starts the engine process and turns its frames into calls on the front's event loop."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._read_task: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
@@ -43,13 +40,13 @@ class ProcessTransport:
         return self._process.pid if self._process else None
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
-        """Start the child; `on_lost` is called once with a reason when it is gone without having been closed."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._process = start_child("model.engine", theirs.fileno(), descriptors=[theirs.fileno()])
-        theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._reading = asyncio.create_task(self._read(reader, on_events, on_lost))
+        """Start the child; `on_lost` is called once, with a reason, if it ends before `close`."""
+        parent_end, child_end = socket.socketpair()
+        parent_end.setblocking(False)
+        self._process = start_child("model.engine", child_end.fileno(), descriptors=[child_end.fileno()])
+        child_end.close()
+        reader, self._writer = await asyncio.open_connection(sock=parent_end)
+        self._read_task = asyncio.create_task(self._read(reader, on_events, on_lost))
 
     def send(self, commands: Commands) -> None:
         assert self._writer is not None
@@ -62,11 +59,11 @@ class ProcessTransport:
         return self._process is not None
 
     async def close(self) -> None:
-        """End the child: asked first, killed if it does not answer."""
-        if self._reading is not None:
-            self._reading.cancel()
+        """End the child: close its socket, then kill it if it does not end within `_CLOSE_SECONDS`."""
+        if self._read_task is not None:
+            self._read_task.cancel()
         if self._writer is not None:
-            self._writer.close()  # the end of file is the request to end
+            self._writer.close()  # the child ends at the end of file
         process = self._process
         if process is not None and process.poll() is None:
             try:
@@ -87,6 +84,6 @@ class ProcessTransport:
             assert self._process is not None
             code = await asyncio.to_thread(self._process.wait)
             on_lost(f"the engine process ended {describe_exit(code)}")
-        except Exception as error:  # nothing more would be read, and everybody would wait
-            logger.exception("what the engine said could not be delivered")
-            on_lost(f"what the engine said could not be delivered: {type(error).__name__}")
+        except Exception as error:  # nothing more is read after this, so all requests must fail now
+            logger.exception("a frame of the engine could not be delivered")
+            on_lost(f"a frame of the engine could not be delivered: {type(error).__name__}")

@@ -1,10 +1,10 @@
-"""Steps that raise: who is to blame, a request, a model or the engine. Stdlib only.
+"""Fault isolation retries the parts of a failed batch one by one. Stdlib only.
 
-A batch that breaks is tried again one part at a time, so that a request on which the model breaks fails alone and a
-batch that was too large for the memory goes through in pieces. Parts write the same values to the same places as the
-whole did, so trying again is harmless. Where no part works, the smallest possible pass decides: if that breaks too, so
-has the engine, and its loop must end. What raises around a batch, in one model's own bookkeeping, costs that model its
-sequences (`Engine.recover`), unless it happens too often.
+A step that raises is run again part by part. So a request on which the model raises fails alone, and a batch that was
+too large for the memory succeeds in parts. A part writes the same values to the same KV slots as the whole batch did,
+so running it again is safe. If every part raises, `probe` runs the smallest possible forward pass; if that raises too,
+the engine is broken and its loop must end. An exception outside a batch, in one model's bookkeeping, ends that model's
+sequences (`Engine.recover`), unless it happens too often (`FaultLimit`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 def run_isolated(
     parts: Sequence[Part], execute: Callable[[Sequence[Part]], Result], probe: Callable[[], object]
 ) -> list[tuple[Sequence[Part], Result | None]]:
-    """`execute(parts)`, or if that raises, of each part alone; None for a part that raises alone.
+    """Return `execute(parts)`, or, if that raises, the result of each part alone; None for a part that raises.
 
-    Raises what `probe` raises where nothing works.
+    Raises what `probe` raises, if every part raised.
     """
     try:
         return [(parts, execute(parts))]
     except Exception:
         logger.exception("a step of %d parts broke", len(parts))
-    alone = [_alone(part, execute) for part in parts] if len(parts) > 1 else [None]
-    if all(one is None for one in alone):
+    results = [_run_part(part, execute) for part in parts] if len(parts) > 1 else [None]
+    if all(result is None for result in results):
         probe()
-    return [([part], one) for part, one in zip(parts, alone, strict=True)]
+    return [([part], result) for part, result in zip(parts, results, strict=True)]
 
 
-def _alone(part: Part, execute: Callable[[Sequence[Part]], Result]) -> Result | None:
+def _run_part(part: Part, execute: Callable[[Sequence[Part]], Result]) -> Result | None:
     try:
         return execute([part])
     except Exception as error:

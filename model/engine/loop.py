@@ -207,7 +207,7 @@ class EngineLoop:
             yield
         except Exception as error:
             name = model.info.name
-            if isinstance(error, EngineDeadError) or self._faults.setdefault(name, _limit()).exceeded():
+            if isinstance(error, EngineDeadError) or self._faults.setdefault(name, _limit()).record_fault():
                 raise
             logger.exception("the engine of %s broke; all that it computes ends, and it begins anew", name)
             if model.generate is not None:

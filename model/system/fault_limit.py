@@ -1,4 +1,4 @@
-"""Counts faults within a span of time."""
+"""A limit on faults within a span of time."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import deque
 
 
 class FaultLimit:
-    """Says when something has gone wrong more than `most` times within `seconds`."""
+    """Counts faults and tells when more than `max_faults` happened within `seconds`."""
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self.most = most
+    def __init__(self, max_faults: int, seconds: float) -> None:
+        self.max_faults = max_faults
         self.seconds = seconds
         self._times: deque[float] = deque()
 
-    def exceeded(self) -> bool:
-        """Count a fault that happens now; whether it is one too many."""
+    def record_fault(self) -> bool:
+        """Count a fault that happens now; return whether the limit is exceeded."""
         now = time.monotonic()
         self._times.append(now)
         while self._times[0] < now - self.seconds:
             self._times.popleft()
-        return len(self._times) > self.most
+        return len(self._times) > self.max_faults

@@ -40,7 +40,7 @@ def test_waiting_tokens_are_bounded_until_the_first_output() -> None:
     bound.admit({"a": 60, "b": 40})
     assert bound.waiting_tokens == 100
     assert refused(bound, {"c": 1}).reason == "queue_tokens"
-    bound.started("a")
+    bound.mark_started("a")
     assert bound.waiting_tokens == 40
     bound.admit({"c": 60})
     assert refused(bound, {"d": 1}).reason == "queue_tokens"
@@ -52,7 +52,7 @@ def test_a_long_prompt_finds_room_where_a_short_one_does() -> None:
     bound.admit({"long": 500})
     assert bound.waiting_tokens == 599
     assert refused(bound, {"b": 1}).reason == "queue_tokens"
-    bound.started("long")
+    bound.mark_started("long")
     bound.admit({"b": 1})
 
 
@@ -72,7 +72,7 @@ def test_room_is_what_admission_finds_before_the_tokens_are_known() -> None:
     bound.admit({"d": 99})
     with pytest.raises(QueueFullError, match="queue_tokens"):
         bound.check_room()
-    bound.started("d")
+    bound.mark_started("d")
     bound.check_room()
 
 
@@ -88,7 +88,7 @@ def test_an_empty_queue_takes_whatever_passed_the_limits() -> None:
     none_waits = admission(requests=0, tokens=0)
     none_waits.admit({"one": 1})
     assert refused(none_waits, {"two": 1}).reason == "queue_tokens"
-    none_waits.started("one")
+    none_waits.mark_started("one")
     none_waits.admit({"two": 1})
 
 
@@ -99,7 +99,7 @@ def test_release_is_harmless_twice_and_for_strangers() -> None:
     for _ in range(3):
         bound.release("r0")
         bound.release("stranger")
-        bound.started("stranger")
+        bound.mark_started("stranger")
     bound.admit({"r5": 1})
     refused(bound, {"r6": 1})
 
@@ -108,7 +108,7 @@ def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.
     now = [100.0]
     monkeypatch.setattr("model.client.admission.time.monotonic", lambda: now[0])
     bound = admission(seqs=1, requests=9)
-    assert not bound._ends
+    assert not bound._end_times
     for i in range(10):
         bound.admit({f"r{i}": 1})
     assert refused(bound, {"x": 1}).retry_after_s == 1.0  # nothing is known yet
@@ -172,10 +172,10 @@ def test_a_bound_before_the_device_is_known() -> None:
 
 def test_limits_settle_when_the_model_is_loaded() -> None:
     bound = Admission(EngineConfig())
-    bound.settle(BatchLimits(1, 64, 1, 512))
+    bound.set_limits(BatchLimits(1, 64, 1, 512))
     bound.admit({"a": 1})
     bound.admit({"b": 1})
     assert refused(bound, {"c": 1}).reason == "queue_requests"
-    bound.settle(EngineConfig().limits(80 << 30))
+    bound.set_limits(EngineConfig().limits(80 << 30))
     bound.admit({str(i): 0 for i in range(256 + 1024 - 2)})
     assert refused(bound, {"c": 1}).reason == "queue_requests"

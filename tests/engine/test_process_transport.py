@@ -172,7 +172,7 @@ async def test_what_cannot_be_delivered_is_a_lost_engine(monkeypatch: pytest.Mon
         (failure,) = await asyncio.gather(
             collect(engine.submit([request("llama-gqa", "a", 5)])), return_exceptions=True
         )
-        assert str(failure) == "what the engine said could not be delivered: ZeroDivisionError"
+        assert str(failure) == "a frame of the engine could not be delivered: ZeroDivisionError"
         await until(lambda: engine.health().ready, 60.0)
         assert len(ids_of(await collect(engine.submit([request("llama-gqa", "b", 5)])), "b")) == 12
 
