@@ -15,9 +15,9 @@ from rich.console import Console
 
 from loadtest.bench.batches import Ask, Scale, Workload, workloads
 from loadtest.bench.busy import QUIET_CORES, Clock, busy_ticks
-from loadtest.bench.engine_process import Worker, serve
 from loadtest.bench.ours import Run
 from loadtest.bench.peers import PEERS, Unable
+from loadtest.bench.peers.engine_process import Worker, serve
 from loadtest.bench.tables import Row, brief, row, table
 from loadtest.commands.main import main
 

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from loadtest.bench.gpu import caches, check, engines, machine, parity, profile, report
-from loadtest.bench.gpu.cases import COMMANDS, Stop, cases_of
+from loadtest.bench.gpu.cases import COMMANDS, cases_of
 from loadtest.bench.gpu.cli import main
 from loadtest.bench.gpu.compiling import in_parallel
+from loadtest.bench.gpu.figures import Stop
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.supervisor import CUT, STOPPED, Supervisor, Task, read
 from loadtest.bench.gpu.targets import TARGETS, stated

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source."""
+"""What may be imported from outside, torch, Ray, web libraries, and where; imports between our own: test_imports.py."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ NO_TORCH = (
     "model.client.process_transport",
     "model.system.child_process",
     "model.config.sharding",
+    "service.cli.main",
+    "service.cli.serve",
+    "service.runtimes.local",
+    "service.runtimes.ray_serve.config_file",
+    "service.runtimes.ray_serve.environment",
 )
 
 

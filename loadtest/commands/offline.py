@@ -24,10 +24,10 @@ import torch
 from rich.console import Console
 
 from loadtest.bench.batches import QUICK, Scale, Workload, workloads
-from loadtest.bench.engine_process import Worker
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
 from loadtest.bench.peers import PEERS
+from loadtest.bench.peers.engine_process import Worker
 from loadtest.bench.roofline import Ceilings, Floor
 from loadtest.bench.tables import Row, StepRow, brief, row, steps_table, table
 from loadtest.errors import UsageError

@@ -15,7 +15,8 @@ import torch
 
 from loadtest.bench.gpu import parity
 from loadtest.bench.gpu.attention import Made, Problem, made
-from loadtest.bench.gpu.cases import Case, Found, Skip
+from loadtest.bench.gpu.cases import Case
+from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
@@ -82,7 +83,7 @@ def need_triton(bench: Bench) -> None:
         raise Skip("the interpreter of Triton before 3.7 does not work with NumPy from 2.4 on")
 
 
-def _launch(bench: Bench, *, dtype: torch.dtype) -> Found:
+def _launch(bench: Bench, *, dtype: torch.dtype) -> Figures:
     """One query and one key through the kernels."""
     need_triton(bench)
     from model.attention.triton import try_out
@@ -91,14 +92,14 @@ def _launch(bench: Bench, *, dtype: torch.dtype) -> Found:
     return {"ok": True}
 
 
-def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Found:
+def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
     """Against the formula in float32 on the same device; captured and replayed, also over other lengths."""
     need_triton(bench)
     from model.attention.triton import TritonBackend
 
     backend, given = TritonBackend(), made(problem, bench.device, dtype)
     expected = given.copied(torch.float32).forward(ReferenceBackend())
-    found: Found = {"eager_error": _difference(given.forward(backend), expected)}
+    found: Figures = {"eager_error": _difference(given.forward(backend), expected)}
     if bench.cuda:
         found["captured_error"] = _replayed(bench, given, expected)
         seconds = bench.device_seconds(lambda: given.forward(backend))
@@ -136,7 +137,7 @@ def _replayed(bench: Bench, given: Made, expected: torch.Tensor) -> float:
     return max(worst, _difference(out, copied.forward(ReferenceBackend())))
 
 
-def _memcheck(bench: Bench) -> Found:
+def _memcheck(bench: Bench) -> Figures:
     """Three tiny launches under compute-sanitizer, every allocation its own so that none hides an access beyond it."""
     tool = shutil.which("compute-sanitizer")
     if not bench.cuda or tool is None:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from loadtest.bench.gpu.cases import LOST, Case, Found, Skip, Stop, cases_of
-from loadtest.bench.gpu.machine import Bench, machine_case, release, require_gpu
+from loadtest.bench.gpu.cases import Case, cases_of
+from loadtest.bench.gpu.figures import LOST, Figures, Skip, Stop
+from loadtest.bench.gpu.machine import Bench, describe, release, require_gpu
 
-Send = Callable[[Found], None]
+Send = Callable[[Figures], None]
 
 
 class Warnings(logging.Handler):
@@ -43,7 +44,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     answers = os.fdopen(order["pipe"], "w")
 
-    def send(message: Found) -> None:
+    def send(message: Figures) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
@@ -57,7 +58,7 @@ def _run(order: dict[str, Any], send: Send) -> None:
     logging.getLogger().addHandler(kept := Warnings())
     bench.warnings = kept.texts
     wanted = [case for case in cases_of(order["commands"], bench) if order["only"] in case.name]
-    wanted = [machine_case(), *(case for case in wanted if case.name not in order["leave"])]
+    wanted = [Case("machine", describe, 0.0), *(case for case in wanted if case.name not in order["leave"])]
     if "machine" in order["leave"]:
         del wanted[0]
     send({"plan": [case.name for case in wanted]})
@@ -76,7 +77,7 @@ def _run(order: dict[str, Any], send: Send) -> None:
             sys.exit(LOST)
 
 
-def _answer(case: Case, bench: Bench) -> Found:
+def _answer(case: Case, bench: Bench) -> Figures:
     """What a case found; all but a reason to stop is an answer."""
     began, cuda = time.monotonic(), bench.device.type == "cuda"
     bench.warnings.clear()

@@ -10,14 +10,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as Late
 from typing import TypeVar
 
-from loadtest.bench.gpu.cases import Found
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 
 Job = TypeVar("Job")
 _MOST = 12  # processes: each has a context of the device, of half a gigabyte
 
 
-def in_parallel(bench: Bench, compile_one: Callable[[Job], object], jobs: Sequence[Job]) -> Found:
+def in_parallel(bench: Bench, compile_one: Callable[[Job], object], jobs: Sequence[Job]) -> Figures:
     """Compile all jobs; those that fail are told, and fail again where they are measured."""
     began = time.monotonic()
     workers = max(1, min(_MOST, (os.cpu_count() or 2) - 2, len(jobs)))

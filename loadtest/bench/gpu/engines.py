@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench.gpu.cases import Found, Stop
+from loadtest.bench.gpu.figures import Figures, Stop
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers
 from loadtest.bench.models import random_model
@@ -38,7 +38,7 @@ class Ready:
 
     loaded: LoadedModel
     model: Transformer
-    seconds: Found  # of weights, of all else, and of that: recording graphs, warming up
+    seconds: Figures  # of weights, of all else, and of that: recording graphs, warming up
 
     @property
     def engine(self) -> GenerateEngine:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from loadtest.bench.gpu.cases import Case, Found, Stop
+from loadtest.bench.gpu.figures import Figures, Stop
 from loadtest.bench.roofline import Ceilings
 from model.attention.selection import select_backend
 
@@ -130,13 +130,9 @@ def require_gpu(bench: Bench) -> None:
         raise Stop(f"attention is not Triton's but {selection.backend.name}: {selection.reason}")
 
 
-def machine_case() -> Case:
-    return Case("machine", _machine, 0.0)
-
-
-def _machine(bench: Bench) -> Found:
-    """Versions, the card, what Triton needs to compile, and the ceilings."""
-    found: Found = {"device": platform.processor() or "cpu", "python": platform.python_version()}
+def describe(bench: Bench) -> Figures:
+    """Return versions, the GPU, what Triton needs to compile, and the measured ceilings."""
+    found: Figures = {"device": platform.processor() or "cpu", "python": platform.python_version()}
     found |= {name: version for name in _PACKAGES if (version := _version(name))}
     found |= {"commit": _output("git", "rev-parse", "--short", "HEAD"), "source": _source()}
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

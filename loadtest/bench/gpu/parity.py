@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.engines import GREEDY, Ask, Done, Ready, add, asks, assembled, finish, require_graphs
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
 from loadtest.bench.models import random_model
@@ -45,14 +46,14 @@ class Scenario:
     rounds: int = 1  # the same requests so many times
     tokens_equal: float = 1.0  # share of the tokens
     logprobs_within: float = 1e-3
-    happened: Callable[[Ready], Found] = lambda ready: {}  # figures none of which may be 0
+    happened: Callable[[Ready], Figures] = lambda ready: {}  # figures none of which may be 0
 
 
-def _hits(ready: Ready) -> Found:
+def _hits(ready: Ready) -> Figures:
     return {"prefix_hits": ready.engine.stats().prefix_hits}
 
 
-def _preemptions(ready: Ready) -> Found:
+def _preemptions(ready: Ready) -> Figures:
     return {"preemptions": ready.engine.stats().preemptions}
 
 
@@ -96,13 +97,13 @@ def shape(bench: Bench, name: str) -> dict[str, Any]:
     return {key: 2 if key in layers else 8192 if key == "vocab_size" else value for key, value in raw.items()}
 
 
-def _compare(bench: Bench, *, scenario: Scenario) -> Found:
+def _compare(bench: Bench, *, scenario: Scenario) -> Figures:
     """Both engines over both passes."""
     fast = _engine(bench, scenario, bench.device, scenario.dtype)
     slow = _engine(bench, scenario, CPU, torch.float32)
     if bench.cuda:
         require_graphs(fast)
-    found: Found = {"backend": fast.loaded.info.attention_backend, "graphs": fast.runner.graphs is not None}
+    found: Figures = {"backend": fast.loaded.info.attention_backend, "graphs": fast.runner.graphs is not None}
     same = total = 0
     for _ in range(scenario.rounds):
         ours, theirs = (_run(ready, scenario, logprobs=None) for ready in (fast, slow))
@@ -172,7 +173,7 @@ def _apart(ours: Done, theirs: Done) -> float:
     return worst
 
 
-def _encoder(bench: Bench) -> Found:
+def _encoder(bench: Bench) -> Figures:
     """Vectors of every token of texts of different lengths, in one batch."""
     scenario, vectors = Scenario("bert-base"), []
     for device in (bench.device, CPU):

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from loadtest.bench.gpu.cases import Case, Found, Skip
+from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.engines import add, asks, finish, load, warm
+from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench, release
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
 
@@ -25,7 +26,7 @@ def cases(bench: Bench) -> list[Case]:
     return [Case(f"{_MODEL}, transformers", _against, 120)]
 
 
-def _against(bench: Bench) -> Found:
+def _against(bench: Bench) -> Figures:
     """How many times as fast ours is, on 64 requests of 100 to 512 tokens in and out, greedy; ours is timed first."""
     if find_spec("transformers") is None:
         raise Skip("transformers is not installed")
@@ -38,7 +39,7 @@ def _against(bench: Bench) -> Found:
     add(ready, given)
     ours = finish(ready).seconds
     tokens = sum(wanted for _, wanted in lengths)
-    found: Found = {"out_tokens_per_s": tokens / ours}
+    found: Figures = {"out_tokens_per_s": tokens / ours}
     del ready
     release(bench.device)
     task = {

@@ -10,8 +10,9 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.compiling import in_parallel
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 
 ROWS = (1, 2, 4, 8, 16, 64, 256)
@@ -66,7 +67,7 @@ def cuts(rows: int, bench: Bench) -> list[Cut]:
     return [Cut(16, 32, 4, 2)] if bench.tiny else found
 
 
-def _product(bench: Bench, *, shape: tuple[int, int]) -> Found:
+def _product(bench: Bench, *, shape: tuple[int, int]) -> Figures:
     """For each number of rows: microseconds of both, and the share of the bandwidth at which weights are read."""
     outputs, inputs = shape
     dtype = bench.dtype
@@ -76,7 +77,7 @@ def _product(bench: Bench, *, shape: tuple[int, int]) -> Found:
     for rows in ROWS[:3] if bench.tiny else ROWS:
         x = torch.randn(rows, inputs, device=bench.device).to(dtype)
         theirs = _timed(bench, weights, partial(torch.nn.functional.linear, x))
-        found: Found = {"rows": rows, "cublas_us": 1e6 * theirs}
+        found: Figures = {"rows": rows, "cublas_us": 1e6 * theirs}
         if rows <= FEW:
             found |= _ours(bench, weights, x)
         best = min(theirs, found.get("triton_us", 1e6 * theirs) / 1e6)
@@ -85,7 +86,7 @@ def _product(bench: Bench, *, shape: tuple[int, int]) -> Found:
     return {"shape": f"{outputs} x {inputs}", "table": table}
 
 
-def _ours(bench: Bench, weights: list[Tensor], x: Tensor) -> Found:
+def _ours(bench: Bench, weights: list[Tensor], x: Tensor) -> Figures:
     """The fastest cut, and the largest error against torch's product."""
     timed = []
     expected = torch.nn.functional.linear(x.float(), weights[0].float())
@@ -140,7 +141,7 @@ def _kernel(x: Tensor, weight: Tensor, out: Tensor, cut: Cut, *, warm: bool) -> 
         kernel[grid](x, weight, out, *sizes, **named)
 
 
-def _compile(bench: Bench) -> Found:
+def _compile(bench: Bench) -> Figures:
     """All cuts, in processes beside each other."""
     # 16 divides all sizes but the fewer rows, so one matrix is enough.
     jobs = [(rows, SHAPES["0.6b out"], cut) for rows in (1, 2, FEW) for cut in cuts(rows, bench)]

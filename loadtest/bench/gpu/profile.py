@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from loadtest.bench.gpu.cases import Found
 from loadtest.bench.gpu.engines import Ready
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers, Where
 from model.api.request import FinishReason
@@ -49,7 +49,7 @@ def encoding(ready: Ready) -> list[Where]:
     ]
 
 
-def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[Where], rows: int = 0) -> Found:
+def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[Where], rows: int = 0) -> Figures:
     """`STEPS` steps with the host's split, then as many under torch's profiler; its text goes to profiles.txt.
 
     `rows`: sequences of a step, for the host's time a token. A profile that fails costs only itself.
@@ -63,7 +63,7 @@ def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[
         seconds = time.perf_counter() - began
     split = {name: 1e3 * spent / STEPS for name, spent in timers.seconds.items()}
     split["rest"] = 1e3 * seconds / STEPS - sum(split.values())
-    found: Found = {"step_ms": 1e3 * seconds / STEPS, "host_ms": split}
+    found: Figures = {"step_ms": 1e3 * seconds / STEPS, "host_ms": split}
     if rows:
         found["host_us_a_token"] = 1e3 * (found["step_ms"] - split.get("wait", 0.0)) / rows
     try:
@@ -73,7 +73,7 @@ def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[
     return found
 
 
-def decoding(bench: Bench, ready: Ready, title: str) -> Found:
+def decoding(bench: Bench, ready: Ready, title: str) -> Figures:
     """The profile of the engine as it stands with its requests: once all of them decode. They are cancelled then."""
     engine = ready.engine
     stats = None
@@ -97,7 +97,7 @@ def cancel(ready: Ready) -> None:
         ready.engine.step()
 
 
-def _on_device(bench: Bench, title: str, step: Callable[[], object]) -> Found:
+def _on_device(bench: Bench, title: str, step: Callable[[], object]) -> Figures:
     kind = torch.profiler.ProfilerActivity.CUDA if bench.cuda else torch.profiler.ProfilerActivity.CPU
     bench.wait()
     with torch.profiler.profile(activities=[kind]) as profile:

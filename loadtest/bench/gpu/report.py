@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench.gpu.cases import Found
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.supervisor import read, shown
 from loadtest.bench.gpu.targets import TARGETS, Target, stated
 from loadtest.results.report import style
@@ -43,9 +43,9 @@ def write(folders: list[Path]) -> list[Path]:
     return [folders[-1] / name for name in files]
 
 
-def latest(rows: Iterable[Found]) -> dict[str, Found]:
+def latest(rows: Iterable[Figures]) -> dict[str, Figures]:
     """One row a case, in the order in which cases were first met."""
-    found: dict[str, Found] = {}
+    found: dict[str, Figures] = {}
     for row in rows:
         before = found.get(row["case"])
         if before is None or _answers(row) or not _answers(before):
@@ -53,11 +53,11 @@ def latest(rows: Iterable[Found]) -> dict[str, Found]:
     return found
 
 
-def _answers(row: Found) -> bool:
+def _answers(row: Figures) -> bool:
     return "failed" not in row and "skipped" not in row
 
 
-def sections(found: dict[str, Found]) -> list[Section]:
+def sections(found: dict[str, Figures]) -> list[Section]:
     """All tables; those without a row are not shown."""
     machine = found.get("machine", {})
     good = {name: row for name, row in found.items() if _answers(row)}
@@ -75,7 +75,7 @@ def sections(found: dict[str, Found]) -> list[Section]:
     ]
 
 
-def _targets(found: dict[str, Found], machine: Found) -> Section:
+def _targets(found: dict[str, Figures], machine: Figures) -> Section:
     rows = []
     for target in TARGETS:
         row = found.get(target.case)
@@ -100,7 +100,7 @@ def _targets(found: dict[str, Found], machine: Found) -> Section:
     return Section("Against the targets", f"{note}.", header, rows)
 
 
-def _of_stated(target: Target, value: float, machine: Found) -> str:
+def _of_stated(target: Target, value: float, machine: Figures) -> str:
     """A share of a measured ceiling as one of what the card's maker states."""
     known = stated(str(machine.get("device", "")))
     if known is None or not target.figure.startswith("of_"):
@@ -110,7 +110,7 @@ def _of_stated(target: Target, value: float, machine: Found) -> str:
     return f"{value * measured / known[0 if bandwidth else 1]:.2f}"
 
 
-def _time(found: dict[str, Found]) -> Section:
+def _time(found: dict[str, Figures]) -> Section:
     rows = []
     for name, row in found.items():
         if "host_ms" not in row:
@@ -128,7 +128,7 @@ def _time(found: dict[str, Found]) -> Section:
     return Section("What took the time", note, header, rows)
 
 
-def _kernels(found: dict[str, Found]) -> Section:
+def _kernels(found: dict[str, Figures]) -> Section:
     rows = [
         (name, one["kernel"], number(one["ms_a_step"]), _share(one["share"]))
         for name, row in found.items()
@@ -138,7 +138,7 @@ def _kernels(found: dict[str, Found]) -> Section:
     return Section("Kernels", note, ("workload", "kernel", "ms a step", "of the device's time"), rows)
 
 
-def _start(found: dict[str, Found]) -> Section:
+def _start(found: dict[str, Figures]) -> Section:
     parts = ("weights_s", "assemble_s", "pool_memory_s", "recorded_s", "warm_up_s")
     rows = [
         (
@@ -156,7 +156,7 @@ def _start(found: dict[str, Found]) -> Section:
     return Section("Start and memory", note, ("workload", *parts, "weights", "pool", "peak"), rows)
 
 
-def _checks(found: dict[str, Found]) -> Section:
+def _checks(found: dict[str, Figures]) -> Section:
     rows = [
         (name, "right" if row["ok"] else "WRONG", shown({k: v for k, v in row.items() if k not in _PLAIN}))
         for name, row in found.items()
@@ -167,7 +167,7 @@ def _checks(found: dict[str, Found]) -> Section:
     )
 
 
-def _tiles(found: dict[str, Found], prefix: str, more: Cells) -> Section:
+def _tiles(found: dict[str, Figures], prefix: str, more: Cells) -> Section:
     rows = [
         (
             name.removeprefix(prefix),
@@ -184,7 +184,7 @@ def _tiles(found: dict[str, Found], prefix: str, more: Cells) -> Section:
     return Section(f"Tiles: {prefix.removesuffix(', ')}", note, header, rows)
 
 
-def _products(found: dict[str, Found]) -> Section:
+def _products(found: dict[str, Figures]) -> Section:
     rows = [
         (
             name.removeprefix("product, "),
@@ -203,14 +203,14 @@ def _products(found: dict[str, Found]) -> Section:
     return Section("Products of few rows", "Weights take turns, so that no cache holds them.", header, rows)
 
 
-def _missing(found: dict[str, Found]) -> Section:
+def _missing(found: dict[str, Figures]) -> Section:
     rows = [(name, shown(row)) for name, row in found.items() if not _answers(row)]
     said = [(name, [*row.get("fallbacks", []), *row.get("warnings", [])]) for name, row in found.items()]
     warned = [(name, f"warned: {text}") for name, texts in said for text in texts]
     return Section("Failed, skipped, warned", "", ("case", "what it said"), [*rows, *warned])
 
 
-def _machine(machine: Found) -> Section:
+def _machine(machine: Figures) -> Section:
     rows = [(key, number(value)) for key, value in machine.items() if key not in _PLAIN]
     return Section("Machine", "", ("", ""), rows)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench.gpu import caches
-from loadtest.bench.gpu.cases import LOST, Found
+from loadtest.bench.gpu.figures import LOST, Figures
 
 RESULTS = "results.jsonl"
 STOPPED = 2  # exit code: the machine is not what the bench is for
@@ -128,7 +128,7 @@ class Supervisor:
             "seconds": self.left,
         }
 
-    def _take(self, message: Found) -> None:
+    def _take(self, message: Figures) -> None:
         if "plan" in message:
             self.plan = self.plan or message["plan"]
         elif "begin" in message:
@@ -142,7 +142,7 @@ class Supervisor:
     def _rest(self) -> list[str]:
         return [name for name in self.plan if name not in self.answered]
 
-    def _write(self, name: str, found: Found) -> None:
+    def _write(self, name: str, found: Figures) -> None:
         self.answered.add(name)
         at = round(60 * self.task.minutes - self.left, 1)
         with (self.task.folder / RESULTS).open("a") as file:
@@ -150,9 +150,9 @@ class Supervisor:
         print(f"[{at:5.0f} s] {name:44} {shown(found)}", flush=True)
 
 
-def _lines(reading: int, supervisor: Supervisor) -> Iterator[Found | None]:
+def _lines(reading: int, supervisor: Supervisor) -> Iterator[Figures | None]:
     """The child's messages as they come; None, the last one, when the deadline does."""
-    messages: queue.Queue[Found | None] = queue.Queue()
+    messages: queue.Queue[Figures | None] = queue.Queue()
 
     def read_all() -> None:
         with os.fdopen(reading) as lines:
@@ -187,13 +187,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
 
 
-def read(folders: list[Path]) -> list[Found]:
+def read(folders: list[Path]) -> list[Figures]:
     """All rows of the folders, in order."""
     files = [folder / RESULTS for folder in folders if (folder / RESULTS).exists()]
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def shown(found: Found) -> str:
+def shown(found: Figures) -> str:
     """Figures as a line; tables and texts are for the page."""
     if "failed" in found or "skipped" in found:
         return f"failed: {found['failed']}" if "failed" in found else f"skipped: {found['skipped']}"

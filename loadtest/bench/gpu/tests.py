@@ -6,7 +6,8 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from loadtest.bench.gpu.cases import Case, Found, Skip
+from loadtest.bench.gpu.cases import Case
+from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench
 
 
@@ -14,7 +15,7 @@ def cases(bench: Bench) -> list[Case]:
     return [Case("pytest -m gpu", _pytest, 60)]
 
 
-def _pytest(bench: Bench) -> Found:
+def _pytest(bench: Bench) -> Figures:
     if not bench.cuda:
         raise Skip("there is no CUDA device")
     if find_spec("pytest") is None:

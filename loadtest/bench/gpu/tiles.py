@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loadtest.bench.gpu.attention import Made, Problem, made
-from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.check import need_triton
 from loadtest.bench.gpu.compiling import in_parallel
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from model.attention.base import AttentionBackend
 
@@ -109,7 +110,7 @@ def _decode_problem(heads: tuple[int, int, int], context: int, count: int) -> Pr
     return Problem(((1, context),) * count, *heads)
 
 
-def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: int) -> Found:
+def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: int) -> Figures:
     """The chosen tiles and number of parts against others, by the bandwidth at which pages are read."""
     from loadtest.bench.gpu.cut import Cut
 
@@ -127,7 +128,7 @@ def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: i
     return found | {"parts": parts, "best_parts": best, "us_by_parts": {str(n): us for n, us in by_parts.items()}}
 
 
-def _prompts(bench: Bench, *, problem: Problem) -> Found:
+def _prompts(bench: Bench, *, problem: Problem) -> Figures:
     """Prompts without a past, or texts, against torch's kernels over packed rows."""
     need_triton(bench)
     given = made(problem, bench.device, bench.dtype)
@@ -165,10 +166,10 @@ def _all(bench: Bench, given: list[Made], tiles: list[Tiles]) -> list[tuple[floa
     return timed
 
 
-def _found(timed: list[tuple[float, str]]) -> Found:
+def _found(timed: list[tuple[float, str]]) -> Figures:
     best = min(timed)
     rows = [{"tiles": name, "us": 1e6 * seconds} for seconds, name in sorted(timed)[:5]]
-    figures: Found = {"us": 1e6 * timed[0][0], "tiles": timed[0][1], "best_us": 1e6 * best[0], "best": best[1]}
+    figures: Figures = {"us": 1e6 * timed[0][0], "tiles": timed[0][1], "best_us": 1e6 * best[0], "best": best[1]}
     return {**figures, "could_be": best[0] / timed[0][0], "table": rows}
 
 
@@ -206,7 +207,7 @@ def _varlen(given: Made) -> Callable[[], object]:
 Job = tuple[Problem, "Tiles", int]
 
 
-def _compile(bench: Bench) -> Found:
+def _compile(bench: Bench) -> Figures:
     """All tiles of all heads, keys in parts and not, in processes beside each other."""
     jobs: list[Job] = []
     for heads in HEADS.values():

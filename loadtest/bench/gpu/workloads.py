@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from loadtest.bench.gpu import profile
-from loadtest.bench.gpu.cases import Case, Found
+from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.engines import (
     GREEDY,
     Ask,
@@ -24,6 +24,7 @@ from loadtest.bench.gpu.engines import (
     load,
     warm,
 )
+from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
 from model.api.request import EncodeRequest, SamplingParams
@@ -72,7 +73,7 @@ def _raw(bench: Bench, name: str) -> dict[str, Any]:
     return shrunk(GPU_MODELS[name]) if bench.tiny else GPU_MODELS[name]
 
 
-def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams = GREEDY, **settings: Any) -> Found:
+def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams = GREEDY, **settings: Any) -> Figures:
     """Requests that are all there from the start, to their exact lengths."""
     most_in, most_out = (max(column) for column in zip(*lengths, strict=True))
     spare = 3 * profile.STEPS  # tokens that the profile takes beyond
@@ -82,7 +83,7 @@ def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams =
     done = finish(ready)
     out = sum(wanted for _, wanted in lengths)
     kv_bytes = 1.0 if settings.get("kv_cache_dtype") == "int8" else None
-    found: Found = {
+    found: Figures = {
         "out_tokens_per_s": out / done.seconds,
         "total_tokens_per_s": sum(map(sum, lengths)) / done.seconds,
         "of_floor": decode_floor(ready, bench, lengths, kv_bytes) / done.seconds,
@@ -94,7 +95,7 @@ def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams =
     return found | profile.decoding(bench, ready, _title(name, params, settings)) | _setup(ready)
 
 
-def _one_stream(bench: Bench, *, name: str) -> Found:
+def _one_stream(bench: Bench, *, name: str) -> Figures:
     """Milliseconds a token of one request, and the share of the bandwidth at which weights and keys are read."""
     prompt, wanted = _scaled(bench, 128), _scaled(bench, 256)
     ready = load(bench, _raw(bench, name), seqs=1, context=_scaled(bench, 1024) + 4 * profile.STEPS, name=name)
@@ -103,12 +104,12 @@ def _one_stream(bench: Bench, *, name: str) -> Found:
     done = finish(ready)
     floor = ready.floor(bench).step(1, prompt + wanted // 2)
     add(ready, asks(ready, [(prompt, 3 * profile.STEPS)]))
-    found: Found = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * floor / done.decode_ms}
+    found: Figures = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * floor / done.decode_ms}
     found |= {"first_token_ms": 1e3 * done.times["0"][0]}
     return found | profile.decoding(bench, ready, f"{name}, one stream") | _setup(ready)
 
 
-def _prefill(bench: Bench, *, name: str) -> Found:
+def _prefill(bench: Bench, *, name: str) -> Figures:
     """The rate at which prompts are read, as a share of the matrix rate: their tokens without the head, of which each
     prompt needs one row; attention's products are told apart."""
     prompt, count = _scaled(bench, 2048), 16
@@ -121,7 +122,7 @@ def _prefill(bench: Bench, *, name: str) -> Found:
     flops = 2.0 * count * (prompt * costs.decoder + costs.head)
     attention = 2.0 * count * prompt**2 * decoder.attention.query_size * decoder.num_layers  # causal: half of 4
     rate = bench.ceilings.flops_per_second
-    found: Found = {
+    found: Figures = {
         "tokens_per_s": prompt * count / done.seconds,
         "of_matrix_rate": flops / done.seconds / rate,
         "of_matrix_rate_with_attention": (flops + attention) / done.seconds / rate,
@@ -132,7 +133,7 @@ def _prefill(bench: Bench, *, name: str) -> Found:
     return found | _setup(ready)
 
 
-def _arriving(bench: Bench, *, name: str) -> Found:
+def _arriving(bench: Bench, *, name: str) -> Figures:
     """32 streams decode; then four prompts of 2,048 tokens arrive a second: what running streams wait between tokens,
     and newcomers for their first, paced as the service does it."""
     streams, prompt, rate = _scaled(bench, 32), _scaled(bench, 2048), 4.0
@@ -172,7 +173,7 @@ def _arriving(bench: Bench, *, name: str) -> Found:
     } | _setup(ready)
 
 
-def _encodings(bench: Bench, *, name: str) -> Found:
+def _encodings(bench: Bench, *, name: str) -> Figures:
     """Tokens a second of texts of 512."""
     length, count = _scaled(bench, 512), _scaled(bench, 2048)
     ready = load(bench, _raw(bench, name), seqs=256, context=max(32, length), tokens=32 * length, name=name)
@@ -191,7 +192,7 @@ def _encodings(bench: Bench, *, name: str) -> Found:
     put(count)
     seconds = bench.seconds_of(drain)
     rate = length * count / seconds
-    found: Found = {
+    found: Figures = {
         "tokens_per_s": rate,
         "of_matrix_rate": 2 * rate * ready.floor(bench).costs.encoder / bench.ceilings.flops_per_second,
     }
@@ -200,7 +201,7 @@ def _encodings(bench: Bench, *, name: str) -> Found:
     return found | _setup(ready)
 
 
-def _setup(ready: Ready) -> Found:
+def _setup(ready: Ready) -> Figures:
     """Seconds of the start, and what lies on the device."""
     info = ready.loaded.info
     pool = info.num_blocks * info.block_size * info.kv_bytes_per_token

@@ -37,7 +37,7 @@ class Worker:
         self._patience = patience
         self._late = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "loadtest.bench.engine_process", arguments],
+            [sys.executable, "-m", "loadtest.bench.peers.engine_process", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,223 @@
+"""The layers of the project: which folder may import which, and that no imports form a circle. Read from the source.
+
+Every import counts, also one inside a function or below `if TYPE_CHECKING`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("model", "service", "loadtest")
+
+# A row is a folder, or a single module, and what it may import besides itself: only rows above it, so that there are no
+# circles. A module belongs to the most specific row. Names are relative to their package, or begin with another one's.
+# To add a folder, add a row; to allow an import, extend a row.
+MODEL = """
+    errors
+    config              : errors
+    api                 : errors
+    system              : errors
+    text                : errors api
+    media               : errors config
+    families/table      : errors config
+    families            : errors config families/table
+    native              : errors config
+    checkpoint          : errors config api media families families/table
+    linear              : errors config system native
+    cache               : errors config system
+    attention           : errors config system native cache
+    sampling            : errors api system native
+    network             : errors config system native checkpoint families families/table linear cache attention
+    parallel            : errors config api system native checkpoint families families/table linear cache attention
+                          network
+    inspection          : errors config api system text native checkpoint families families/table linear cache attention
+                          network parallel
+    engine/scheduling   : errors config api text
+    engine/execution    : errors config api system cache attention sampling network parallel engine/scheduling
+    engine              : errors config api system text media native checkpoint families families/table linear cache
+                          attention sampling network parallel engine/scheduling engine/execution
+    client              : errors api system text
+    llm                 : errors api text checkpoint engine
+    pretrained
+    pretrained/training : errors config api text families families/table attention network llm pretrained
+    pretrained/__main__ : pretrained pretrained/training
+"""
+SERVICE = """
+    settings            : model/errors model/api model/pretrained
+    sandbox             : model/text
+    core                : model/errors model/api model/config model/text model/checkpoint sandbox
+    schemas             : settings core
+    observability       : model/errors model/api settings core
+    planning            : model/errors model/api model/text model/media settings sandbox core schemas
+    lifecycle           : model/api settings sandbox core observability planning
+    http                : model/errors model/api settings core schemas observability planning lifecycle
+    dialects            : model/text core schemas planning lifecycle http
+    routes              : model/errors model/api core schemas observability planning lifecycle http dialects
+    app                 : settings core observability lifecycle http routes
+    runtimes            : model/errors model/api model/text model/checkpoint model/client settings core lifecycle http
+                          app
+    runtimes/ray_serve  : model/errors model/api settings core observability lifecycle http runtimes
+    cli                 : model/errors model/api model/system model/text model/checkpoint model/inspection model/engine
+                          model/llm settings observability lifecycle runtimes runtimes/ray_serve
+"""
+LOADTEST = """
+    errors
+    settings
+    records
+    workload            : errors settings
+    results             : errors settings records
+    generator           : settings records workload
+    server              : errors settings records workload results generator
+    runs                : errors settings records workload results generator server
+    faults              : errors settings records results generator server runs
+                          model/api model/pretrained service/settings service/runtimes/ray_serve
+    bench               : model/config model/api model/system model/families model/families/table model/native
+                          model/checkpoint model/linear model/cache model/attention model/network
+                          model/engine/scheduling model/engine/execution model/engine model/pretrained/training
+    bench/peers         : bench model/api model/system model/checkpoint
+    bench/gpu           : results bench bench/peers model/config model/api model/system model/checkpoint model/cache
+                          model/attention model/network model/engine/execution model/engine
+    commands            : errors settings records results generator server runs faults bench bench/peers
+                          model/errors model/api model/system model/llm model/pretrained model/pretrained/training
+    __main__            : commands
+"""
+
+# What still breaks the table, (importing module, imported module), and circles: to be removed.
+EXCEPTIONS = {
+    ("model.linear.parallel", "model.parallel.group"),
+    ("model.network.build", "model.parallel.group"),
+    ("model.network.embeddings", "model.parallel.group"),
+}
+CIRCULAR = {frozenset({"model.network.native_stack", "model.network.stack", "model.network.transformer"})}
+
+
+def table(**packages: str) -> dict[str, set[str]]:
+    """Return what each row may import, with full names, in the order of the text."""
+    rows: dict[str, set[str]] = {}
+    row = ""
+    for package, text in packages.items():
+        for line in text.strip().splitlines():
+            named, colon, allowed = line.rpartition(":")
+            if colon or not line.startswith(" " * 8):
+                row = f"{package}/{(named if colon else allowed).strip()}"
+                rows[row] = set()
+            if colon or line.startswith(" " * 8):
+                full = (name if name.startswith(PACKAGES) else f"{package}/{name}" for name in allowed.split())
+                rows[row] |= set(full)
+    return rows
+
+
+TABLE = table(model=MODEL, service=SERVICE, loadtest=LOADTEST)
+
+
+def imported_modules(source: str, known: Iterable[str]) -> Iterator[str]:
+    """Yield those of the `known` modules that a source file imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            below = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names = [below[name] if below[name] in known else node.module for name in below]
+        else:
+            continue
+        yield from (name for name in names if name in known)
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Return the modules that each module of the packages imports, without itself."""
+    files = {}
+    for package in PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return {name: set(imported_modules(file.read_text(), files)) - {name} for name, file in files.items()}
+
+
+def row_of(module: str) -> str | None:
+    """Return the most specific row that a module belongs to; None for the packages themselves."""
+    path = module.replace(".", "/")
+    while path not in TABLE:
+        path, slash, _ = path.rpartition("/")
+        if not slash:
+            return None
+    return path
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one node (R. Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for following in graph[node]:
+            if following not in index:
+                visit(following)
+                low[node] = min(low[node], low[following])
+            elif following in stack:
+                low[node] = min(low[node], index[following])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[-len(component) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+GRAPH = import_graph(ROOT)
+
+
+def violations(graph: Mapping[str, Iterable[str]]) -> set[tuple[str, str]]:
+    """Return the pairs of modules of which the first imports the second although the table does not allow it."""
+    found = set()
+    for module, imports in graph.items():
+        row = row_of(module)
+        for other in imports:
+            if row_of(other) not in (None, row) and row_of(other) not in TABLE.get(row or "", set()):
+                found.add((module, other))
+    return found
+
+
+def test_every_module_has_a_row() -> None:
+    assert {module for module in GRAPH if row_of(module) is None} == set(PACKAGES)
+    assert {row for row in TABLE if row not in map(row_of, GRAPH)} == set(), "rows without modules"
+
+
+def test_rows_name_only_rows_above_them() -> None:
+    rows = list(TABLE)
+    for at, row in enumerate(rows):
+        assert TABLE[row] <= set(rows[:at]), row
+
+
+def test_modules_import_only_what_their_row_allows() -> None:
+    found = violations(GRAPH)
+    assert found - EXCEPTIONS == set(), "imports that the table does not allow"
+    assert EXCEPTIONS - found == set(), "exceptions that are not needed any more: delete them"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = {frozenset(circle) for circle in circles(GRAPH)}
+    assert found - CIRCULAR == set(), "circles"
+    assert CIRCULAR - found == set(), "exceptions that are not needed any more: delete them"
+
+
+def test_the_reader_finds_every_import(tmp_path: Path) -> None:
+    """Negative control: an import of each kind, a forbidden one, and a circle of three."""
+    source = (
+        "from typing import TYPE_CHECKING\nimport service.app\nif TYPE_CHECKING:\n    from model import llm\n"
+        "def f():\n    from model.api.request import Request\n"
+    )
+    known = {"service.app", "model", "model.llm", "model.api.request"}
+    assert set(imported_modules(source, known)) == {"service.app", "model.llm", "model.api.request"}
+    assert violations({"model.api.request": {"model.errors", "model.llm"}}) == {("model.api.request", "model.llm")}
+    assert circles({"a": "b", "b": "c", "c": "a", "d": "a"}) == [["a", "b", "c"]]
