@@ -11,7 +11,8 @@ from model.attention.base import AttentionMetadata, ScoreBias, given
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
 from model.config.layer import AttentionConfig
-from model.native.library import KINDS, AttentionShape, Kind, Library, Memory, Segments
+from model.native.library import KINDS, Kind, Library
+from model.native.structures import AttentionShape, KVPages, Segments
 
 
 class NativeBackend(SdpaBackend):
@@ -38,13 +39,13 @@ class NativeBackend(SdpaBackend):
         kept = list(fill_segments(segments, metadata, cache))
         rows = [None if tensor is None else tensor.float().contiguous() for tensor in (query, key, value)]
         if cache is not None and metadata.block_tables is not None:
-            memory = memory_of(cache)
+            pages = kv_pages(cache)
         else:
             key, value = given(rows[1]), given(rows[2])
             stride = config.kv_size
-            memory = Memory(Kind.F32, key.data_ptr(), value.data_ptr(), None, None, stride, stride)
+            pages = KVPages(Kind.F32, key.data_ptr(), value.data_ptr(), None, None, stride, stride)
         out = torch.empty(query.shape, dtype=torch.float32)
-        self.library.run_attention(shape, segments, memory, given(rows[0]), rows[1], rows[2], out)
+        self.library.run_attention(shape, segments, pages, given(rows[0]), rows[1], rows[2], out)
         del kept  # the description pointed into them
         return out.to(query.dtype)
 
@@ -53,11 +54,11 @@ def shape_of(config: AttentionConfig) -> AttentionShape:
     return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.window or 0, config.scale)
 
 
-def memory_of(layer: LayerCache) -> Memory:
+def kv_pages(layer: LayerCache) -> KVPages:
     """One layer's pool as rows of slots."""
     stride = layer.keys.shape[2] * layer.keys.shape[3]
     scales = (None, None) if layer.scales is None else (scale.data_ptr() for scale in layer.scales)
-    return Memory(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, stride, stride)
+    return KVPages(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, stride, stride)
 
 
 def fill_segments(

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.native.library import KINDS, Kind, Library, Linear
+from model.native.library import KINDS, Kind, Library
+from model.native.structures import PackedMatrix
 from model.system.huge_pages import reserve
 
-LANES = 16  # outputs of a panel
+PANEL_WIDTH = 16  # outputs of a panel
 _STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together, in 4 bytes
 _DEPTHS = {Kind.F32: 1, Kind.BF16: 32, Kind.INT8: 64}  # k is padded to a multiple: a row of a tile
 
@@ -22,7 +23,7 @@ def packed_bytes(n: int, k: int, kind: Kind, *, bias: bool) -> int:
 
 
 def _padded(n: int) -> int:
-    return n + -n % LANES
+    return n + -n % PANEL_WIDTH
 
 
 def _data_bytes(n: int, k: int, kind: Kind) -> int:
@@ -49,13 +50,13 @@ class PackedLinear(nn.Module):
         self.dtype = weight.dtype  # of the network, which a quantised matrix does not have
         n, k = weight.shape
         self.kind = KINDS[weight.dtype] if kind is None else kind
-        self.matrix = Linear(int(self.kind), n, k)
+        self.matrix = PackedMatrix(int(self.kind), n, k)
         self.matrix.tiles = library.tiles
         self._kept = {"data": reserve(_data_bytes(n, k, self.kind))}  # zero where no row and no column will be
         if bias is not None:
             self._kept["bias"] = torch.zeros(_padded(n))
         if self.kind is Kind.INT8:
-            self._kept |= {"scale": torch.zeros(_padded(n)), "sums": torch.zeros(_padded(n), dtype=torch.int32)}
+            self._kept |= {"scale": torch.zeros(_padded(n)), "row_sums": torch.zeros(_padded(n), dtype=torch.int32)}
         for name, tensor in self._kept.items():
             setattr(self.matrix, name, tensor.data_ptr())
         if not weight.is_meta:

@@ -1,7 +1,4 @@
-"""The C interface as ctypes: structures mirror the headers field by field.
-
-Pointers are plain addresses; whoever fills a structure keeps the tensors alive.
-"""
+"""The compiled library's functions, called with tensors and with the structures of `structures`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import ctypes
 import logging
 import os
 import threading
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from model.config.layer import Activation
 from model.native.build import BuildError, Built, build, prebuilt
+from model.native.structures import STRUCTURES, Attention, AttentionShape, KVPages, PackedMatrix, Segments, Stack, Step
 
 logger = logging.getLogger(__name__)
 
@@ -48,114 +46,13 @@ _NO_TILES = {  # by what `start_tiles` says
 }
 
 
-class Linear(ctypes.Structure):
-    _fields_ = (
-        ("dtype", c_int64),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("scale", c_void_p),
-        ("sums", c_void_p),
-        ("tiles", c_int64),
-    )
-
-
-class Memory(ctypes.Structure):
-    _fields_ = (
-        ("kind", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scales", c_void_p),
-        ("value_scales", c_void_p),
-        ("key_stride", c_int64),
-        ("value_stride", c_int64),
-    )
-
-
-class Segments(ctypes.Structure):
-    _fields_ = (
-        ("segments", c_int64),
-        ("causal", c_int64),
-        ("block_size", c_int64),
-        ("table_width", c_int64),
-        ("q_starts", c_void_p),
-        ("k_starts", c_void_p),
-        ("kv_lens", c_void_p),
-        ("tables", c_void_p),
-        ("slots", c_void_p),
-    )
-
-
-class AttentionShape(ctypes.Structure):
-    _fields_ = (
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("bias", c_void_p),
-        ("bias_width", c_int64),
-    )
-
-
-class Norm(ctypes.Structure):
-    _fields_ = (("kind", c_int64), ("eps", c_float), ("weight", c_void_p), ("bias", c_void_p))
-
-
-class Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, Norm) for name in ("attn_in", "attn_out", "cross_in", "cross_out", "ffn_in", "ffn_out")),
-        *((name, Norm) for name in ("q_norm", "k_norm")),
-        *((name, Linear) for name in ("qkv", "out", "cross_q", "cross_proj", "up", "down")),
-        ("has_cross", c_int64),
-        ("gated", c_int64),
-        ("activation", c_int64),
-        ("parallel", c_int64),
-    )
-
-
-class Stack(ctypes.Structure):
-    _fields_ = (
-        ("hidden", c_int64),
-        ("layers", c_int64),
-        ("distinct", c_int64),
-        ("layer_data", POINTER(Layer)),
-        ("shape", AttentionShape),
-        ("rotary", c_int64),
-        ("dtype", c_int64),
-        ("tiles", c_int64),
-        ("final", Norm),
-    )
-
-
-class Step(ctypes.Structure):
-    _fields_ = (
-        ("rows", c_int64),
-        ("first_layer", c_int64),
-        ("last_layer", c_int64),
-        ("self", Segments),
-        ("cross", Segments),
-        ("memory", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("bias", c_void_p),
-        ("bias_layers", c_int64),
-        ("bias_width", c_int64),
-        ("longest", c_int64),
-    )
-
-
-_STRUCTURES = (Linear, Memory, Segments, AttentionShape, Norm, Layer, Stack, Step)  # as `structure_sizes` has them
-
-
 class Library:
     """The compiled functions, with a scratch buffer for each thread that calls them."""
 
     # Functions that return nothing, and those that return a number: all that a library exports.
     _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows")
     _NUMBERS = (
-        *("scratch_bytes", "linear_scratch_bytes", "attend_scratch_bytes"),
+        *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
         *("features", "start_tiles", "structure_sizes"),
     )
     ENTRY_POINTS = (*_ACTIONS, *_NUMBERS)
@@ -200,13 +97,14 @@ class Library:
         given, threads = (ctypes.byref(stack), ctypes.byref(step)), c_int64(torch.get_num_threads())
         return _room(self._functions.scratch_bytes(*given, threads))
 
-    def run_linear(self, matrix: Linear, x: Tensor, out: Tensor) -> None:
-        """`out = x matrix^T + bias` of float32 rows."""
+    def run_linear(self, matrix: PackedMatrix, x: Tensor, out: Tensor, softcap: float = 0.0) -> None:
+        """`out = x matrix^T + bias` of float32 rows, held within a softcap if there is one (see `softcap_vec` in C)."""
         threads, rows = _team(), c_int64(x.shape[0])
         needed = self._functions.linear_scratch_bytes(ctypes.byref(matrix), rows, threads)
-        self._functions.run_linear(ctypes.byref(matrix), _at(x), rows, _at(out), self._scratch_of(needed), threads)
+        given = (ctypes.byref(matrix), _at(x), rows, _at(out), c_float(softcap))
+        self._functions.run_linear(*given, self._scratch_of(needed), threads)
 
-    def pack_rows(self, matrix: Linear, first: int, rows: Tensor) -> None:
+    def pack_rows(self, matrix: PackedMatrix, first: int, rows: Tensor) -> None:
         """Lay `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on."""
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
         threads = _team()
@@ -216,27 +114,20 @@ class Library:
         self,
         shape: AttentionShape,
         segments: Segments,
-        memory: Memory,
+        pages: KVPages,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         out: Tensor,
     ) -> None:
         """Write keys and values where `segments` has slots, then attend."""
-        threads = _team()
-        needed = self._functions.attend_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
-        self._functions.run_attention(
-            ctypes.byref(shape),
-            ctypes.byref(segments),
-            ctypes.byref(memory),
-            _at(query),
-            _at(key),
-            _at(value),
-            _at(out),
-            c_int64(query.shape[0]),
-            self._scratch_of(needed),
-            threads,
-        )
+        threads, rows = _team(), c_int64(query.shape[0])
+        needed = self._functions.attention_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
+        attention = Attention(ctypes.pointer(shape), ctypes.pointer(segments), ctypes.pointer(pages))
+        attention.queries, attention.query_stride = query.data_ptr(), shape.heads * shape.dim
+        attention.out = out.data_ptr()
+        given = (ctypes.byref(attention), _at(key), _at(value), rows)
+        self._functions.run_attention(*given, self._scratch_of(needed), threads)
 
     def run_ranking(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of float32 rows `[B, V]` the `count` highest in order, their places, `[B, count]`, and log sum exp, `[B, 1]`.
@@ -274,9 +165,14 @@ def _room(needed: int) -> int:
 
 def _check_structures(functions: ctypes.CDLL) -> None:
     """Refuse, with `OSError`, a library that reads other structures than are filled here."""
-    sizes = (c_int64 * len(_STRUCTURES))()
-    if functions.structure_sizes(sizes) != len(sizes) or list(sizes) != [ctypes.sizeof(one) for one in _STRUCTURES]:
-        raise OSError("its structures are not those that are declared to it")
+    sizes = (c_int64 * len(STRUCTURES))()
+    known = functions.structure_sizes(sizes, c_int64(len(sizes)))
+    if known != len(sizes):
+        raise OSError(f"it has {known} structures where {len(sizes)} are declared")
+    for size, structure in zip(sizes, STRUCTURES, strict=True):
+        declared = ctypes.sizeof(structure)
+        if size != declared:
+            raise OSError(f"its {structure.__name__} has {size} bytes where {declared} are declared")
 
 
 _pool_of: int | None = None  # the process that OpenMP's threads run in

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from model.attention.native import shape_of
 from model.config.model import ModelConfig, StackConfig
-from model.native.library import KINDS, Kind, Layer, Library, Linear, Memory
-from model.native.library import Stack as StackData
-from model.native.library import Step as StepData
-from model.network.native_stack import NativeStack
+from model.native.library import KINDS, Kind, Library
+from model.native.structures import KVPages, Layer, PackedMatrix, Segments
+from model.native.structures import Step as StepData
+from model.network.native_stack import NativeStack, layer_structure, stack_structure
 
 
 def planned_scratch(
@@ -27,35 +24,28 @@ def planned_scratch(
 
 
 def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, rows: int, context: int) -> int:
-    layer = _layer(config, kind)
-    stack = StackData(
-        hidden=config.hidden_size,
-        layers=1,
-        distinct=1,
-        layer_data=(Layer * 1)(layer),
-        shape=shape_of(config.attention),
-        dtype=KINDS[dtype],
-        tiles=library.tiles,
-    )
-    if not config.causal:  # its keys are the step's own rows
-        step = StepData(rows=rows, longest=min(rows, context))
-        return library.scratch_bytes(stack, step)
-    memory = Memory()
-    step = StepData(rows=rows, longest=context, memory=ctypes.addressof(memory))
-    step.self.causal = True
+    stack = stack_structure(config, [_layer(config, kind)] * config.distinct_layers)
+    stack.dtype, stack.tiles = KINDS[dtype], library.tiles
+    segments = (Segments * (2 if config.cross_attention else 1))()
+    step = StepData(rows=rows, num_segments=len(segments), segments=segments)
+    if config.causal:
+        segments[0].causal, step.pages, step.planned_keys = True, (KVPages * 1)(), context
+    else:  # its keys are the step's own rows
+        step.planned_keys = min(rows, context)
     return library.scratch_bytes(stack, step)
 
 
 def _layer(config: StackConfig, kind: Kind) -> Layer:
-    """A layer of which only the sizes are there."""
+    """A layer whose matrices have sizes and no data."""
     hidden, query, kv = config.hidden_size, config.attention.query_size, config.attention.kv_size
     inner = config.mlp.intermediate_size
 
-    def matrix(n: int, k: int) -> Linear:
-        return Linear(int(kind), n, k)
+    def matrix(n: int, k: int) -> PackedMatrix:
+        return PackedMatrix(int(kind), n, k)
 
-    layer = Layer(qkv=matrix(query + 2 * kv, hidden), out=matrix(hidden, query), parallel=config.parallel)
-    layer.up, layer.down = matrix(inner * (2 if config.mlp.gated else 1), hidden), matrix(hidden, inner)
+    layer = layer_structure(config)
+    layer.self.input, layer.self.output = matrix(query + 2 * kv, hidden), matrix(hidden, query)
+    layer.mlp.up, layer.mlp.down = matrix(inner * (2 if config.mlp.gated else 1), hidden), matrix(hidden, inner)
     if config.cross_attention:
-        layer.has_cross, layer.cross_q, layer.cross_proj = True, matrix(query, hidden), matrix(hidden, query)
+        layer.cross.input, layer.cross.output = matrix(query, hidden), matrix(hidden, query)
     return layer

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from model.attention.native import fill_segments, memory_of, shape_of
+from model.attention.native import fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
 from model.config.layer import (
     NormKind,
@@ -24,9 +24,20 @@ from model.config.layer import (
 from model.config.model import StackConfig
 from model.errors import ConfigError
 from model.linear.native import PackedLinear
-from model.native.library import ACTIVATIONS, KINDS, Kind, Layer, Library, Memory, Norm
-from model.native.library import Stack as StackData
-from model.native.library import Step as StepData
+from model.native.library import ACTIVATIONS, KINDS, Kind, Library
+from model.native.structures import (
+    AttentionLayer,
+    KVPages,
+    Layer,
+    MLPLayer,
+    Norm,
+    RotaryTable,
+    ScoreBias,
+    Segments,
+    SublayerNorms,
+)
+from model.native.structures import Stack as StackData
+from model.native.structures import Step as StepData
 from model.network.norms import OffsetRMSNorm
 
 if TYPE_CHECKING:
@@ -37,6 +48,7 @@ if TYPE_CHECKING:
     from model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
+_SELF, _CROSS, _NONE = 0, 1, -1  # indices into a step's segments, rotary tables and score biases
 _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
 
@@ -119,23 +131,16 @@ class NativeStack:
         self.library = library
         self.stack = stack
         self._kept: list[Tensor] = []
-        self._memory: tuple[KVCache, ctypes.Array[Memory]] | None = None
+        self._pages: tuple[KVCache, ctypes.Array[KVPages]] | None = None
         self._bias: Tensor | None = None  # [tables, H, width]
         config = stack.config
-        blocks = [stack.block(index) for index in range(config.distinct_layers)]
-        self._layers = (Layer * len(blocks))(*(self._layer(block) for block in blocks))
-        rotary = config.position.rotary
-        self._data = StackData(
-            hidden=config.hidden_size,
-            layers=config.num_layers,
-            distinct=len(blocks),
-            layer_data=self._layers,
-            shape=shape_of(config.attention),
-            rotary=rotary.dim if rotary is not None else 0,
-            dtype=KINDS[_packed(stack.block(0).mlp, "up").dtype],
-            tiles=library.tiles,
-            final=self._norm(stack.final_norm, config),
-        )
+        self._layers: list[Layer] = []
+        for index in range(config.distinct_layers):
+            self._layers.append(self._layer(stack.block(index)))
+        self._data = stack_structure(config, self._layers)
+        self._data.dtype = KINDS[_packed(stack.block(0).mlp, "up").dtype]
+        self._data.tiles = library.tiles
+        self._data.final = self._norm(stack.final_norm, config)
 
     @staticmethod
     def supports(config: StackConfig) -> bool:
@@ -157,41 +162,44 @@ class NativeStack:
         layers: range,
     ) -> None:
         """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
-        longest = max(inputs.metadata.kv_lens)
-        step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop, longest=longest)
-        kept = [*fill_segments(step.self, inputs.metadata, cache)]
+        step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop)
+        segments = (Segments * (2 if self.stack.config.cross_attention else 1))()
+        step.num_segments, step.segments = len(segments), segments
+        kept = [*fill_segments(segments[_SELF], inputs.metadata, cache)]
         if cache is not None:
-            step.memory = ctypes.addressof(self._memory_of(cache))
+            step.pages = self._pages_of(cache)
         if cross is not None:
-            step.longest = max(step.longest, *cross.metadata.kv_lens)
-            kept += fill_segments(step.cross, cross.metadata, cache)
+            kept += fill_segments(segments[_CROSS], cross.metadata, cache)
         if rotary is not None:
             kept += (cos := rotary[0].float().contiguous(), sin := rotary[1].float().contiguous())
-            step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+            step.rotary = (RotaryTable * 1)(RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]))
         if self._tables:
-            bias = self._bias_for(max(inputs.metadata.kv_lens))
-            step.bias, step.bias_layers, step.bias_width = bias.data_ptr(), bias.shape[0], bias.shape[2]
+            tables = self._bias_for(max(inputs.metadata.kv_lens))
+            biases = (ScoreBias(table.data_ptr(), table.shape[1]) for table in tables)
+            step.score_biases = (ScoreBias * len(tables))(*biases)
         self.library.run_stack(self._data, step, x)
 
     def _layer(self, block: Block) -> Layer:
         config = self.stack.config
-        norms = {name: self._norm(getattr(block, name), config) for name in ("attn_in", "attn_out")}
-        norms |= {name: self._norm(getattr(block, name), config) for name in ("ffn_in", "ffn_out")}
+        layer = layer_structure(config)
+        attn, mlp = layer.self, layer.mlp
+        attn.norms = self._norms(block.attn_in, block.attn_out)
         if config.attention.qk_norm:
-            norms |= {name: self._norm(getattr(block.attn, name), config) for name in ("q_norm", "k_norm")}
-        layer = Layer(
-            **norms,
-            has_cross=block.cross is not None,
-            gated=config.mlp.gated,
-            activation=ACTIVATIONS[config.mlp.activation],
-            parallel=config.parallel,
-        )
-        layer.qkv, layer.out = _packed(block.attn, "qkv").matrix, _packed(block.attn, "out").matrix
-        layer.up, layer.down = _packed(block.mlp, "up").matrix, _packed(block.mlp, "down").matrix
+            attn.q_norm, attn.k_norm = (self._norm(getattr(block.attn, name), config) for name in ("q_norm", "k_norm"))
+        attn.input, attn.output = _packed(block.attn, "qkv").matrix, _packed(block.attn, "out").matrix
+        if block.bias is not None:  # a table of its own
+            attn.score_bias = len(self._layers)
         if block.cross is not None:
-            layer.cross_in, layer.cross_out = self._norm(block.cross_in, config), self._norm(block.cross_out, config)
-            layer.cross_q, layer.cross_proj = _packed(block.cross, "q").matrix, _packed(block.cross, "out").matrix
+            layer.cross.norms = self._norms(block.cross_in, block.cross_out)
+            layer.cross.input = _packed(block.cross, "q").matrix
+            layer.cross.output = _packed(block.cross, "out").matrix
+        mlp.norms = self._norms(block.ffn_in, block.ffn_out)
+        mlp.up, mlp.down = _packed(block.mlp, "up").matrix, _packed(block.mlp, "down").matrix
         return layer
+
+    def _norms(self, pre: nn.Module, post: nn.Module) -> SublayerNorms:
+        config = self.stack.config
+        return SublayerNorms(pre=self._norm(pre, config), post=self._norm(post, config))
 
     def _norm(self, module: nn.Module, config: StackConfig) -> Norm:
         if isinstance(module, nn.Identity):
@@ -206,10 +214,10 @@ class NativeStack:
             norm.bias = self._kept[-1].data_ptr()
         return norm
 
-    def _memory_of(self, cache: KVCache) -> ctypes.Array[Memory]:
-        if self._memory is None or self._memory[0] is not cache:
-            self._memory = (cache, (Memory * len(cache.layers))(*map(memory_of, cache.layers)))
-        return self._memory[1]
+    def _pages_of(self, cache: KVCache) -> ctypes.Array[KVPages]:
+        if self._pages is None or self._pages[0] is not cache:
+            self._pages = (cache, (KVPages * len(cache.layers))(*map(kv_pages, cache.layers)))
+        return self._pages[1]
 
     @property
     def _tables(self) -> Sequence[BucketBias]:
@@ -230,6 +238,27 @@ class NativeStack:
             tables = [table.weight[table.bucket(distances)].float().T for table in self._tables]
             self._bias = torch.stack(tables).contiguous()
         return self._bias
+
+
+def layer_structure(config: StackConfig) -> Layer:
+    """A layer without norms and matrices: what it computes, and which of a step's arrays it reads."""
+    position = config.position
+    attn = AttentionLayer(shape=shape_of(config.attention), segments=_SELF)
+    attn.rotary = _NONE if position.rotary is None else 0
+    attn.score_bias = 0 if position.kind is PositionKind.T5_BUCKETS else _NONE
+    layer = Layer(mlp=MLPLayer(gated=config.mlp.gated, activation=ACTIVATIONS[config.mlp.activation]))
+    layer.self, layer.parallel, layer.has_cross = attn, config.parallel, config.cross_attention
+    if config.cross_attention:
+        layer.cross = AttentionLayer(shape=shape_of(config.attention), segments=_CROSS, rotary=_NONE, score_bias=_NONE)
+        layer.cross.shape.window = 0
+    return layer
+
+
+def stack_structure(config: StackConfig, layers: Sequence[Layer]) -> StackData:
+    """A stack that runs through these layers in turn, as often as it is deep; they must stay where they are."""
+    order = (ctypes.pointer(layers[index % len(layers)]) for index in range(config.num_layers))
+    pointers = (ctypes.POINTER(Layer) * config.num_layers)(*order)
+    return StackData(hidden=config.hidden_size, num_layers=config.num_layers, layers=pointers)
 
 
 def _packed(owner: nn.Module, name: str) -> PackedLinear:

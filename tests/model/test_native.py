@@ -26,7 +26,18 @@ from model.config.layer import Activation, AttentionConfig
 from model.linear.native import PackedLinear, packed_bytes
 from model.native import build
 from model.native import library as native_library
-from model.native.library import Kind, Library, Norm, Segments
+from model.native.library import Kind, Library
+from model.native.structures import (
+    AttentionLayer,
+    AttentionShape,
+    Layer,
+    MLPLayer,
+    Norm,
+    PackedMatrix,
+    Segments,
+    Stack,
+    Step,
+)
 from model.network.inputs import packed_input
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import pack_model
@@ -68,7 +79,7 @@ def packed_by_torch(weight: torch.Tensor, kind: Kind) -> dict[str, torch.Tensor]
     if kind is Kind.INT8:
         scale = weight.float().abs().amax(dim=1) / 127
         weight = (weight.float() / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-        found = {"scale": pad(scale, (0, -n % 16)), "sums": pad(weight.sum(dim=1, dtype=torch.int32), (0, -n % 16))}
+        found = {"scale": pad(scale, (0, -n % 16)), "row_sums": pad(weight.sum(dim=1, dtype=torch.int32), (0, -n % 16))}
     depth, step = {Kind.F32: (1, 1), Kind.BF16: (32, 2), Kind.INT8: (64, 4)}[kind]
     padded = pad(weight if kind is Kind.INT8 else weight.to(DTYPES[kind]), (0, -k % depth, 0, -n % 16))
     panels = padded.unflatten(0, (-1, 16)).unflatten(2, (-1, step)).transpose(1, 2)  # [panels, k / step, 16, step]
@@ -204,12 +215,13 @@ def test_indices_that_c_would_misread_are_refused_or_made_plain() -> None:
 
 @needs_native
 def test_a_library_with_other_structures_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Longer(ctypes.Structure):
-        _fields_ = (*Norm._fields_, ("more", ctypes.c_int64))
-
-    structures = tuple(Longer if one is Norm else one for one in native_library._STRUCTURES)
-    monkeypatch.setattr(native_library, "_STRUCTURES", structures)
-    with pytest.raises(OSError, match="its structures are not those"):
+    longer = type("Norm", (ctypes.Structure,), {"_fields_": (*Norm._fields_, ("more", ctypes.c_int64))})
+    structures = tuple(longer if one is Norm else one for one in native_library.STRUCTURES)
+    monkeypatch.setattr(native_library, "STRUCTURES", structures)
+    with pytest.raises(OSError, match="its Norm has 32 bytes where 40 are declared"):
+        Library(build.build())
+    monkeypatch.setattr(native_library, "STRUCTURES", (*structures, longer))
+    with pytest.raises(OSError, match="it has 14 structures where 15 are declared"):
         Library(build.build())
 
 
@@ -357,9 +369,11 @@ def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
 
 def scratch_of_attention(segments: list[tuple[int, int]]) -> int:
     """Bytes for 32 heads of 128, 8 of them of keys, on one thread."""
-    described, shape = Segments(), native_library.AttentionShape(32, 8, 128, 0, 1.0)
+    described, shape = Segments(), AttentionShape(32, 8, 128, 0, 1.0)
     kept = [*fill_segments(described, AttentionMetadata(*zip(*segments, strict=True), causal=True), None)]
-    found = library()._functions.attend_scratch_bytes(ctypes.byref(shape), ctypes.byref(described), ctypes.c_int64(1))
+    found = library()._functions.attention_scratch_bytes(
+        ctypes.byref(shape), ctypes.byref(described), ctypes.c_int64(1)
+    )
     del kept
     return int(found)
 
@@ -376,11 +390,11 @@ def test_decoding_takes_scratch_for_its_scores_alone() -> None:
 @needs_native
 def test_an_mlps_operands_take_scratch_for_the_rows_that_go_through_it_together() -> None:
     def needed(rows: int) -> int:
-        sizes = dict(qkv=(192, 64), out=(64, 64), up=(4096, 64), down=(64, 4096))
-        layer = native_library.Layer(**{name: native_library.Linear(Kind.BF16, *size) for name, size in sizes.items()})
-        shape = native_library.AttentionShape(4, 4, 16, 0, 0.25)
-        stack = native_library.Stack(64, 1, 1, (native_library.Layer * 1)(layer), shape, 0, Kind.BF16, 0)
-        step = native_library.Step(rows=rows, longest=1)
+        layer = Layer(mlp=MLPLayer(up=PackedMatrix(Kind.BF16, 4096, 64), down=PackedMatrix(Kind.BF16, 64, 4096)))
+        layer.self = AttentionLayer(shape=AttentionShape(4, 4, 16, 0, 0.25), rotary=-1, score_bias=-1)
+        layer.self.input, layer.self.output = PackedMatrix(Kind.BF16, 192, 64), PackedMatrix(Kind.BF16, 64, 64)
+        stack = Stack(64, 1, (ctypes.POINTER(Layer) * 1)(ctypes.pointer(layer)), Kind.BF16)
+        step = Step(rows=rows, num_segments=1, segments=(Segments * 1)(), planned_keys=1)
         return int(library()._functions.scratch_bytes(ctypes.byref(stack), ctypes.byref(step), ctypes.c_int64(100)))
 
     of_a_row = 4 * (192 + 64) + 4 * 192 + 4 + 100 * 4 * 48  # queries to values, mixed, an operand, its scale, sums

@@ -1,4 +1,4 @@
-/* Attention: softmax(q k^T * scale + bias) v over pages of a KV cache, over packed rows, and over whole encoder inputs. */
+/* Attention over pages of a KV cache, over packed rows, and over whole encoder inputs. */
 #ifndef TRIPTYCH_ATTENTION_H
 #define TRIPTYCH_ATTENTION_H
 
@@ -23,14 +23,21 @@ typedef struct {
     const int64_t *slots;  /* [rows] where this step's keys and values are written, or null */
 } Segments;
 
-/* What one attention computes. Query head h reads the keys of head h / (heads / kv_heads). */
+/* What one attention computes: softmax(softcap(q k^T * scale) + bias) v. Query head h reads the keys of head
+ * h / (heads / kv_heads). */
 typedef struct {
     int64_t heads, kv_heads, dim;
     int64_t window; /* a query sees this many keys up to itself and, unless causal, as many from itself on; 0: all */
     float scale;
-    const float *bias; /* [heads][bias_width] by key - query + bias_width / 2, or null */
-    int64_t bias_width;
+    float softcap; /* scores become softcap * tanh(score / softcap) (Gemma 2); 0: none */
 } AttentionShape;
+
+/* What is added to scores by the distance from query to key: [heads][width], key - query at width / 2 + key - query. Distances
+ * up to 32 beyond the longest segment are read, as keys are scored in groups. */
+typedef struct {
+    const float *values;
+    int64_t width;
+} ScoreBias;
 
 /* The most keys of a segment of one row, and of a segment of several. */
 typedef struct {
@@ -42,6 +49,7 @@ typedef struct {
     const AttentionShape *shape;
     const Segments *segments;
     const KVPages *pages;
+    const ScoreBias *bias; /* null: none */
     const float *queries; /* rows of [heads][dim] */
     int64_t query_stride; /* floats from row to row */
     float *out;           /* [rows][heads][dim] */
@@ -51,6 +59,7 @@ typedef struct {
 typedef struct {
     const AttentionShape *shape;
     const Segments *segments;
+    const ScoreBias *bias; /* null: none */
     int64_t kind, tiles; /* of its products: F32, or BF16 where operand_kind says so and dim is even; whether in AMX tiles */
     const void *rows;    /* of [heads + 2 kv_heads][dim]: queries, keys and values in that kind */
     int64_t stride;      /* elements from row to row */

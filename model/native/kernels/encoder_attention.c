@@ -12,6 +12,7 @@
 /* Some queries of one head, and its packed keys and values. */
 typedef struct {
     const AttentionShape *shape;
+    const ScoreBias *bias;
     int kind;                          /* of operands: F32 or BF16 */
     int64_t head, position;            /* of the first query */
     int64_t keys, width;               /* keys of the segment; the same in whole panels */
@@ -72,15 +73,21 @@ INLINE void pack_values(int kind, const void *values, int64_t stride, int64_t n,
 INLINE float encoder_softmax(int kind, const EncoderTile *t, float *scores, int64_t position) {
     static const ivec lanes = LANE_INDICES;
     const AttentionShape *a = t->shape;
-    const float *bias = a->bias ? a->bias + t->head * a->bias_width + a->bias_width / 2 - position : NULL;
-    float scale = bias ? 1.0f : a->scale; /* without a bias it is part of the exponent */
+    const float *bias = t->bias ? t->bias->values + t->head * t->bias->width + t->bias->width / 2 - position : NULL;
+    int finished = bias || a->softcap != 0.0f;
+    float scale = finished ? 1.0f : a->scale; /* otherwise it is part of the exponent */
     vec most = splat(-__builtin_inff()), sum = splat(0.0f);
     for (int64_t at = 0; at < t->width; at += LANES) {
         vec score = load(scores + at);
-        if (bias) score = fma_vec(score, splat(a->scale), load(bias + at));
+        if (a->softcap != 0.0f) {
+            score = softcap_vec(score * a->scale, a->softcap);
+            if (bias) score += load(bias + at);
+        } else if (bias) {
+            score = fma_vec(score, splat(a->scale), load(bias + at));
+        }
         if (at + LANES > t->keys)
             score = select_vec(lanes + (int32_t)at < (int32_t)t->keys, score, splat(-__builtin_inff()));
-        if (bias || at + LANES > t->keys) store(scores + at, score);
+        if (finished || at + LANES > t->keys) store(scores + at, score);
         most = max_vec(most, score);
     }
     vec top = splat(-reduce_max(most) * scale);
@@ -119,7 +126,7 @@ INLINE void attend_rows(int kind, const EncoderAttention *in, int64_t start, int
     const void *keys = number_at(kind, rows, (a->heads + kv_head) * a->dim);
     const void *values = number_at(kind, keys, a->kv_heads * a->dim);
     int64_t per = a->heads / a->kv_heads, tiles = kind == BF16 && in->tiles;
-    EncoderTile t = {.shape = a};
+    EncoderTile t = {.shape = a, .bias = in->bias};
     encoder_buffers(&scratch, kind, a->dim, n, &t);
     pack_keys(kind, keys, in->stride, n, t.width, a->dim, (uint32_t *)t.key_panels.data);
     pack_values(kind, values, in->stride, n, t.width, a->dim, (uint32_t *)t.value_panels.data);

@@ -25,6 +25,11 @@ INLINE void put(const Output *to, int how, int64_t row, int64_t column, int64_t 
     for (int64_t i = 0; i < left; i++) out[i] = how == ADD_FLOATS ? out[i] + rest[i] : rest[i];
 }
 
+/* Apply an activation, which is a constant. */
+INLINE vec activation_of(int activation, vec x, float softcap) {
+    return activation == SOFTCAP ? softcap_vec(x, softcap) : activate(activation, x);
+}
+
 /* Finish a rectangle of float sums; `activation` and `how` are constants. */
 INLINE void finish_as(int activation, int how, const Product *product, const SumTile *tile, int vectors) {
     const PackedMatrix *m = product->matrix;
@@ -37,10 +42,10 @@ INLINE void finish_as(int activation, int how, const Product *product, const Sum
         int64_t left = m->n - column;
         if (left >= LANES)
             for (int i = 0; i < rows; i++)
-                put(&to, how, row + i, column, LANES, activate(activation, sums[i * stride + j] + bias));
+                put(&to, how, row + i, column, LANES, activation_of(activation, sums[i * stride + j] + bias, to.softcap));
         else
             for (int i = 0; i < rows; i++)
-                put(&to, how, row + i, column, left, activate(activation, sums[i * stride + j] + bias));
+                put(&to, how, row + i, column, left, activation_of(activation, sums[i * stride + j] + bias, to.softcap));
     }
 }
 
@@ -52,6 +57,7 @@ INLINE void finish_in(int how, const Product *product, const SumTile *tile, int 
     case GELU_TANH: finish_as(GELU_TANH, how, product, tile, vectors); break;
     case SILU: finish_as(SILU, how, product, tile, vectors); break;
     case TANH: finish_as(TANH, how, product, tile, vectors); break;
+    case SOFTCAP: finish_as(SOFTCAP, how, product, tile, vectors); break;
     default: finish_as(NO_ACTIVATION, how, product, tile, vectors);
     }
 }

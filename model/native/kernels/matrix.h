@@ -33,8 +33,9 @@ typedef struct {
     void *rows;         /* floats, or bf16 */
     int64_t stride;     /* elements from row to row */
     int64_t bf16_rows;  /* whether rows are bf16 */
-    int64_t activation;
+    int64_t activation; /* SOFTCAP: by `softcap` */
     int64_t add;        /* whether the product is added to what float rows hold */
+    float softcap;
 } Output;
 
 /* One product, as all the functions that compute it see it. */

@@ -1,4 +1,4 @@
-/* softmax(q k^T * scale + bias) v in float32 over pages of a KV cache or over packed rows, whatever these are stored as.
+/* Attention in float32 over pages of a KV cache or over packed rows, whatever these are stored as.
  *
  * Invariant: a query's scores, their softmax and its weighted sum of values are each added up in one order, which the query's
  * position alone decides. Decoding a token and prefilling it give the same bits. Work is divided by segment, head and rows,
@@ -16,6 +16,7 @@ typedef struct {
     const AttentionShape *shape;
     const Segments *segments;
     const KVPages *pages;
+    const ScoreBias *bias;
     int64_t segment;
     int contiguous; /* whether KEY_GROUP keys from a multiple of KEY_GROUP lie in rows that follow each other */
 } KeySource;
@@ -36,13 +37,13 @@ INLINE void visible_keys(const KeySource *s, int64_t position, int64_t *from, in
     else if (window) *to = min_i64(*to, position + window);
 }
 
-/* Scale, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees [from, to). */
+/* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees [from, to). */
 INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from,
                          int64_t to) {
     static const ivec lanes = LANE_INDICES;
     score *= s->shape->scale;
-    if (s->shape->bias)
-        score += load(s->shape->bias + head * s->shape->bias_width + s->shape->bias_width / 2 + at - position);
+    if (s->shape->softcap != 0.0f) score = softcap_vec(score, s->shape->softcap);
+    if (s->bias) score += load(s->bias->values + head * s->bias->width + s->bias->width / 2 + at - position);
     if (at < from || at + LANES > to) {
         ivec key = lanes + (int32_t)at;
         score = select_vec((key >= (int32_t)from) & (key < (int32_t)to), score, splat(-__builtin_inff()));
@@ -350,7 +351,7 @@ INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thre
     const AttentionShape *a = in->shape;
     const Segments *g = in->segments;
     int64_t pieces = g->segments >= 4 * threads ? 1 : min_i64(threads, a->kv_heads), task = 0;
-    KeySource s = {a, g, in->pages, 0, !g->tables || g->block_size % KEY_GROUP == 0};
+    KeySource s = {a, g, in->pages, in->bias, 0, !g->tables || g->block_size % KEY_GROUP == 0};
     for (s.segment = 0; s.segment < g->segments; s.segment++) {
         int64_t start = g->q_starts[s.segment], rows = g->q_starts[s.segment + 1] - start;
         if (rows == 1) {

@@ -14,7 +14,7 @@ typedef struct {
 } Norm;
 
 /* Normalise x [size] into out, which may be x. */
-static void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
+static inline void normalise(const Norm *norm, const float *x, int64_t size, float *out) {
     vec sum = splat(0.0f), squares = splat(0.0f);
     float mean = 0.0f, tail = 0.0f;
     int64_t i = 0;
@@ -36,9 +36,16 @@ static void normalise(const Norm *norm, const float *x, int64_t size, float *out
     for (; i < size; i++) out[i] = (x[i] - mean) * inverse * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
 }
 
+/* Add y [size] to x [size]. */
+static inline void add_in_place(float *x, const float *y, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) + load(y + i));
+    for (; i < size; i++) x[i] += y[i];
+}
+
 /* Rotate pairs (i, i + size / 2) of a head's first `size` numbers by the angles whose cosines and sines [size] these are (Su et
  * al. 2021, in the order of GPT-NeoX). */
-static void rotate(float *head, const float *cos, const float *sin, int64_t size) {
+static inline void rotate(float *head, const float *cos, const float *sin, int64_t size) {
     for (int64_t i = 0; i < size / 2; i++) {
         float a = head[i], b = head[i + size / 2];
         head[i] = a * cos[i] - b * sin[i];
@@ -47,7 +54,7 @@ static void rotate(float *head, const float *cos, const float *sin, int64_t size
 }
 
 /* activation(gate) * up of a row that holds gate [size] and up [size], into its first half (Shazeer 2020). */
-static void gate_in_place(int64_t activation, float *row, int64_t size) {
+static inline void gate_in_place(int64_t activation, float *row, int64_t size) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
     for (; i < size; i++) {

@@ -1,417 +1,388 @@
-/* All layers of a stack over packed rows, in one parallel region: norms, products, attention, pages.
+/* Layers of a Transformer stack over packed rows, in one parallel region: norms, products, attention, pages.
  *
- * Rows are float32 throughout; products read them as their matrix wants. Nothing is kept between calls: the caller gives
- * the scratch memory, whose size `scratch_bytes` tells. Threads meet at barriers and share rows, outputs or heads. */
+ * Rows are float32 throughout; products read them as their matrix needs. Nothing is kept between calls: the caller gives the
+ * scratch memory, whose size `scratch_bytes` tells. Threads divide rows, outputs or heads, and wait for each other at barriers
+ * wherever one reads what another wrote. */
 #define _GNU_SOURCE /* sched_getcpu */
+#include "stack.h"
+
 #include <omp.h>
-#include <stddef.h>
 
-#include "attention.h"
-#include "gemm.h"
-#include "barrier.h"
-#include "rowwise.h"
+#include "scratch.h"
+#include "thread_context.h"
 
-#define CHUNK 256      /* rows that go through an MLP together */
-#define GROUP_ROWS 128 /* rows of whole segments that one thread takes through all layers: they stay near it */
-#define LEAST_ROWS 64  /* of the last groups, for which threads would wait */
+#define CHUNK_ROWS 256    /* rows that go through an MLP together */
+#define GROUP_ROWS 128    /* rows of whole segments that one thread takes through all layers: they stay in its caches */
+#define MIN_GROUP_ROWS 64 /* of the last groups, for which threads would wait */
 
+/* One thread's view of a step. The buffers are shared, and hold rows of the whole step or group. */
 typedef struct {
-    Norm attn_in, attn_out, cross_in, cross_out, ffn_in, ffn_out, q_norm, k_norm;
-    PackedMatrix qkv, out, cross_q, cross_proj, up, down;
-    int64_t has_cross, gated, activation, parallel;
-} Layer;
-
-typedef struct {
-    int64_t hidden, layers, distinct; /* layer i runs through layer_data[i % distinct] */
-    const Layer *layer_data;
-    AttentionShape shape; /* its bias is the step's */
-    int64_t rotary;       /* dimensions of a head that turn */
-    int64_t dtype, tiles; /* of the products in attention of whole segments: F32 or BF16 */
-    Norm final;
-} Stack;
-
-typedef struct {
-    int64_t rows;
-    int64_t first_layer, last_layer; /* of those that are run: [first, last); behind the stack's last comes its norm */
-    Segments self, cross;
-    const KVPages *memory; /* of each layer's pool; null: keys are the rows themselves */
-    const float *cos, *sin; /* [rows][rotary], or null */
-    const float *bias;    /* self attention's, [bias_layers][heads][bias_width], or null */
-    int64_t bias_layers, bias_width, longest; /* the longest segment's keys, self or cross */
-} Step;
-
-typedef struct {
+    ThreadContext team;
     const Stack *stack;
     const Step *step;
-    float *x, *saved, *qkv, *mixed, *hidden;
-    char *operand;
-    float *operand_scales;
-    Barrier *barrier;
-    int thread, threads;
-    float *scratch, *line; /* this thread's */
-} ThreadContext;
+    int64_t first_row; /* of the step's rotary tables: the row of x's first */
+    float *x;          /* [rows][hidden]: what layers change */
+    float *saved;      /* [rows][hidden]: what a parallel layer's MLP reads */
+    float *sublayer;   /* [rows][hidden]: what a sublayer gives before its output norm */
+    float *qkv;        /* [rows][(heads + 2 kv_heads) dim] */
+    float *attended;   /* [rows][heads dim] */
+    float *inner;      /* [chunk][inner]: between an MLP's products */
+} StackContext;
 
-INLINE int64_t aligned(int64_t bytes) { return (bytes + 127) / 64 * 64; }
-
-INLINE void thread_range(const ThreadContext *t, int64_t rows, int64_t *first, int64_t *last) {
-    *first = rows * t->thread / t->threads;
-    *last = rows * (t->thread + 1) / t->threads;
+/* Whether every query of a layer's self attention sees all keys of its own segment and no others. */
+static int is_whole(const Layer *layer, const Step *step) {
+    return !step->pages && !step->segments[layer->self.segments].causal && !layer->self.shape.window;
 }
 
-/* Rows, normalised or as they are, in the form that a product with `matrix` reads; ends at a barrier. */
-static Operand prepare(const ThreadContext *t, const Norm *norm, const PackedMatrix *matrix, const float *rows, int64_t count) {
-    int kind = operand_kind(matrix);
-    int64_t bytes = operand_bytes(matrix), size = matrix->k, first, last;
-    Operand operand = {rows, size, t->operand_scales};
-    if (kind != F32 || norm->kind != NO_NORM) {
-        thread_range(t, count, &first, &last);
-        for (int64_t row = first; row < last; row++) {
-            const float *from = rows + row * size;
-            if (norm->kind != NO_NORM) {
-                normalise(norm, from, size, t->line);
-                from = t->line;
-            }
-            write_operand(kind, from, size, t->operand + row * bytes, t->operand_scales + row);
+/* The most keys of a segment of some rows' segments. */
+static LongestSegments longest_of(const Step *step, int64_t segments) {
+    LongestSegments longest = {step->planned_keys, step->planned_keys};
+    find_longest(step->segments + segments, &longest);
+    return longest;
+}
+
+/* The most keys of a segment of a step whose rows attend in one way. */
+static int64_t longest_keys(const Step *step) {
+    LongestSegments longest = longest_of(step, 0);
+    return max_i64(longest.decode, longest.prefill);
+}
+
+/* Bytes of scratch that a thread needs for the step's attentions. */
+static int64_t attention_scratch(const Stack *stack, const Step *step) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < step->num_segments; i++) {
+        LongestSegments longest = longest_of(step, i);
+        for (int64_t number = 0; number < stack->num_layers; number++) {
+            const Layer *layer = stack->layers[number];
+            if (layer->self.segments == i && is_whole(layer, step))
+                bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, max_i64(longest.decode, longest.prefill)));
+            else if (layer->self.segments == i)
+                bytes = max_i64(bytes, paged_attention_scratch(&layer->self.shape, longest));
+            if (layer->has_cross && layer->cross.segments == i)
+                bytes = max_i64(bytes, paged_attention_scratch(&layer->cross.shape, longest));
         }
-        operand.rows = t->operand;
-        operand.stride = bytes / (kind == F32 ? 4 : kind == BF16 ? 2 : 1);
     }
-    barrier_wait(t->barrier, t->thread, t->threads);
-    return operand;
+    return bytes;
 }
 
-/* target = (float or bf16) or += (float) operand x matrix^T; ends at a barrier. */
-static void multiply_into(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, int kind, void *target,
-                          int64_t add) {
-    Output to = {target, matrix->n, kind == BF16, NO_ACTIVATION, add};
-    gemm(matrix, operand, rows, to, t->thread, t->threads, t->scratch);
-    barrier_wait(t->barrier, t->thread, t->threads);
+/* The largest sizes of a stack's layers, for one row: elements, or bytes where the name says so. */
+typedef struct {
+    int64_t qkv, attended, inner_bytes; /* inner_bytes: between an MLP's products */
+    int64_t operand_bytes, mlp_operand_bytes;
+    int saved, sublayer; /* whether any layer needs such a buffer */
+} LayerSizes;
+
+/* Raise `sizes` to what an attention needs whose input has so many heads. */
+static void measure_attention(const AttentionLayer *layer, int64_t heads, LayerSizes *sizes) {
+    sizes->qkv = max_i64(sizes->qkv, heads * layer->shape.dim);
+    sizes->attended = max_i64(sizes->attended, layer->shape.heads * layer->shape.dim);
+    sizes->operand_bytes = max_i64(sizes->operand_bytes, operand_bytes(&layer->input));
+    sizes->operand_bytes = max_i64(sizes->operand_bytes, operand_bytes(&layer->output));
+    sizes->sublayer |= layer->norms.output.kind != NO_NORM;
 }
 
-static void multiply(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, float *target, int64_t add) {
-    multiply_into(t, matrix, operand, rows, F32, target, add);
+static LayerSizes measure_layers(const Stack *stack) {
+    LayerSizes sizes = {0};
+    for (int64_t number = 0; number < stack->num_layers; number++) {
+        const Layer *layer = stack->layers[number];
+        const MLPLayer *mlp = &layer->mlp;
+        measure_attention(&layer->self, layer->self.shape.heads + 2 * layer->self.shape.kv_heads, &sizes);
+        if (layer->has_cross) measure_attention(&layer->cross, layer->cross.shape.heads, &sizes);
+        sizes.inner_bytes = max_i64(sizes.inner_bytes, max_i64(mlp->up.n * 4, operand_bytes(&mlp->down)));
+        sizes.mlp_operand_bytes = max_i64(sizes.mlp_operand_bytes, operand_bytes(&mlp->up));
+        sizes.mlp_operand_bytes = max_i64(sizes.mlp_operand_bytes, operand_bytes(&mlp->down));
+        sizes.saved |= layer->parallel != 0;
+        sizes.sublayer |= mlp->norms.output.kind != NO_NORM;
+    }
+    return sizes;
 }
 
-static void norm_in_place(const ThreadContext *t, const Norm *norm, float *x, int64_t size, int64_t rows) {
+/* Take the buffers of `rows` rows of a step at a time: those that threads share, then each thread's own. */
+static void take_buffers(Scratch *scratch, const Stack *stack, const Step *step, int64_t rows, StackContext *t) {
+    LayerSizes sizes = measure_layers(stack);
+    int64_t number = sizeof(float), hidden = rows * stack->hidden * number, chunk = min_i64(rows, CHUNK_ROWS);
+    int64_t own_bytes = max_i64(attention_scratch(stack, step), rows * GEMM_SCRATCH * number);
+    ThreadContext *team = &t->team;
+    t->saved = scratch_take(scratch, sizes.saved ? hidden : 0);
+    t->sublayer = scratch_take(scratch, sizes.sublayer ? hidden : 0);
+    t->qkv = scratch_take(scratch, rows * sizes.qkv * number);
+    t->attended = scratch_take(scratch, rows * sizes.attended * number);
+    t->inner = scratch_take(scratch, chunk * sizes.inner_bytes);
+    team->operand = scratch_take(scratch, max_i64(rows * sizes.operand_bytes, chunk * sizes.mlp_operand_bytes));
+    team->operand_scales = scratch_take(scratch, rows * number);
+    for (int thread = 0; thread < team->threads; thread++) {
+        void *own = scratch_take(scratch, own_bytes);
+        float *line = scratch_take(scratch, stack->hidden * number);
+        if (thread == team->thread) team->scratch = own, team->line = line;
+    }
+}
+
+/* Normalise rows [rows][hidden] of x in place. Ends at a barrier, unless there is no norm. */
+static void norm_rows(const StackContext *t, const Norm *norm, float *x, int64_t rows) {
     if (norm->kind == NO_NORM) return;
-    int64_t first, last;
-    thread_range(t, rows, &first, &last);
-    for (int64_t row = first; row < last; row++) normalise(norm, x + row * size, size, x + row * size);
-    barrier_wait(t->barrier, t->thread, t->threads);
+    int64_t hidden = t->stack->hidden, first, last;
+    thread_range(&t->team, rows, &first, &last);
+    for (int64_t row = first; row < last; row++) normalise(norm, x + row * hidden, hidden, x + row * hidden);
+    wait_for_threads(&t->team);
 }
 
-/* Norms and rotations of each row's queries and keys, its keys and values into the pool; as BF16, rows end up in the first
- * halves of theirs. */
-static void place(const ThreadContext *t, const Layer *layer, const KVPages *memory, int kind) {
-    const AttentionShape *a = &t->stack->shape;
+/* Add output norm(operand x matrix^T + bias) to rows of x. Ends at a barrier. */
+static void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows,
+                         const Norm *output_norm, float *x) {
+    int64_t hidden = t->stack->hidden, first, last;
+    if (output_norm->kind == NO_NORM) {
+        multiply(&t->team, matrix, operand, rows, (Output){.rows = x, .stride = hidden, .add = 1});
+        return;
+    }
+    multiply(&t->team, matrix, operand, rows, (Output){.rows = t->sublayer, .stride = hidden});
+    thread_range(&t->team, rows, &first, &last);
+    for (int64_t row = first; row < last; row++) {
+        normalise(output_norm, t->sublayer + row * hidden, hidden, t->team.line);
+        add_in_place(x + row * hidden, t->team.line, hidden);
+    }
+    wait_for_threads(&t->team);
+}
+
+/* Normalise and rotate each row's queries and keys, and write its keys and values into the layer's pages. As BF16, rows end
+ * up in the first halves of theirs. Ends at a barrier. */
+static void finish_heads(const StackContext *t, const AttentionLayer *layer, int64_t kv_heads, const KVPages *pages,
+                         int kind) {
+    const AttentionShape *a = &layer->shape;
     const Step *step = t->step;
-    int64_t query = a->heads * a->dim, kv = a->kv_heads * a->dim, width = query + 2 * kv, first, last;
-    thread_range(t, step->rows, &first, &last);
+    const RotaryTable *rotary = layer->rotary < 0 ? NULL : step->rotary + layer->rotary;
+    const int64_t *slots = step->segments[layer->segments].slots;
+    int64_t keys = a->heads * a->dim, values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim, first, last;
+    thread_range(&t->team, step->rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         float *q = t->qkv + row * width;
-        for (int64_t head = 0; head < a->heads + a->kv_heads; head++) {
+        for (int64_t head = 0; head < a->heads + kv_heads; head++) {
             const Norm *norm = head < a->heads ? &layer->q_norm : &layer->k_norm;
-            if (norm->kind != NO_NORM) normalise(norm, q + head * a->dim, a->dim, q + head * a->dim);
-            if (step->cos)
-                rotate(q + head * a->dim, step->cos + row * t->stack->rotary, step->sin + row * t->stack->rotary,
-                     t->stack->rotary);
+            float *at = q + head * a->dim;
+            if (norm->kind != NO_NORM) normalise(norm, at, a->dim, at);
+            if (!rotary) continue;
+            int64_t angles = (t->first_row + row) * rotary->dim;
+            rotate(at, rotary->cos + angles, rotary->sin + angles, rotary->dim);
         }
-        if (step->memory) write_kv(a, memory, step->self.slots[row], q + query, q + query + kv);
+        if (pages) write_kv(a, pages, slots[row], q + keys, q + values);
         if (kind == BF16) narrow_in_place(q, width);
     }
-    barrier_wait(t->barrier, t->thread, t->threads);
+    wait_for_threads(&t->team);
 }
 
-/* Whether every query sees all keys of its own segment and no others. */
-static int is_whole(const Stack *stack, const Step *step) {
-    return !step->memory && !step->self.causal && !stack->shape.window;
+/* Add the projected output of an attention, which is in t->attended, to x. Ends at a barrier. */
+static void finish_attention(const StackContext *t, const AttentionLayer *layer) {
+    int64_t rows = t->step->rows;
+    Operand operand = prepare_operand(&t->team, NULL, &layer->output, t->attended, rows);
+    add_sublayer(t, &layer->output, operand, rows, &layer->norms.output, t->x);
+    norm_rows(t, &layer->norms.post, t->x, rows);
 }
 
-/* The dtype and tiles of such attention's products. */
-static PackedMatrix whole_like(const Stack *stack) {
-    PackedMatrix like = {.dtype = stack->shape.dim % 2 ? F32 : stack->dtype, .tiles = stack->tiles};
-    like.dtype = operand_kind(&like);
-    return like;
+/* Whether queries or keys change between their projection and their use. */
+static int changes_heads(const AttentionLayer *layer) {
+    return layer->rotary >= 0 || layer->q_norm.kind != NO_NORM || layer->k_norm.kind != NO_NORM;
 }
 
-static void self_attention(const ThreadContext *t, const Layer *layer, int64_t number) {
+static const ScoreBias *score_bias_of(const AttentionLayer *layer, const Step *step) {
+    return layer->score_bias < 0 ? NULL : step->score_biases + layer->score_bias;
+}
+
+/* Self attention of segments that see all of themselves: products in the operands' kind, no pages. */
+static void encoder_self_attention(const StackContext *t, const AttentionLayer *layer) {
     const Stack *stack = t->stack;
     const Step *step = t->step;
-    AttentionShape shape = stack->shape;
-    int64_t query = shape.heads * shape.dim, kv = shape.kv_heads * shape.dim, width = query + 2 * kv;
-    if (step->bias) {
-        shape.bias = step->bias + number % step->bias_layers * shape.heads * step->bias_width;
-        shape.bias_width = step->bias_width;
-    }
-    PackedMatrix like = whole_like(stack);
-    int whole = is_whole(stack, step), kind = whole ? (int)like.dtype : F32;
-    int turned = step->cos || layer->q_norm.kind != NO_NORM; /* by place, which wants floats */
-    Operand operand = prepare(t, &layer->attn_in, &layer->qkv, t->x, step->rows);
-    multiply_into(t, &layer->qkv, operand, step->rows, turned ? F32 : kind, t->qkv, 0);
-    KVPages rows = {F32, t->qkv + query, t->qkv + query + kv, NULL, NULL, width, width};
-    const KVPages *memory = step->memory ? step->memory + number : &rows;
-    if (step->memory || turned) place(t, layer, memory, kind);
-    if (whole)
-        encoder_attention(&(EncoderAttention){&shape, &step->self, like.dtype, like.tiles, t->qkv,
-                                              kind == BF16 && turned ? 2 * width : width, t->mixed},
-                          t->thread, t->threads, t->scratch);
-    else
-        paged_attention(&(Attention){&shape, &step->self, memory, t->qkv, width, t->mixed}, t->thread, t->threads,
-                        t->scratch);
-    barrier_wait(t->barrier, t->thread, t->threads);
-    Norm none = {0};
-    multiply(t, &layer->out, prepare(t, &none, &layer->out, t->mixed, step->rows), step->rows, t->x, 1);
-    norm_in_place(t, &layer->attn_out, t->x, stack->hidden, step->rows);
+    const AttentionShape *a = &layer->shape;
+    PackedMatrix like = {.dtype = a->dim % 2 ? F32 : stack->dtype};
+    int kind = operand_kind(&like), changed = changes_heads(layer); /* by finish_heads, which reads floats */
+    int64_t width = (a->heads + 2 * a->kv_heads) * a->dim;
+    Output qkv = {.rows = t->qkv, .stride = width, .bf16_rows = kind == BF16 && !changed};
+    Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
+    multiply(&t->team, &layer->input, operand, step->rows, qkv);
+    if (changed) finish_heads(t, layer, a->kv_heads, NULL, kind);
+    EncoderAttention attention = {.shape = a, .segments = step->segments + layer->segments, .kind = kind};
+    attention.bias = score_bias_of(layer, step), attention.tiles = stack->tiles;
+    attention.rows = t->qkv, attention.stride = kind == BF16 && changed ? 2 * width : width;
+    attention.out = t->attended;
+    encoder_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
+    wait_for_threads(&t->team);
+    finish_attention(t, layer);
 }
 
-static void cross_attention(const ThreadContext *t, const Layer *layer, int64_t number) {
+/* Self attention over pages, which get this step's keys and values first, or over the rows themselves. */
+static void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
     const Step *step = t->step;
-    AttentionShape shape = t->stack->shape;
-    shape.window = 0;
-    Operand operand = prepare(t, &layer->cross_in, &layer->cross_q, t->x, step->rows);
-    multiply(t, &layer->cross_q, operand, step->rows, t->qkv, 0);
-    Attention attention = {&shape, &step->cross, step->memory + number, t->qkv, shape.heads * shape.dim, t->mixed};
-    paged_attention(&attention, t->thread, t->threads, t->scratch);
-    barrier_wait(t->barrier, t->thread, t->threads);
-    Norm none = {0};
-    multiply(t, &layer->cross_proj, prepare(t, &none, &layer->cross_proj, t->mixed, step->rows), step->rows, t->x, 1);
-    norm_in_place(t, &layer->cross_out, t->x, t->stack->hidden, step->rows);
+    const AttentionShape *a = &layer->shape;
+    int64_t keys = a->heads * a->dim, values = keys + a->kv_heads * a->dim, width = values + a->kv_heads * a->dim;
+    Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
+    multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
+    KVPages rows = {.kind = F32, .keys = t->qkv + keys, .values = t->qkv + values};
+    rows.key_stride = rows.value_stride = width;
+    const KVPages *pages = step->pages ? step->pages + number : NULL;
+    if (pages || changes_heads(layer)) finish_heads(t, layer, a->kv_heads, pages, F32);
+    Attention attention = {.shape = a, .segments = step->segments + layer->segments, .pages = pages ? pages : &rows};
+    attention.bias = score_bias_of(layer, step);
+    attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
+    paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
+    wait_for_threads(&t->team);
+    finish_attention(t, layer);
 }
 
-static void mlp(const ThreadContext *t, const Layer *layer, const float *from, float *to, int64_t rows) {
-    Operand operand = prepare(t, &layer->ffn_in, &layer->up, from, rows);
+/* Cross attention to keys and values that are in the pages already. */
+static void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
+    const Step *step = t->step;
+    int64_t width = layer->shape.heads * layer->shape.dim;
+    Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
+    multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
+    if (changes_heads(layer)) finish_heads(t, layer, 0, NULL, F32);
+    Attention attention = {.shape = &layer->shape, .segments = step->segments + layer->segments};
+    attention.pages = step->pages + number, attention.bias = score_bias_of(layer, step);
+    attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
+    paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
+    wait_for_threads(&t->team);
+    finish_attention(t, layer);
+}
+
+/* Activate and gate what `up` gave, and write it as the operand that `down` reads. Ends at a barrier. */
+static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64_t rows) {
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
-    Operand inner = {t->hidden, width, t->operand_scales};
-    if (!layer->gated && (kind == F32 || (kind == BF16 && bytes == 2 * size))) { /* what comes out is what goes in */
-        Output target = {t->hidden, size, kind == BF16, layer->activation, 0};
-        if (kind == BF16) target.stride = bytes / 2;
-        inner.stride = target.stride;
-        gemm(&layer->up, operand, rows, target, t->thread, t->threads, t->scratch);
-    } else {
-        Output target = {t->hidden, width, 0, layer->gated ? NO_ACTIVATION : layer->activation, 0};
-        gemm(&layer->up, operand, rows, target, t->thread, t->threads, t->scratch);
-        barrier_wait(t->barrier, t->thread, t->threads);
-        thread_range(t, rows, &first, &last);
-        for (int64_t row = first; row < last; row++) {
-            float *at = t->hidden + row * width;
-            if (layer->gated) gate_in_place(layer->activation, at, size);
-            if (kind != F32) write_operand(kind, at, size, t->operand + row * bytes, t->operand_scales + row);
-        }
-        if (kind != F32) {
-            inner.rows = t->operand;
-            inner.stride = kind == BF16 ? bytes / 2 : bytes;
-        }
+    const ThreadContext *team = &t->team;
+    thread_range(team, rows, &first, &last);
+    for (int64_t row = first; row < last; row++) {
+        float *at = t->inner + row * width;
+        if (layer->gated) gate_in_place(layer->activation, at, size);
+        if (kind != F32) write_operand(kind, at, size, team->operand + row * bytes, team->operand_scales + row);
     }
-    barrier_wait(t->barrier, t->thread, t->threads);
-    multiply(t, &layer->down, inner, rows, to, 1);
+    wait_for_threads(team);
+    if (kind == F32) return (Operand){t->inner, width, NULL};
+    return (Operand){team->operand, bytes / element_bytes(kind), team->operand_scales};
 }
 
-static void run_layer(const ThreadContext *t, int64_t number) {
-    const Stack *stack = t->stack;
-    const Layer *layer = stack->layer_data + number % stack->distinct;
-    int64_t rows = t->step->rows, hidden = stack->hidden, first, last;
+/* Add the MLP of `rows` rows from `from` to those of x. Ends at a barrier. */
+static void mlp(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
+    Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->up, from, rows), inner;
+    int kind = operand_kind(&layer->down);
+    int64_t size = layer->down.k, bytes = operand_bytes(&layer->down);
+    Output up = {.rows = t->inner, .activation = layer->gated ? NO_ACTIVATION : layer->activation};
+    if (!layer->gated && (kind == F32 || (kind == BF16 && bytes == 2 * size))) { /* what comes out is what goes in */
+        up.stride = size, up.bf16_rows = kind == BF16;
+        multiply(&t->team, &layer->up, operand, rows, up);
+        inner = (Operand){t->inner, size, NULL};
+    } else {
+        up.stride = layer->up.n;
+        multiply(&t->team, &layer->up, operand, rows, up);
+        inner = gated_operand(t, layer, rows);
+    }
+    add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, x);
+}
+
+static void run_layer(const StackContext *t, int64_t number) {
+    const Layer *layer = t->stack->layers[number];
+    int64_t rows = t->step->rows, hidden = t->stack->hidden, first, last;
     const float *from = t->x;
     if (layer->parallel) {
-        thread_range(t, rows, &first, &last);
+        thread_range(&t->team, rows, &first, &last);
         memcpy(t->saved + first * hidden, t->x + first * hidden, (last - first) * hidden * sizeof *t->x);
         from = t->saved;
     }
-    self_attention(t, layer, number);
-    if (layer->has_cross) cross_attention(t, layer, number);
-    for (int64_t at = 0; at < rows; at += CHUNK)
-        mlp(t, layer, from + at * hidden, t->x + at * hidden, rows - at < CHUNK ? rows - at : CHUNK);
-    norm_in_place(t, &layer->ffn_out, t->x, hidden, rows);
+    if (is_whole(layer, t->step)) encoder_self_attention(t, &layer->self);
+    else self_attention(t, &layer->self, number);
+    if (layer->has_cross) cross_attention(t, &layer->cross, number);
+    for (int64_t at = 0; at < rows; at += CHUNK_ROWS)
+        mlp(t, &layer->mlp, from + at * hidden, t->x + at * hidden, min_i64(rows - at, CHUNK_ROWS));
+    norm_rows(t, &layer->mlp.norms.post, t->x, rows);
 }
 
-typedef struct {
-    int64_t saved, qkv, mixed, hidden, operand, scales, scratch, line;
-} Sizes; /* bytes; the last two for each thread */
-
-/* Floats that a thread needs for attention. A step without segments is one that is planned: a segment may have one row or many. */
-static int64_t attending_scratch(const Stack *stack, const Step *step) {
-    if (is_whole(stack, step)) return encoder_attention_scratch(&stack->shape, step->longest) / 4;
-    LongestSegments longest = {0};
-    find_longest(&step->self, &longest);
-    find_longest(&step->cross, &longest);
-    if (!step->self.segments) longest.decode = longest.prefill = step->longest;
-    return paged_attention_scratch(&stack->shape, longest) / 4;
+static void run_layers(const StackContext *t) {
+    for (int64_t number = t->step->first_layer; number < t->step->last_layer; number++) run_layer(t, number);
+    if (t->step->last_layer == t->stack->num_layers) norm_rows(t, &t->stack->final, t->x, t->step->rows);
 }
 
-/* For `rows` of a step's rows at a time. */
-static Sizes sizes_of(const Stack *stack, const Step *step, int64_t rows) {
-    const AttentionShape *a = &stack->shape;
-    int64_t widest = 0, inner = 0, parallel = 0, hidden = 0, line = stack->hidden;
-    for (int64_t i = 0; i < stack->distinct; i++) {
-        const Layer *layer = stack->layer_data + i;
-        widest = max_i64(widest, max_i64(operand_bytes(&layer->qkv), operand_bytes(&layer->out)));
-        inner = max_i64(inner, max_i64(operand_bytes(&layer->up), operand_bytes(&layer->down)));
-        if (layer->has_cross)
-            widest = max_i64(widest, max_i64(operand_bytes(&layer->cross_q), operand_bytes(&layer->cross_proj)));
-        parallel |= layer->parallel;
-        hidden = max_i64(hidden, max_i64(layer->up.n * 4, operand_bytes(&layer->down)));
-    }
-    int64_t chunk = rows < CHUNK ? rows : CHUNK;
-    Sizes s = {
-        .saved = aligned(parallel * rows * stack->hidden * 4),
-        .qkv = aligned(rows * (a->heads + 2 * a->kv_heads) * a->dim * 4),
-        .mixed = aligned(rows * a->heads * a->dim * 4),
-        .hidden = aligned(chunk * hidden),
-        .operand = aligned(max_i64(rows * widest, chunk * inner)),
-        .scales = aligned(rows * 4),
-        .scratch = aligned(max_i64(attending_scratch(stack, step), rows * 48) * 4),
-        .line = aligned(line * 4 + 64),
-    };
-    return s;
-}
-
-/* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need
- * nothing of each other, and be so many that the last group is not waited for long. */
+/* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need nothing of
+ * each other, and be so many that the last group is not waited for long. */
 static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
-    return is_whole(stack, step) && step->rows >= 2 * threads * max_i64(step->longest, GROUP_ROWS);
+    if (step->num_segments != 1 || !is_whole(stack->layers[0], step)) return 0;
+    if (step->rows < 2 * threads * max_i64(longest_keys(step), GROUP_ROWS)) return 0;
+    for (int64_t i = 0; i < stack->num_layers; i++)
+        if (!is_whole(stack->layers[i], step)) return 0;
+    return 1;
 }
 
-static int64_t team_bytes(const Stack *stack, const Step *step, int64_t threads) {
-    int grouped = in_groups(stack, step, threads);
-    Sizes s = sizes_of(stack, step, grouped ? GROUP_ROWS + step->longest : step->rows);
-    int64_t shared = s.saved + s.qkv + s.mixed + s.hidden + s.operand + s.scales;
-    return grouped ? shared + s.scratch + s.line : shared + threads * (s.scratch + s.line);
-}
-
-EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads) {
-    return (in_groups(stack, step, threads) ? threads : 1) * team_bytes(stack, step, threads) + 64;
-}
-
-/* A thread's view of a step whose buffers begin at `memory` and are for so many rows at most. */
-static ThreadContext thread_context(const Stack *stack, const Step *step, int64_t rows, float *x, char *memory, Barrier *barrier, int thread,
-                    int threads) {
-    Sizes s = sizes_of(stack, step, rows);
-    ThreadContext t = {.stack = stack, .step = step, .x = x, .barrier = barrier, .thread = thread, .threads = threads};
-    t.saved = (float *)memory, memory += s.saved;
-    t.qkv = (float *)memory, memory += s.qkv;
-    t.mixed = (float *)memory, memory += s.mixed;
-    t.hidden = (float *)memory, memory += s.hidden;
-    t.operand = memory, memory += s.operand;
-    t.operand_scales = (float *)memory, memory += s.scales;
-    t.scratch = (float *)(memory + thread * (s.scratch + s.line));
-    t.line = (float *)((char *)t.scratch + s.scratch);
+/* A thread's view of a step whose buffers, for `rows` rows at a time, are at `memory`; null: only `bytes` is found. */
+static StackContext stack_context(const Stack *stack, const Step *step, int64_t rows, char *memory, int thread,
+                                  int threads, int64_t *bytes) {
+    StackContext t = {.stack = stack, .step = step, .team = {.thread = thread, .threads = threads}};
+    Scratch scratch = {.base = memory};
+    take_buffers(&scratch, stack, step, rows, &t);
+    *bytes = scratch.used;
     return t;
 }
 
-static void run_layers(const ThreadContext *t) {
-    for (int64_t number = t->step->first_layer; number < t->step->last_layer; number++) run_layer(t, number);
-    if (t->step->last_layer < t->stack->layers) return;
-    norm_in_place(t, &t->stack->final, t->x, t->stack->hidden, t->step->rows);
+/* The most rows of a group: it begins below GROUP_ROWS and takes whole segments. */
+static int64_t group_rows(const Step *step) { return GROUP_ROWS + longest_keys(step); }
+
+/* Bytes of scratch of one group of segments, or of the whole step where it is not divided into groups. */
+static int64_t buffer_bytes(const Stack *stack, const Step *step, int64_t threads) {
+    int grouped = in_groups(stack, step, threads);
+    int64_t bytes, rows = grouped ? group_rows(step) : step->rows;
+    stack_context(stack, step, rows, NULL, 0, grouped ? 1 : (int)threads, &bytes);
+    return bytes;
 }
 
-/* Segments from `first` on that make a group, towards the end a smaller one; returns the one behind the last. */
+/* Bytes of scratch memory that run_stack needs for a step. A planned step may have empty segments, and matrices without data. */
+EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads) {
+    int64_t buffers = in_groups(stack, step, threads) ? threads : 1;
+    return buffers * buffer_bytes(stack, step, threads) + SCRATCH_ALIGNMENT;
+}
+
+/* Segments from `first` on make a group, a smaller one towards the end; returns the one behind the last. */
 static int64_t group_end(const Segments *s, int64_t first, int64_t threads) {
     int64_t last = first + 1, share = (s->q_starts[s->segments] - s->q_starts[first]) / (3 * threads);
-    int64_t rows = share > GROUP_ROWS ? GROUP_ROWS : max_i64(share, LEAST_ROWS);
+    int64_t rows = share > GROUP_ROWS ? GROUP_ROWS : max_i64(share, MIN_GROUP_ROWS);
     while (last < s->segments && last - first < GROUP_ROWS && s->q_starts[last] - s->q_starts[first] < rows) last++;
     return last;
 }
 
-/* All layers of segments [first, last), by one thread. */
+/* Take segments [first, last) through all layers, by one thread. */
 static void run_group(const Stack *stack, const Step *step, int64_t first, int64_t last, float *x, char *memory) {
-    int64_t starts[GROUP_ROWS + 1], row = step->self.q_starts[first];
-    for (int64_t i = first; i <= last; i++) starts[i - first] = step->self.q_starts[i] - row;
+    const Segments *all = step->segments;
+    int64_t starts[GROUP_ROWS + 1], row = all->q_starts[first], bytes;
+    for (int64_t i = first; i <= last; i++) starts[i - first] = all->q_starts[i] - row;
+    Segments own = {.segments = last - first, .q_starts = starts, .k_starts = starts, .kv_lens = all->kv_lens + first};
     Step part = *step;
-    part.rows = starts[last - first];
-    part.self = (Segments){.segments = last - first, .q_starts = starts, .k_starts = starts};
-    part.self.kv_lens = step->self.kv_lens + first;
-    if (step->cos) part.cos += row * stack->rotary, part.sin += row * stack->rotary;
+    part.rows = starts[last - first], part.segments = &own;
     Barrier alone = {0};
-    ThreadContext t = thread_context(stack, &part, GROUP_ROWS + step->longest, x + row * stack->hidden, memory, &alone, 0, 1);
+    StackContext t = stack_context(stack, &part, part.rows, memory, 0, 1, &bytes);
+    t.x = x + row * stack->hidden, t.first_row = row, t.team.barrier = &alone;
     run_layers(&t);
 }
 
+/* Take the first segments that no thread has taken; false when there are none left. */
+static int next_group(const Segments *segments, int64_t threads, _Atomic int64_t *next, int64_t *first, int64_t *last) {
+    *first = atomic_load(next);
+    do {
+        if (*first == segments->segments) return 0;
+        *last = group_end(segments, *first, threads);
+    } while (!atomic_compare_exchange_weak(next, first, *last));
+    return 1;
+}
+
+/* Run rows x [rows][hidden] through layers of a stack, in place. `memory` has the bytes that scratch_bytes told. */
 EXPORTED void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads) {
     int grouped = in_groups(stack, step, threads);
-    int64_t bytes = team_bytes(stack, step, threads);
-    _Atomic int64_t next = 0; /* the first segment that nobody has taken */
+    int64_t bytes = buffer_bytes(stack, step, threads);
+    _Atomic int64_t next = 0;
     Barrier barrier = {0};
-    memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
+    memory = scratch_aligned(memory);
 #pragma omp parallel num_threads((int)threads)
     if (grouped) {
-        for (;;) {
-            int64_t first = atomic_load(&next), last;
-            do {
-                if (first == step->self.segments) break;
-                last = group_end(&step->self, first, threads);
-            } while (!atomic_compare_exchange_weak(&next, &first, last));
-            if (first == step->self.segments) break;
+        int64_t first, last;
+        while (next_group(step->segments, threads, &next, &first, &last))
             run_group(stack, step, first, last, x, memory + omp_get_thread_num() * bytes);
-        }
     } else {
-        ThreadContext t = thread_context(stack, step, step->rows, x, memory, &barrier, omp_get_thread_num(), omp_get_num_threads());
+        int64_t used;
+        StackContext t =
+            stack_context(stack, step, step->rows, memory, omp_get_thread_num(), omp_get_num_threads(), &used);
+        t.x = x, t.team.barrier = &barrier;
         run_layers(&t);
     }
-}
-
-EXPORTED int64_t linear_scratch_bytes(const PackedMatrix *matrix, int64_t rows, int64_t threads) {
-    return aligned(rows * operand_bytes(matrix)) + aligned(rows * 4) + threads * aligned(rows * 192) + 64;
-}
-
-/* out [rows][n] = x [rows][k] x matrix^T + bias. */
-EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float *out, char *memory, int64_t threads) {
-    Barrier barrier = {0};
-    memory = (char *)(((uintptr_t)memory + 63) / 64 * 64);
-#pragma omp parallel num_threads((int)threads)
-    {
-        ThreadContext t = {.operand = memory, .barrier = &barrier};
-        t.thread = omp_get_thread_num(), t.threads = omp_get_num_threads();
-        t.operand_scales = (float *)(memory + aligned(rows * operand_bytes(matrix)));
-        t.scratch = (float *)((char *)t.operand_scales + aligned(rows * 4) + t.thread * aligned(rows * 192));
-        Norm none = {0};
-        Operand operand = prepare(&t, &none, matrix, x, rows);
-        multiply(&t, matrix, operand, rows, out, 0);
-    }
-}
-
-static int64_t attend_bytes(const AttentionShape *shape, const Segments *segments) { /* for each thread */
-    LongestSegments longest = {0};
-    find_longest(segments, &longest);
-    return aligned(paged_attention_scratch(shape, longest));
-}
-
-EXPORTED int64_t attend_scratch_bytes(const AttentionShape *shape, const Segments *segments, int64_t threads) {
-    return threads * attend_bytes(shape, segments) + 64;
-}
-
-/* Attention alone: writes `rows` keys and values where `segments` has slots, then attends. */
-EXPORTED void run_attention(const AttentionShape *shape, const Segments *segments, const KVPages *memory,
-                            const float *queries, const float *keys, const float *values, float *out, int64_t rows,
-                            char *scratch, int64_t threads) {
-    scratch = (char *)(((uintptr_t)scratch + 63) / 64 * 64);
-    int64_t kv = shape->kv_heads * shape->dim, bytes = attend_bytes(shape, segments);
-    if (segments->slots)
-        for (int64_t row = 0; row < rows; row++)
-            write_kv(shape, memory, segments->slots[row], keys + row * kv, values + row * kv);
-#pragma omp parallel num_threads((int)threads)
-    paged_attention(&(Attention){shape, segments, memory, queries, shape->heads * shape->dim, out}, omp_get_thread_num(),
-                    omp_get_num_threads(), scratch + omp_get_thread_num() * bytes);
-}
-
-/* The sizes of the structures that a caller fills, in the order in which they are declared to Python; returns their number. */
-EXPORTED int64_t structure_sizes(int64_t *sizes) {
-    const int64_t found[] = {sizeof(PackedMatrix), sizeof(KVPages), sizeof(Segments), sizeof(AttentionShape),
-                             sizeof(Norm),   sizeof(Layer),  sizeof(Stack),    sizeof(Step)};
-    memcpy(sizes, found, sizeof found);
-    return sizeof found / sizeof *found;
-}
-
-/* What the machine code was made for, to be shown: bit 0 AVX-512, 1 its bf16 products, 2 its integer products. */
-EXPORTED int64_t features(void) {
-    int64_t found = 0;
-#ifdef __AVX512F__
-    found |= 1;
-#endif
-#ifdef __AVX512BF16__
-    found |= 2;
-#endif
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    found |= 4;
-#endif
-    return found;
 }

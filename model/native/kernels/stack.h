@@ -1,0 +1,68 @@
+/* What a caller describes to run the layers of a Transformer stack: the stack, and one step through it.
+ *
+ * model/native/library.py mirrors these structures and those that they are made of; `structure_sizes` compares their sizes when
+ * the library is loaded. The caller owns everything that they point to. docs/kernels.md explains them. */
+#ifndef TRIPTYCH_STACK_H
+#define TRIPTYCH_STACK_H
+
+#include "attention.h"
+#include "rowwise.h"
+
+/* The norms of a sublayer: x = post(x + output(sublayer(pre(x)))), each of which may be NO_NORM. */
+typedef struct {
+    Norm pre, output, post;
+} SublayerNorms;
+
+/* Self or cross attention of one layer. The indices name entries of the step's arrays. */
+typedef struct {
+    SublayerNorms norms;
+    AttentionShape shape;
+    Norm q_norm, k_norm; /* of each head's queries and keys; cross attention has no k_norm: its keys are in the cache */
+    PackedMatrix input;  /* self: queries, keys, values [(heads + 2 kv_heads) dim, hidden]; cross: queries */
+    PackedMatrix output; /* [hidden, heads dim] */
+    int64_t segments;    /* which segments: layers of one KV cache pool share block tables */
+    int64_t rotary;      /* which rotary table; -1: no rotary positions */
+    int64_t score_bias;  /* which bias is added to scores; -1: none */
+} AttentionLayer;
+
+/* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). */
+typedef struct {
+    SublayerNorms norms;
+    PackedMatrix up;   /* [inner, hidden]; gated: gate, then up [2 inner, hidden] */
+    PackedMatrix down; /* [hidden, inner] */
+    int64_t gated, activation;
+} MLPLayer;
+
+/* One layer. Layers may differ in everything but the hidden size. */
+typedef struct {
+    AttentionLayer self, cross;
+    MLPLayer mlp;
+    int64_t has_cross;
+    int64_t parallel; /* whether attention and MLP read the same x and are added together (GPT-NeoX); output norms allowed */
+} Layer;
+
+typedef struct {
+    int64_t hidden, num_layers;
+    const Layer *const *layers; /* [num_layers]; layers that share weights are one and the same (ALBERT) */
+    int64_t dtype, tiles;       /* of products within encoder attention: F32 or BF16, and whether in AMX tiles */
+    Norm final;                 /* behind the last layer */
+} Stack;
+
+/* Rotary positions of a step's rows for one base: cosines and sines [rows][dim] of the first `dim` numbers of a head. */
+typedef struct {
+    const float *cos, *sin;
+    int64_t dim;
+} RotaryTable;
+
+/* One run through layers [first_layer, last_layer) of a stack; behind its last layer comes the final norm. */
+typedef struct {
+    int64_t rows, first_layer, last_layer;
+    int64_t num_segments;
+    const Segments *segments; /* [num_segments] ways in which the rows attend */
+    const KVPages *pages;     /* [num_layers] each layer's keys and values; null: keys are the rows themselves */
+    const RotaryTable *rotary;
+    const ScoreBias *score_biases;
+    int64_t planned_keys; /* of a step whose segments are empty, which is only planned: the keys of its longest segment */
+} Step;
+
+#endif
