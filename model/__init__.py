@@ -1,1 +1,1 @@
-"""What a Transformer computes, and how many requests share one. Knows nothing of HTTP or Ray."""
+"""Transformer models and the engine that batches requests over them. Independent of HTTP and Ray."""

@@ -1,30 +1,30 @@
-"""The errors that the whole package raises.
+"""The exceptions that the package raises.
 
 ConfigError            a configuration that cannot be served (a `ValueError`)
 `- CheckpointError     tensors that do not fit their configuration
-EngineError            a request was accepted, or refused, and not answered
-|- QueueFullError    refused now: nothing was computed, try again after `retry_after_s`
+EngineError            an engine client could not answer a request
+|- QueueFullError    refused before any work: try again after `retry_after_s` seconds
 `- EngineDeadError   the engine failed while the request was in it
-   `- EngineGoneError  it was gone before: nothing was computed
+   `- EngineGoneError  no engine was running: refused before any work
 """
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be served; the message says what, where, what was found and what is expected."""
+    """A configuration cannot be served; the message names the field, its place, its value and what is expected."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint whose tensors do not fit its configuration."""
+    """A checkpoint's tensors do not fit its configuration."""
 
 
 class EngineError(Exception):
-    """Base of what an engine client raises."""
+    """Base of the exceptions that an engine client raises."""
 
 
 class QueueFullError(EngineError):
-    """The waiting queue is at its bound."""
+    """Admission control refused a request: the waiting queue is full."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
@@ -33,8 +33,8 @@ class QueueFullError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine ended or broke; whoever waited on it is told so at once."""
+    """The engine ended or broke; every unfinished request gets this error at once."""
 
 
 class EngineGoneError(EngineDeadError):
-    """There is no engine at the moment: refused now, as by a full queue."""
+    """No engine is running at the moment, so the request was refused."""

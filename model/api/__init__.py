@@ -1,1 +1,1 @@
-"""What the front and the engine's process tell each other: requests, settings, results. No torch."""
+"""Data types that the front and the engine process exchange: requests, settings, results. No torch."""

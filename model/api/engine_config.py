@@ -1,4 +1,4 @@
-"""How an engine shares its machine: limits and memory, validated. Stdlib only."""
+"""Validated settings of one model's engine: number formats, batch limits, memory. Stdlib only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ KV_CACHE_DTYPES = ("auto", "int8")
 ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
 SLOW_FALLBACKS = ("allow", "refuse")
 
-_CPU_BATCH = (64, 2048)  # sequences at once, tokens of a step
-_GPU_BATCHES = (  # the same by bytes of the card, as vendors count: what a step of so many tokens holds must fit too
+_CPU_BATCH = (64, 2048)  # sequences and tokens of a step
+_GPU_BATCHES = (  # the same by the GPU's bytes (1e9 a GB): the activations of a step must fit too
     (40e9, (256, 8192)),
     (20e9, (256, 4096)),
     (0, (128, 2048)),
@@ -24,7 +24,7 @@ _GPU_BATCHES = (  # the same by bytes of the card, as vendors count: what a step
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How many sequences and tokens of one model run in a step, and how many may wait."""
+    """Bounds on one model's sequences and tokens: in a step, and waiting."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -34,25 +34,25 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one model's engine; `None` is decided from the checkpoint and the machine when it is loaded."""
+    """Settings of one model's engine; `None` is derived from the checkpoint and the machine at load time."""
 
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"
-    quantization: str = "none"  # of the stacks' matrices and the head
+    quantization: str = "none"  # of the stacks' weight matrices and the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
-    tensor_parallel_size: int = 1  # processes, on a GPU each with its own, that share the model's matrices
-    batch_invariant: bool = False  # refuse what could make an answer's bits depend on its neighbours
-    max_model_len: int | None = None  # tokens of prompt and output together; None: what positions and memory allow
+    tensor_parallel_size: int = 1  # ranks (processes, each with its own GPU if any) that the matrices are split over
+    batch_invariant: bool = False  # refuse settings by which a result's bits could depend on the rest of the batch
+    max_model_len: int | None = None  # tokens of prompt and output together; None: the most positions and memory allow
     max_num_seqs: int | None = None  # None: by the device, see `limits`
-    max_num_batched_tokens: int | None = None  # per step: so many of decoders, and as many of new sources
+    max_num_batched_tokens: int | None = None  # of decoders in a step, and as many of new encoder sources
     block_size: int = 16  # tokens of one KV block
-    kv_cache_memory: int | None = None  # bytes, of each rank
+    kv_cache_memory: int | None = None  # bytes on each rank
     gpu_memory_utilization: float = 0.9
-    cuda_graphs: bool = True  # on a GPU: record decode steps at start, which takes seconds and some memory
-    slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, graphs or fused kernels do not work
-    prefix_caching: bool = True  # keep blocks of what was computed for requests that begin the same
-    model_weight: float = 1.0  # share of the time that the model gets beside others in its process, relative to theirs
+    cuda_graphs: bool = True  # on a GPU: capture decode steps at start, which takes seconds and some memory
+    slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, CUDA graphs or fused kernels fail
+    prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
+    model_weight: float = 1.0  # relative share of compute time among the models of the process
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
 
@@ -88,13 +88,13 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], found {self.gpu_memory_utilization}")
 
     def limits(self, gpu_memory: int | None = None) -> BatchLimits:
-        """What is set, the rest decided for a GPU of so many bytes, or for a CPU (None).
+        """Return the batch limits; unset ones are chosen for a GPU of `gpu_memory` bytes, or for a CPU (None).
 
-        Of sequences and tokens one that is decided gives way to the other: each sequence gets a token a step.
+        A step needs a token for each sequence: where only one of the two bounds is set, the other is adapted to it.
         """
         seqs, tokens = _CPU_BATCH
         if gpu_memory is not None:
-            seqs, tokens = next(batch for least, batch in _GPU_BATCHES if gpu_memory >= least)
+            seqs, tokens = next(batch for min_memory, batch in _GPU_BATCHES if gpu_memory >= min_memory)
         seqs = self.max_num_seqs or min(seqs, self.max_num_batched_tokens or seqs)
         tokens = self.max_num_batched_tokens or max(tokens, seqs)
         return BatchLimits(
@@ -105,5 +105,5 @@ class EngineConfig:
         )
 
     def largest_limits(self) -> BatchLimits:
-        """What `limits` gives at most, for who must know a bound before the device is known."""
+        """Return an upper bound of `limits`, for use before the device is known."""
         return self.limits(None if self.device == "cpu" else sys.maxsize)

@@ -1,6 +1,6 @@
-"""What crosses the seam between the asynchronous front and the engine loop: plain data, one frame a step each way.
+"""Frames between the asynchronous front and the engine loop: plain data, one frame a step in each direction.
 
-The same frames travel through a thread's queue or a socket to a child process (`process.py`).
+The same frames travel through a queue to a thread or over a socket to a child process (`process_transport`).
 """
 
 from __future__ import annotations
@@ -9,19 +9,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from model.api.engine_config import EngineConfig
-from model.api.request import (
-    EncodeOutput,
-    EncodeRequest,
-    FinishReason,
-    Request,
-    TokenOutput,
-)
+from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request, TokenOutput
 from model.api.stats import EngineStats, ModelInfo, StepStats
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to be served: its name, its folder and how its engine is set."""
+    """A model to serve: its name, its checkpoint folder and its engine's settings."""
 
     name: str
     path: str
@@ -30,7 +24,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request, or one of its sequences, for `reason`."""
+    """A command to end a request, or its sequence `index`, with `reason`."""
 
     model: str
     request_id: str
@@ -40,7 +34,7 @@ class Abort:
 
 @dataclass(slots=True)
 class Commands:
-    """From the front to the loop. `load` comes first and once; `close` ends the loop."""
+    """A frame from the front to the loop. The first frame has `load`; `close` ends the loop."""
 
     load: list[ModelSpec] = field(default_factory=list)
     generate: list[Request] = field(default_factory=list)
@@ -54,9 +48,9 @@ class Commands:
 
 @dataclass(slots=True)
 class Events:
-    """From the loop to the front, after every round of steps, and every second while idle (a sign of life).
+    """A frame from the loop to the front, sent after every round of steps and every second while idle (heartbeat).
 
-    `failure` is the loop's last word: it could not load (`invalid` if the fault is the configuration's) or broke.
+    A frame with `failure` is the last one: the loop could not load (`invalid`: a configuration error) or broke.
     """
 
     tokens: list[TokenOutput] = field(default_factory=list)
@@ -70,9 +64,9 @@ class Events:
 
 
 class Channel(Protocol):
-    """The loop's end of the seam."""
+    """The loop's end of the connection to the front."""
 
     def receive(self, timeout: float) -> Commands | None:
-        """The next frame, or None after `timeout` seconds (0: at once). Raises `EOFError` when the front is gone."""
+        """Return the next frame, or None after `timeout` seconds (0: at once). Raises `EOFError` if the front ended."""
 
     def send(self, events: Events) -> None: ...

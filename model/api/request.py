@@ -1,9 +1,8 @@
-"""What is asked of an engine and what it answers, as plain data.
+"""Requests to an engine and its outputs, as plain data.
 
-Everything here crosses the process boundary between the service and its engines, so the types hold only numbers,
-strings, bytes, lists and each other. Nothing is validated here: `service.schemas` (or `model.api.sampling_bounds`
-offline) has done that before one of these exists. Times are seconds of `time.monotonic()`, which all processes of a
-host share.
+These types cross the process boundary between the service and its engines, so they hold only numbers, strings, bytes,
+lists and each other. They do not validate: `service.schemas` (or, offline, `model.api.sampling_bounds`) does, before
+one is created. Times are seconds of `time.monotonic()`, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ class FinishReason(StrEnum):
     """Why a sequence ended; every accepted request ends with exactly one of them."""
 
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
-    LENGTH = "length"  # max_tokens or the context is used up
+    LENGTH = "length"  # max_tokens or the context length was reached
     DEADLINE = "deadline"  # timeout_s passed
-    CANCELLED = "cancelled"  # the client left or asked
-    ERROR = "error"  # our fault
+    CANCELLED = "cancelled"  # the client disconnected or cancelled
+    ERROR = "error"  # the engine failed
 
 
 class Pooling(StrEnum):
@@ -32,7 +31,7 @@ class Pooling(StrEnum):
 
 
 class EncodeTask(StrEnum):
-    """What `/encode` returns for an input."""
+    """The kind of result that `/encode` returns for an input."""
 
     EMBEDDING = "embedding"  # one pooled vector
     TOKENS = "tokens"  # one vector a token
@@ -41,7 +40,7 @@ class EncodeTask(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop; defaults are greedy and unlimited by anything but `max_tokens`."""
+    """How the next token is chosen and when to stop; the default is greedy decoding up to `max_tokens`."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -52,14 +51,14 @@ class SamplingParams:
     typical_p: float = 1.0
     seed: int = 0
     n: int = 1
-    num_beams: int = 1  # more: beam search, which returns the n best hypotheses at its end
-    length_penalty: float = 1.0  # of hypotheses: score / length ** length_penalty
-    early_stopping: bool | str = False  # True: with num_beams hypotheses; "never": only when none can get better
+    num_beams: int = 1  # above 1: beam search, which returns the n best hypotheses when it ends
+    length_penalty: float = 1.0  # a hypothesis' score is its log-probability / length ** length_penalty
+    early_stopping: bool | str = False  # True: end at num_beams hypotheses; "never": only when none can be improved
     repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019)
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: dict[int, float] = field(default_factory=dict)
-    no_repeat_ngram_size: int = 0  # 0: off; else no run of so many tokens comes twice
+    no_repeat_ngram_size: int = 0  # 0: off; else no n-gram of this size occurs twice
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # the checkpoint's EOS ids are added by the engine unless ignore_eos
     include_stop: bool = False
@@ -67,15 +66,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives beside the chosen token
     prompt_logprobs: int | None = None
-    grammar: str = ""  # what the whole output must match (`model.text.grammar`); empty: anything
+    grammar: str = ""  # the whole output must match it (`model.text.grammar`); empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A generation that is known to be servable.
+    """A validated request to generate.
 
-    `prompt_token_ids` is what the decoder continues (decoder-only) or what the encoder reads (encoder-decoder); then
-    `decoder_token_ids` is what the decoder starts from: its start token and any forced beginning.
+    `prompt_token_ids` is the decoder's prompt (decoder-only) or the encoder's source (encoder-decoder). With a source,
+    `decoder_token_ids` is the decoder's prompt: its start token and any forced beginning.
     """
 
     request_id: str
@@ -83,17 +82,19 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     decoder_token_ids: tuple[int, ...] = ()
-    priority: int = 0  # lower is served first
-    cache_salt: str = ""  # only requests of one salt share cached blocks
+    priority: int = 0  # lower is scheduled first
+    cache_salt: str = ""  # only requests with the same salt share cached KV blocks
     arrival_time: float = 0.0
     deadline: float | None = None
-    streams: bool = False  # somebody reads the tokens as they come, so steps with them are kept short
+    streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """One input to be turned into vectors: token ids, and their segments where the model tells two texts apart; or the
-    pixels of an image, as the checkpoint's `ImageConfig` wants them, 8 bits each, channel by channel."""
+    """One input to encode: token ids, with token type ids for models of text pairs, or the pixels of an image.
+
+    `pixels` are `[C, S, S]` as in the checkpoint's `ImageConfig`, 8 bits each.
+    """
 
     request_id: str
     model: str
@@ -101,7 +102,7 @@ class EncodeRequest:
     task: EncodeTask = EncodeTask.EMBEDDING
     pooling: Pooling | None = None  # None: the checkpoint's own
     normalize: bool | None = None  # None: the checkpoint's own
-    dimensions: int | None = None  # cut to the first so many, then normalised again
+    dimensions: int | None = None  # keep only the first ones, then normalise again
     token_type_ids: tuple[int, ...] = ()
     pixels: bytes = b""
     arrival_time: float = 0.0
@@ -110,7 +111,7 @@ class EncodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token with its log-probability under the model's own distribution, and the most likely alternatives."""
+    """A token's log-probability under the unmodified model distribution, with the top-k alternatives."""
 
     token_id: int
     logprob: float
@@ -119,25 +120,25 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """What one step (or several, merged) added to one sequence of a request; the last one has a `finish_reason`."""
+    """The tokens that one step (or several, merged) added to one sequence; the last output has a `finish_reason`."""
 
     request_id: str
-    index: int = 0  # which of the request's n sequences
+    index: int = 0  # of the sequence among the request's n
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or string, where one ended it
-    text: str = ""  # filled outside the engine
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+    text: str = ""  # set by the detokenizer, outside the engine
     score: float | None = None  # of a beam hypothesis
-    scheduled_time: float | None = None  # when its first token was computed on, with the first output
+    scheduled_time: float | None = None  # start of its prefill; set in the first output
     cached_tokens: int = 0
     error: str | None = None
 
 
 @dataclass(slots=True)
 class EncodeOutput:
-    """Vectors of one input: float32, little-endian, row-major, `shape` = `[d]` or `[L, d]`; or why there are none."""
+    """One input's vectors, float32 little-endian row-major of `shape` `[d]` or `[L, d]`; or why there are none."""
 
     request_id: str
     data: bytes = b""
@@ -148,7 +149,7 @@ class EncodeOutput:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went, in milliseconds."""
+    """Durations of a request's phases, in milliseconds."""
 
     queue_ms: float
     prefill_ms: float

@@ -1,4 +1,4 @@
-"""What sampling parameters may be where no HTTP body has been held to it: the bounds of `/generate`. Stdlib only."""
+"""Bounds of the sampling parameters, the same as those of `/generate`, for requests without HTTP. Stdlib only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from model.api.request import SamplingParams
 from model.errors import ConfigError
 
-GREEDY_BELOW = 1e-4  # a temperature; dividing logits by less overflows float32
+GREEDY_BELOW = 1e-4  # lower temperatures mean greedy: dividing logits by them overflows float32
 
 _MAX_INT = 2**31 - 1
-_SHARES = ("top_p", "typical_p")  # above 0, at most 1
+_PROBABILITIES = ("top_p", "typical_p")  # above 0, at most 1
 _BOUNDS: dict[str, tuple[float, float]] = {
     "max_tokens": (1, _MAX_INT),
     "min_tokens": (0, _MAX_INT),
@@ -28,29 +28,29 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "logprobs": (0, _MAX_INT),
     "prompt_logprobs": (0, _MAX_INT),
 }
-_BIAS = 100
+_MAX_BIAS = 100
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise `ConfigError` for a number that this field of `SamplingParams` cannot be; NaN is none."""
-    if name in _SHARES and not 0 < value <= 1:
+    """Raise `ConfigError` for a number (or NaN) outside the bounds of the `SamplingParams` field `name`."""
+    if name in _PROBABILITIES and not 0 < value <= 1:
         raise ConfigError(f"{name} must be above 0 and at most 1, found {value}")
     if name in _BOUNDS and value is not None:
-        least, most = _BOUNDS[name]
-        if not least <= value <= most:
-            raise ConfigError(f"{name} must be {least} to {most}, found {value}")
+        low, high = _BOUNDS[name]
+        if not low <= value <= high:
+            raise ConfigError(f"{name} must be {low} to {high}, found {value}")
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `ConfigError` for the first parameter that no engine over such a vocabulary could follow."""
-    for name in (*_BOUNDS, *_SHARES):
+    """Raise `ConfigError` for the first parameter that is invalid for a vocabulary of `vocab_size` tokens."""
+    for name in (*_BOUNDS, *_PROBABILITIES):
         check_value(name, getattr(params, name))
     if params.min_tokens > params.max_tokens:
         raise ConfigError(f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens})")
     if "" in params.stop:
         raise ConfigError("stop must be no empty text")
-    if not all(abs(bias) <= _BIAS for bias in params.logit_bias.values()):
-        raise ConfigError(f"logit_bias must be -{_BIAS} to {_BIAS}")
+    if not all(abs(bias) <= _MAX_BIAS for bias in params.logit_bias.values()):
+        raise ConfigError(f"logit_bias must be -{_MAX_BIAS} to {_MAX_BIAS}")
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         if not all(0 <= token < vocab_size for token in ids):
             raise ConfigError(f"{name} must be of token ids below {vocab_size}")

@@ -1,4 +1,4 @@
-"""Numbers about engines, as plain data for metrics, `/info` and readiness. Stdlib only."""
+"""Statistics of engines, as plain data for metrics, `/info` and readiness. Stdlib only."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from model.api.engine_config import BatchLimits
 
 @dataclass(slots=True)
 class StepStats:
-    """One step of one model's engine."""
+    """Statistics of one step of one model's engine."""
 
     model: str
     kind: str  # "generate" or "encode"
     seconds: float
     num_tokens: int
     num_sequences: int
-    num_decodes: int = 0  # of the tokens: each the next one of a sequence
-    num_whole_tokens: int = 0  # of the tokens: of sources and texts, which are computed whole
+    num_decodes: int = 0  # tokens that decode: one for each sequence past its prefill
+    num_whole_tokens: int = 0  # tokens of encoder inputs, which cannot be split
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """The state of one model's engine after its latest step; counters count since it started."""
+    """The state of one model's engine after its latest step; counters start with the engine."""
 
     model: str
     running: int = 0
     waiting: int = 0
-    free_blocks: int = 0  # of them, cached_blocks hold tokens that may come again
-    cached_blocks: int = 0
+    free_blocks: int = 0  # includes cached_blocks
+    cached_blocks: int = 0  # free blocks that the prefix cache still holds
     total_blocks: int = 0
     preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked for in the cache
-    prefix_hits: int = 0  # and found
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of those, found
 
     @property
     def used_blocks(self) -> int:
@@ -41,21 +41,21 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What clients ask of one model, as the front counts it."""
+    """The load that clients put on one model, as the front counts it."""
 
-    saturation: float  # what runs and waits over what can run at once; above 1 some wait
+    saturation: float  # running and waiting work over what can run at once; above 1 some waits
     waiting_tokens: int  # of prompts and inputs without an output yet
 
 
 @dataclass(slots=True)
 class ModelInfo:
-    """What a loaded model turned out to be; the banner and `/info` show it."""
+    """Properties of a loaded model, as the banner and `/info` show them."""
 
     name: str
     form: str  # decoder-only, encoder-decoder, encoder-only
     model_type: str
     parameters: int
-    weight_bytes: int  # of one rank, as all sizes
+    weight_bytes: int  # on one rank, like all sizes
     dtype: str
     dtype_reason: str
     device: str
@@ -73,8 +73,8 @@ class ModelInfo:
     embedding_size: int
     load_seconds: float
     tensor_parallel_size: int = 1
-    recorded_sizes: int = 0  # batch sizes whose decode steps are replayed as CUDA graphs
-    fallbacks: tuple[str, ...] = ()  # what runs slower than it could, and why
+    recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
+    fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -84,13 +84,13 @@ class ModelInfo:
         )
 
     def blocks_for(self, sequences: int, length: int, *, source: int = 0) -> int:
-        """Of the KV pool, for sequences of `length` tokens each and the `source` that all of them read."""
+        """Return the KV blocks for sequences of `length` tokens each and one `source` of tokens that they share."""
         return sequences * -(-length // self.block_size) - (-source // self.block_size)
 
 
 @dataclass(slots=True)
 class Health:
-    """Whether the engines answer. `live`: the step loop moves. `ready`: it also takes work. Else `reason` says why."""
+    """Whether the engines answer. `live`: the step loop responds. `ready`: it also takes requests; else `reason`."""
 
     live: bool
     ready: bool

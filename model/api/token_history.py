@@ -1,7 +1,7 @@
-"""What penalties and bans look back at, brought up to date by the tokens that came since. No torch.
+"""Incremental token counts and n-gram tables of a sequence, for penalties and n-gram bans. No torch.
 
-A step then costs a sequence what is new, however long its text is. Nothing here depends on blocks: a preempted sequence
-keeps its history, and a beam's continuation takes a copy, which shares what was made of the prompt.
+Each step reads only the new tokens, so its cost does not grow with the sequence. The history does not depend on KV
+blocks: a preempted sequence keeps it. A beam's continuation gets a copy that shares the prompt's part.
 """
 
 from __future__ import annotations
@@ -13,130 +13,133 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MODULUS = (1 << 127) - 1  # a prime
-_BASE = 1 + randbelow(_MODULUS - 1)  # of this process: nobody can choose texts that are taken for each other
+_BASE = 1 + randbelow(_MODULUS - 1)  # random for each process, so that no client can construct hash collisions
 
-_Followers = dict[int, int | set[int]]  # by the hash of a run: what came after it, nearly always one token
+_Successors = dict[int, int | set[int]]  # hash of a context -> the tokens that followed it, nearly always one
 
 
 class TokenCounts:
-    """Counts tokens: the distinct ones `[N]`, in the order of their first coming, and how often each came `[N]`."""
+    """Counts tokens: distinct `tokens` `[N]` in the order of their first occurrence, and their `counts` `[N]`."""
 
     def __init__(self) -> None:
-        self._places: dict[int, int] = {}
-        self._numbers = np.zeros((2, 16), np.int64)
+        self._columns: dict[int, int] = {}  # by token
+        self._table = np.zeros((2, 16), np.int64)  # tokens, counts; the width doubles when it is full
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        return self._numbers[0, : len(self._places)]
+        return self._table[0, : len(self._columns)]
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        return self._numbers[1, : len(self._places)]
+        return self._table[1, : len(self._columns)]
 
     def add(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            place = self._places.setdefault(token, len(self._places))
-            if place == self._numbers.shape[1]:
-                self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
-            self._numbers[0, place] = token
-            self._numbers[1, place] += 1
+            column = self._columns.setdefault(token, len(self._columns))
+            if column == self._table.shape[1]:
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
+            self._table[0, column] = token
+            self._table[1, column] += 1
 
     def copy(self) -> TokenCounts:
-        made = TokenCounts()
-        made._places, made._numbers = self._places.copy(), self._numbers.copy()
-        return made
+        copy = TokenCounts()
+        copy._columns, copy._table = self._columns.copy(), self._table.copy()
+        return copy
 
 
-class RepeatedRuns:
-    """Tells which tokens would let a run of `size` tokens come twice (Paulus et al. 2017).
+class NgramTable:
+    """Finds the tokens that would complete an n-gram of `size` tokens a second time (Paulus et al. 2017).
 
-    Runs of `size - 1` tokens are known by a rolling hash (Karp and Rabin 1987) modulo 2^127 - 1 over a random base:
-    that two of a text of 100,000 tokens are taken for each other has a chance of less than 1e-22.
+    Contexts of `size - 1` tokens are identified by a rolling hash (Karp and Rabin 1987) modulo 2^127 - 1 with a random
+    base. The probability of a collision within 100,000 tokens is below 1e-22.
     """
 
     def __init__(self, size: int, num_prompt_tokens: int) -> None:
-        self._length = size - 1  # of the runs
-        self._top = pow(_BASE, self._length - 1, _MODULUS) if self._length else 0  # of the oldest token of a run
+        self._context_length = size - 1
+        # Factor of a context's oldest token in its hash.
+        self._oldest_factor = pow(_BASE, self._context_length - 1, _MODULUS) if self._context_length else 0
         self._num_prompt_tokens = num_prompt_tokens
         self._num_read = 0
-        self._hash = 0  # of the last run, as far as there were tokens
-        self._of_prompt: _Followers = {}  # complete once the prompt is read, and then shared
-        self._of_output: _Followers = {}
+        self._hash = 0  # of the last context, or of all tokens while there are fewer
+        self._prompt_successors: _Successors = {}  # shared between forks once the prompt is read
+        self._output_successors: _Successors = {}
 
-    def following(self, token_ids: Sequence[int]) -> list[int]:
-        """Distinct tokens that have followed the last `size - 1` ones, in no order."""
+    def successors(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the distinct tokens that followed an earlier occurrence of the last `size - 1` tokens, unordered."""
         self.read(token_ids)
-        if self._num_read < self._length:
+        if self._num_read < self._context_length:
             return []
-        found = (followers.get(self._hash, ()) for followers in (self._of_prompt, self._of_output))
-        return list({token for one in found for token in ((one,) if isinstance(one, int) else one)})
+        tables = (self._prompt_successors, self._output_successors)
+        found = (table.get(self._hash, ()) for table in tables)
+        return list({token for tokens in found for token in ((tokens,) if isinstance(tokens, int) else tokens)})
 
-    def fork(self) -> RepeatedRuns:
-        made = RepeatedRuns(self._length + 1, self._num_prompt_tokens)
-        made._num_read, made._hash, made._of_prompt = self._num_read, self._hash, self._of_prompt
+    def fork(self) -> NgramTable:
+        """Return an independent copy for another continuation."""
+        copy = NgramTable(self._context_length + 1, self._num_prompt_tokens)
+        copy._num_read, copy._hash, copy._prompt_successors = self._num_read, self._hash, self._prompt_successors
         if self._num_read < self._num_prompt_tokens:
-            made._of_prompt = _copied(self._of_prompt)
-        made._of_output = _copied(self._of_output)
-        return made
+            copy._prompt_successors = _copy_successors(self._prompt_successors)
+        copy._output_successors = _copy_successors(self._output_successors)
+        return copy
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Take in what is new, if anything is: a preempted sequence comes by its tokens again."""
+        """Add the tokens that are new; a preempted sequence passes tokens again that were read before."""
         if len(token_ids) <= self._num_read:
             return
-        length, run = self._length, self._hash
-        for at in range(self._num_read, len(token_ids)):
-            token = token_ids[at]
-            if at >= length:
-                followers = self._of_prompt if at < self._num_prompt_tokens else self._of_output
-                before = followers.setdefault(run, token)
-                if isinstance(before, set):
-                    before.add(token)
-                elif before != token:
-                    followers[run] = {before, token}
-                run -= (token_ids[at - length] + 1) * self._top
+        length, context = self._context_length, self._hash
+        for position in range(self._num_read, len(token_ids)):
+            token = token_ids[position]
+            if position >= length:
+                table = self._prompt_successors if position < self._num_prompt_tokens else self._output_successors
+                known = table.setdefault(context, token)
+                if isinstance(known, set):
+                    known.add(token)
+                elif known != token:
+                    table[context] = {known, token}
+                context -= (token_ids[position - length] + 1) * self._oldest_factor
             if length:
-                run = (run * _BASE + token + 1) % _MODULUS
-        self._num_read, self._hash = len(token_ids), run
+                context = (context * _BASE + token + 1) % _MODULUS
+        self._num_read, self._hash = len(token_ids), context
 
 
-def _copied(followers: _Followers) -> _Followers:
-    return {run: tokens if isinstance(tokens, int) else tokens.copy() for run, tokens in followers.items()}
+def _copy_successors(table: _Successors) -> _Successors:
+    return {context: tokens if isinstance(tokens, int) else tokens.copy() for context, tokens in table.items()}
 
 
 class History:
-    """One sequence's past. Each method takes the tokens of its whole text, of which it reads those that are new."""
+    """Token statistics of one sequence. Each method gets all token ids and reads those that are new."""
 
     def __init__(self, num_prompt_tokens: int, no_repeat_ngram_size: int = 0) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._prompt: NDArray[np.int64] | None = None  # its distinct tokens
         self._output = TokenCounts()
         self._num_counted = num_prompt_tokens
-        self._runs = RepeatedRuns(no_repeat_ngram_size, num_prompt_tokens) if no_repeat_ngram_size else None
+        self._ngrams = NgramTable(no_repeat_ngram_size, num_prompt_tokens) if no_repeat_ngram_size else None
 
     def seen(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Distinct tokens of the prompt, then distinct ones of the output `[N]`."""
+        """Return the distinct tokens of the prompt, then those of the output `[N]`."""
         if self._prompt is None:
             self._prompt = np.unique(np.array(token_ids[: self._num_prompt_tokens], np.int64))
         return np.concatenate([self._prompt, self.output(token_ids).tokens])
 
     def output(self, token_ids: Sequence[int]) -> TokenCounts:
-        """How often each token came in the output."""
+        """Count the output's tokens."""
         self._output.add(token_ids[self._num_counted :])
         self._num_counted = len(token_ids)
         return self._output
 
     def repeating(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens by which a run of `no_repeat_ngram_size` would come twice."""
-        return self._runs.following(token_ids) if self._runs is not None else []
+        """Return the tokens that would complete an n-gram of `no_repeat_ngram_size` a second time."""
+        return self._ngrams.successors(token_ids) if self._ngrams is not None else []
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Take in a piece of a long prompt, so that not all of it is left for its last step."""
-        if self._runs is not None:
-            self._runs.read(token_ids)
+        """Read a chunk of a long prompt early, so that the last step of its prefill does not read all of it."""
+        if self._ngrams is not None:
+            self._ngrams.read(token_ids)
 
     def fork(self) -> History:
-        """The same, to go on in another way."""
-        made = History(self._num_prompt_tokens)
-        made._prompt, made._output, made._num_counted = self._prompt, self._output.copy(), self._num_counted
-        made._runs = self._runs.fork() if self._runs is not None else None
-        return made
+        """Return an independent copy for another continuation (a beam)."""
+        copy = History(self._num_prompt_tokens)
+        copy._prompt, copy._output, copy._num_counted = self._prompt, self._output.copy(), self._num_counted
+        copy._ngrams = self._ngrams.fork() if self._ngrams is not None else None
+        return copy

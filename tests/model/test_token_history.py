@@ -1,4 +1,4 @@
-"""A history that is kept says what one made anew says, whatever was asked when and however a text went on."""
+"""An incremental token history equals one computed from scratch, after any order of queries, growth and forks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from model.api.token_history import History, TokenCounts
 
 
 def repeating(tokens: list[int], size: int) -> set[int]:
-    """By the definition: what would make the last `size` tokens a run that was there before."""
-    runs = {tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)}
-    begun = tuple(tokens[len(tokens) - size + 1 :]) if len(tokens) >= size - 1 else None
-    return {run[-1] for run in runs if size and run[:-1] == begun}
+    """Return, by the definition, the tokens that would repeat an n-gram of `size` tokens."""
+    ngrams = {tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)}
+    context = tuple(tokens[len(tokens) - size + 1 :]) if len(tokens) >= size - 1 else None
+    return {ngram[-1] for ngram in ngrams if size and ngram[:-1] == context}
 
 
 def check(history: History, tokens: list[int], prompt: int, size: int, asked: str) -> None:
@@ -39,27 +39,27 @@ steps = st.lists(
 
 @settings(deadline=None)
 @given(texts, st.integers(0, 5), steps)
-def test_it_is_what_one_made_anew_is(prompt: list[int], size: int, script: list[tuple[int, int, str]]) -> None:
-    """Each step goes on with one of the texts there are, as a new text beside it."""
-    there = [(list(prompt), History(len(prompt), size))]
+def test_forks_equal_a_history_from_scratch(prompt: list[int], size: int, script: list[tuple[int, int, str]]) -> None:
+    """Each step forks one of the existing histories and adds a token to the fork."""
+    branches = [(list(prompt), History(len(prompt), size))]
     for which, token, asked in script:
-        tokens, history = there[which % len(there)]
+        tokens, history = branches[which % len(branches)]
         longer, fork = [*tokens, token], history.fork()
-        there.append((longer, fork))
+        branches.append((longer, fork))
         check(fork, longer, len(prompt), size, asked)
-    for tokens, history in there:
+    for tokens, history in branches:
         check(history, tokens, len(prompt), size, "all")
 
 
 @settings(deadline=None)
 @given(texts, st.integers(0, 5), st.lists(st.integers(0, 3), max_size=40))
-def test_it_follows_a_text_that_grows(prompt: list[int], size: int, output: list[int]) -> None:
+def test_growing_output_is_followed(prompt: list[int], size: int, output: list[int]) -> None:
     history = History(len(prompt), size)
     for count in range(len(output) + 1):
         check(history, [*prompt, *output[:count]], len(prompt), size, "all")
 
 
-def test_pieces_of_a_prompt_may_come_before_it_and_again() -> None:
+def test_prompt_chunks_may_be_read_early_and_again() -> None:
     prompt = [1, 2, 3, 1, 2, 4, 1, 2]
     history = History(len(prompt), 3)
     for end in (2, 5, 1, 8, 4):
@@ -68,7 +68,7 @@ def test_pieces_of_a_prompt_may_come_before_it_and_again() -> None:
     check(history, [*prompt, 3], len(prompt), 3, "all")
 
 
-def test_counts_grow_beyond_what_was_kept_for_them() -> None:
+def test_counts_grow_beyond_their_initial_capacity() -> None:
     counts = TokenCounts()
     counts.add(range(100))
     copy = counts.copy()
@@ -78,18 +78,18 @@ def test_counts_grow_beyond_what_was_kept_for_them() -> None:
     assert copy.counts.tolist() == [1] * 100
 
 
-def test_a_token_more_costs_no_more_in_a_long_text() -> None:
-    """Against making it anew: once for the text, then for what is new."""
+def test_cost_of_a_new_token_does_not_grow_with_the_text() -> None:
+    """Compares a step of one token with the first read of the whole text."""
     tokens = [at % 977 for at in range(100_000)]
     history = History(len(tokens), 3)
 
-    def seconds(made: History) -> float:
+    def seconds(history: History) -> float:
         began = time.thread_time()
-        made.repeating(tokens)
-        made.output(tokens)
+        history.repeating(tokens)
+        history.output(tokens)
         return time.thread_time() - began
 
-    anew = seconds(history)
+    first_read = seconds(history)
     for token in range(20):
         tokens.append(token)
-        assert seconds(history) < anew / 20
+        assert seconds(history) < first_read / 20
