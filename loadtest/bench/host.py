@@ -11,14 +11,7 @@ from torch import Tensor
 
 from model.api.request import Request, SamplingParams
 from model.cache.paged import KVCache
-from model.config.layer import (
-    Activation,
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-)
+from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import (
     EmbeddingConfig,
     HeadConfig,
@@ -51,18 +44,8 @@ class HollowModel:
 
 def step_milliseconds(batch: int, *, temperature: float = 0.0, context: int = 256, steps: int = 100) -> float:
     """The median time of a step in which `batch` sequences decode, everything but the model's arithmetic."""
-    stack = StackConfig(
-        num_layers=1,
-        hidden_size=1,
-        attention=AttentionConfig(1, 1, 1, 1.0),
-        mlp=MLPConfig(1, Activation.RELU),
-        norm=NormConfig(NormKind.RMS, 1e-6),
-        position=PositionConfig(),
-        causal=True,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
-    )
+    layer = LayerConfig(AttentionConfig(1, 1, 1, 1.0), MLPConfig(1, Activation.RELU), (Norms(), Norms()))
+    stack = StackConfig((layer,), hidden_size=1, causal=True)
     config = ModelConfig("llama", EmbeddingConfig(_VOCAB, 1), decoder=stack, head=HeadConfig(tied=True))
     blocks = BlockManager(batch * (2 + (context + steps) // _BLOCK), _BLOCK)
     cache = KVCache(stack, blocks.num_blocks, _BLOCK, torch.float32, torch.device("cpu"))

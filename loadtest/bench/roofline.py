@@ -17,6 +17,7 @@ import torch
 
 from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
+from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import PackedLinear
 from model.native.library import Kind, Library, native
@@ -84,8 +85,9 @@ class Costs:
     def of(cls, config: ModelConfig) -> Costs:
         decoder = config.decoder
         cross = 0
-        if decoder is not None and _crosses(decoder):
-            cross = 2 * decoder.num_layers * decoder.attention.kv_size * decoder.hidden_size
+        if decoder is not None:
+            kv_sizes = (layer.cross.kv_size for layer in decoder.layers if layer.cross is not None)
+            cross = 2 * decoder.hidden_size * sum(kv_sizes)
         head = config.embedding.vocab_size * decoder.hidden_size if decoder is not None and config.head else 0
         return cls(
             encoder=_weights(config.encoder),
@@ -96,20 +98,17 @@ class Costs:
         )
 
 
-def _crosses(stack: StackConfig | None) -> bool:
-    return stack is not None and stack.cross_attention
-
-
 def _weights(stack: StackConfig | None) -> int:
     """Elements of a stack's matrices, cross attention's keys and values left out: sources meet those."""
-    if stack is None:
-        return 0
-    attention, hidden = stack.attention, stack.hidden_size
-    block = hidden * (2 * attention.query_size + 2 * attention.kv_size)
-    block += hidden * stack.mlp.intermediate_size * (3 if stack.mlp.gated else 2)
-    if stack.cross_attention:
-        block += 2 * hidden * attention.query_size
-    return block * stack.num_layers
+    return 0 if stack is None else stack.hidden_size * sum(map(_columns, stack.layers))
+
+
+def _columns(layer: LayerConfig) -> int:
+    """Elements of a layer's matrices for each dimension of its rows."""
+    mlp, cross = layer.feed_forward, layer.cross
+    columns = 2 * layer.mixer.query_size + 2 * layer.mixer.kv_size
+    columns += mlp.intermediate_size * (3 if mlp.gated else 2)
+    return columns + (2 * cross.query_size if cross is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.config.model import StackConfig
+from model.errors import ConfigError
 from model.system import huge_pages
 from model.system.transfer import device_tensor
 
@@ -55,7 +56,9 @@ class KVCache:
     def __init__(
         self, stack: StackConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        attention = stack.attention
+        attention = stack.layers[0].mixer
+        if any(layer.mixer.kv_shape != attention.kv_shape for layer in stack.layers):
+            raise ConfigError("the KV cache needs layers with equal key and value heads")
         shape = (stack.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)

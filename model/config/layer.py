@@ -1,4 +1,7 @@
-"""One layer of a Transformer as data: norms, positions, attention, feed-forward. Frozen, validated, without torch."""
+"""One layer of a Transformer as data: norms, positions, attention, feed-forward. Frozen, validated, without torch.
+
+A stack is a tuple of these (`model.config.model.StackConfig`), and no two of them need be alike.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,6 @@ from model.errors import ConfigError
 class NormKind(StrEnum):
     LAYER = "layer"  # Ba et al. 2016
     RMS = "rms"  # Zhang & Sennrich 2019
-
-
-class PositionKind(StrEnum):
-    NONE = "none"
-    LEARNED = "learned"  # a table added to the embeddings
-    SINUSOIDAL = "sinusoidal"  # Vaswani et al. 2017, [sin | cos] halves
-    ROTARY = "rotary"  # Su et al. 2021
-    T5_BUCKETS = "t5_buckets"  # Raffel et al. 2020: a learned bias per head and distance bucket
-    XLNET_RELATIVE = "xlnet_relative"  # Dai et al. 2019: the query meets a projected sinusoid of the distance
 
 
 class RopeScaling(StrEnum):
@@ -79,25 +73,20 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PositionConfig:
-    """How order enters: added to embeddings (learned, sinusoidal), turned into q and k (rotary), or added to scores."""
+class BucketBiasConfig:
+    """A learned bias of scores, one for each head and bucket of the distance (T5, Raffel et al. 2020)."""
 
-    kind: PositionKind = PositionKind.NONE
-    max_positions: int = 0  # rows of a learned table, offset not counted; 0: unlimited
-    offset: int = 0  # added to positions: rows of a table before position 0 (BART 2, RoBERTa pad + 1)
-    rotary: RotaryConfig | None = None
-    interleaved: bool = False  # sinusoidal: sine and cosine in turn, as the paper has it, not in halves
-    inclusive: bool = False  # sinusoidal: wavelengths end at exactly 10000 (fairseq), not one step before
     num_buckets: int = 32
     max_distance: int = 128
-    every_layer: bool = False  # learned, sinusoidal: added before every block, not only before the first
-    per_layer: bool = False  # T5 buckets: a table for every layer (umT5), not one for the stack
+    shared: bool = True  # one table for all layers of the stack; not: a table for each layer (umT5)
 
     def __post_init__(self) -> None:
-        if (self.kind is PositionKind.ROTARY) != (self.rotary is not None):
-            raise ConfigError("rotary positions and their settings go together")
-        if self.kind is PositionKind.LEARNED:
-            require_positive(self, max_positions=self.max_positions)
+        require_positive(self, num_buckets=self.num_buckets, max_distance=self.max_distance)
+
+
+@dataclass(frozen=True, slots=True)
+class XLNetRelativeConfig:
+    """Scores from a projected sinusoid of the distance, and from segments (Dai et al. 2019, Yang et al. 2019)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +99,10 @@ class AttentionConfig:
     scale: float
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
-    query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
+    position: RotaryConfig | BucketBiasConfig | XLNetRelativeConfig | None = None  # None: none of its own
     window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, as many behind it
+    qk_norm: NormConfig | None = None  # of each head's query and key (Qwen3, Gemma 3)
+    query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
 
     def __post_init__(self) -> None:
         require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -120,6 +110,8 @@ class AttentionConfig:
             require_positive(self, window=self.window)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:
+            raise ConfigError(f"{self.position.dim} rotary dimensions are more than the {self.head_dim} of a head")
 
     @property
     def query_size(self) -> int:
@@ -128,6 +120,16 @@ class AttentionConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Of one token's keys, and of its values: heads and their width."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def has_score_bias(self) -> bool:
+        """Whether positions are added to the scores."""
+        return isinstance(self.position, BucketBiasConfig | XLNetRelativeConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +141,41 @@ class MLPConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, intermediate_size=self.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms of one sublayer: `x = post(x + output(sublayer(pre(x))))`; None is the identity.
+
+    Pre-norm fills `pre` (Xiong et al. 2020), post-norm `post` (Vaswani et al. 2017), sandwich norm `pre` and `output`
+    (Ding et al. 2021).
+    """
+
+    pre: NormConfig | None = None
+    output: NormConfig | None = None
+    post: NormConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One layer: a token mixer, in decoders of two stacks cross attention, then a feed-forward.
+
+    Each is a sublayer with a residual sum and `Norms` of its own. Of a `parallel` layer both sublayers read the same x:
+    `x + output(mixer(pre(x))) + output(feed_forward(pre(x)))` (GPT-NeoX).
+    """
+
+    mixer: AttentionConfig
+    feed_forward: MLPConfig
+    norms: tuple[Norms, ...]  # one a sublayer, in their order
+    cross: AttentionConfig | None = None
+    parallel: bool = False
+    shares_weights_with: int | None = None  # the earlier layer that has this one's weights (ALBERT); None: its own
+
+    def __post_init__(self) -> None:
+        sublayers = 2 if self.cross is None else 3
+        if len(self.norms) != sublayers:
+            raise ConfigError(f"a layer of {sublayers} sublayers needs as many norms, found {len(self.norms)}")
+        if self.cross is not None and (self.cross.position is not None or self.cross.window is not None):
+            raise ConfigError("cross attention has neither positions nor a window")
+        if self.parallel and (self.cross is not None or any(norms.post for norms in self.norms)):
+            raise ConfigError("a parallel layer has neither cross attention nor norms behind its sum")

@@ -6,17 +6,18 @@ from it. A field exists only because a family needs it. Sizes count elements, no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from model.config.layer import (
     Activation,
-    AttentionConfig,
-    MLPConfig,
+    BucketBiasConfig,
+    LayerConfig,
     NormConfig,
-    PositionConfig,
-    PositionKind,
     RopeScaling,
+    RotaryConfig,
+    XLNetRelativeConfig,
     require_positive,
 )
 from model.errors import ConfigError
@@ -66,42 +67,105 @@ class ImageConfig:
         return self.channels * self.size**2
 
 
+class PositionKind(StrEnum):
+    NONE = "none"  # or of each layer (`AttentionConfig.position`)
+    LEARNED = "learned"  # a table
+    SINUSOIDAL = "sinusoidal"  # Vaswani et al. 2017, [sin | cos] halves
+
+
 @dataclass(frozen=True, slots=True)
-class StackConfig:
-    """One stack of equal blocks.
+class PositionConfig:
+    """Positions that are added to the embeddings."""
 
-    A block is `x = attn_out(x + attn(attn_in(x)))`, the same for cross attention and the MLP; `pre_norm` fills the
-    `*_in` slots, `post_norm` the `*_out` slots, an empty slot is the identity.
-    """
-
-    num_layers: int
-    hidden_size: int
-    attention: AttentionConfig
-    mlp: MLPConfig
-    norm: NormConfig
-    position: PositionConfig
-    causal: bool
-    pre_norm: bool
-    post_norm: bool
-    final_norm: bool
-    cross_attention: bool = False
-    embed_norm: bool = False  # over the sum of token, position and segment embeddings
-    token_types: int = 0  # segments that are told apart (BERT 2)
-    parallel: bool = False  # attention and MLP read the same x: `x + attn(attn_in(x)) + mlp(ffn_in(x))` (GPT-NeoX)
-    unique_layers: int | None = None  # ALBERT: how many distinct blocks the layers cycle through; None: all
+    kind: PositionKind = PositionKind.NONE
+    max_positions: int = 0  # rows of a learned table, offset not counted; 0: unlimited
+    offset: int = 0  # added to positions: rows of a table before position 0 (BART 2, RoBERTa pad + 1)
+    interleaved: bool = False  # sinusoidal: sine and cosine in turn, as the paper has it, not in halves
+    inclusive: bool = False  # sinusoidal: wavelengths end at exactly 10000 (fairseq), not one step before
+    every_layer: bool = False  # added before every layer, not only before the first
 
     def __post_init__(self) -> None:
-        require_positive(self, num_layers=self.num_layers, hidden_size=self.hidden_size)
-        if self.num_layers % self.distinct_layers:
-            raise ConfigError(
-                f"num_layers ({self.num_layers}) must be a multiple of unique_layers ({self.unique_layers})"
-            )
-        if self.hidden_size % 2 and self.position.kind in (PositionKind.SINUSOIDAL, PositionKind.XLNET_RELATIVE):
+        if self.kind is PositionKind.LEARNED:
+            require_positive(self, max_positions=self.max_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """One stack: what its layers are, and what is before and behind them."""
+
+    layers: tuple[LayerConfig, ...]  # equal ones are one object
+    hidden_size: int
+    causal: bool
+    position: PositionConfig = field(default_factory=PositionConfig)
+    embed_norm: NormConfig | None = None  # over the sum of token, position and segment embeddings
+    final_norm: NormConfig | None = None
+    token_types: int = 0  # segments that are told apart (BERT 2)
+
+    def __post_init__(self) -> None:
+        require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
+        for index, layer in enumerate(self.layers):
+            self._check_sharing(index, layer)
+        if len({layer.cross is None for layer in self.layers}) > 1:
+            raise ConfigError("cross attention is in all layers of a stack or in none")
+        biased = [layer.mixer for layer in self.layers if _has_shared_bias(layer)]
+        if len({(mixer.position, mixer.num_heads) for mixer in biased}) > 1:
+            raise ConfigError("layers that share a table of bucketed biases must agree on its heads and buckets")
+        sinusoids = self.position.kind is PositionKind.SINUSOIDAL or self.has_xlnet_layers
+        if self.hidden_size % 2 and sinusoids:
             raise ConfigError(f"sinusoidal positions come in pairs of dimensions, found {self.hidden_size}")
 
+    def _check_sharing(self, index: int, layer: LayerConfig) -> None:
+        owner = layer.shares_weights_with
+        if owner is None:
+            return
+        if not 0 <= owner < index or replace(layer, shares_weights_with=None) != self.layers[owner]:
+            raise ConfigError(f"layer {index} shares weights with {owner}, which is no equal layer before it")
+
     @property
-    def distinct_layers(self) -> int:
-        return self.unique_layers or self.num_layers
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def distinct_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers that have weights of their own."""
+        return tuple(layer for layer in self.layers if layer.shares_weights_with is None)
+
+    @property
+    def weights_of(self) -> tuple[int, ...]:
+        """For each layer which of the `distinct_layers` has its weights."""
+        owners = [index for index, layer in enumerate(self.layers) if layer.shares_weights_with is None]
+        places = {owner: place for place, owner in enumerate(owners)}
+        shared = (layer.shares_weights_with for layer in self.layers)
+        return tuple(places[index if owner is None else owner] for index, owner in enumerate(shared))
+
+    @property
+    def has_cross_attention(self) -> bool:
+        return self.layers[0].cross is not None
+
+    @property
+    def has_xlnet_layers(self) -> bool:
+        """Whether segments are told apart by scores, not by an embedding."""
+        return any(isinstance(layer.mixer.position, XLNetRelativeConfig) for layer in self.layers)
+
+    @property
+    def shared_bias(self) -> LayerConfig | None:
+        """A layer that shares a table of bucketed biases with the others of the stack."""
+        return next((layer for layer in self.layers if _has_shared_bias(layer)), None)
+
+    @property
+    def rotaries(self) -> tuple[RotaryConfig, ...]:
+        """The rotary positions of the layers, each once."""
+        found = (layer.mixer.position for layer in self.layers)
+        return tuple(dict.fromkeys(position for position in found if isinstance(position, RotaryConfig)))
+
+    def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> StackConfig:
+        """The stack with every layer changed; what was one object stays one."""
+        changed = {id(layer): change(layer) for layer in {id(layer): layer for layer in self.layers}.values()}
+        return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
+
+
+def _has_shared_bias(layer: LayerConfig) -> bool:
+    return isinstance(layer.mixer.position, BucketBiasConfig) and layer.mixer.position.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +259,22 @@ class ModelConfig:
     @property
     def longest_context(self) -> int | None:
         """Tokens up to which it can be stretched; None: unlimited. `max_positions` is what it is without."""
-        rotary = self.decoder.position.rotary if self.decoder is not None else None
-        if self.max_positions is None or rotary is None or rotary.scaling is not RopeScaling.DYNAMIC:
+        rotaries = self.decoder.rotaries if self.decoder is not None else ()
+        factors = [rotary.factor for rotary in rotaries if rotary.scaling is RopeScaling.DYNAMIC]
+        if self.max_positions is None or not factors:
             return self.max_positions
-        return int(self.max_positions * rotary.factor)
+        return int(self.max_positions * min(factors))
 
     def stretched(self, context: int) -> ModelConfig:
         """For sequences of up to `context` tokens: a dynamic rotary base is then the one for that length."""
-        if self.decoder is None or self.decoder.position.rotary is None:
-            return self
-        rotary = replace(self.decoder.position.rotary, length=context)
-        position = replace(self.decoder.position, rotary=rotary)
-        return replace(self, decoder=replace(self.decoder, position=position))
+
+        def stretch(layer: LayerConfig) -> LayerConfig:
+            rotary = layer.mixer.position
+            if not isinstance(rotary, RotaryConfig) or rotary.scaling is not RopeScaling.DYNAMIC:
+                return layer
+            return replace(layer, mixer=replace(layer.mixer, position=replace(rotary, length=context)))
+
+        return self if self.decoder is None else replace(self, decoder=self.decoder.with_layers(stretch))
 
     @property
     def can_generate(self) -> bool:
@@ -217,4 +285,4 @@ class ModelConfig:
         """K and V elements that one token of the decoder's self attention keeps over all layers."""
         if self.decoder is None:
             return 0
-        return 2 * self.decoder.num_layers * self.decoder.attention.kv_size
+        return 2 * sum(layer.mixer.kv_size for layer in self.decoder.layers)

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.model import ModelConfig, StackConfig
+from model.config.layer import AttentionConfig, LayerConfig
+from model.config.model import ModelConfig
 from model.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -58,7 +59,14 @@ class Shard:
     def check(self, config: ModelConfig) -> None:
         """Raise `ConfigError` for a model that cannot be split so."""
         for name, stack in config.stacks.items() if self.size > 1 else ():
-            heads, kv_heads = stack.attention.num_heads, stack.attention.num_kv_heads
+            for layer in stack.distinct_layers:
+                self._check_layer(name, layer)
+
+    def _check_layer(self, name: str, layer: LayerConfig) -> None:
+        for attention in (layer.mixer, layer.cross):
+            if attention is None:
+                continue
+            heads, kv_heads = attention.num_heads, attention.num_kv_heads
             if heads % self.size:
                 raise ConfigError(f"tensor_parallel_size {self.size} must divide the {heads} heads of the {name}")
             if kv_heads % self.size and self.size % kv_heads:
@@ -66,8 +74,8 @@ class Shard:
                     f"tensor_parallel_size {self.size} must divide the {kv_heads} key and value heads of the {name}, "
                     "or be a multiple of them"
                 )
-            if stack.mlp.intermediate_size < self.size:
-                raise ConfigError(f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP")
+        if layer.feed_forward.intermediate_size < self.size:
+            raise ConfigError(f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP")
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The network that this rank holds."""
@@ -75,8 +83,8 @@ class Shard:
         return replace(
             whole,
             embedding=replace(whole.embedding, vocab_size=last - first),
-            encoder=whole.encoder and self._stack(whole.encoder),
-            decoder=whole.decoder and self._stack(whole.decoder),
+            encoder=whole.encoder and whole.encoder.with_layers(self._layer),
+            decoder=whole.decoder and whole.decoder.with_layers(self._layer),
         )
 
     def shard_range(self, count: int) -> Range:
@@ -101,11 +109,18 @@ class Shard:
                 begin += count * width
         return ShardSlice(dim, tuple(ranges))
 
-    def _stack(self, stack: StackConfig) -> StackConfig:
-        queries, keys = self.shard_range(stack.attention.num_heads), self.shard_range(stack.attention.num_kv_heads)
-        columns = self.shard_range(stack.mlp.intermediate_size)
-        attention = replace(stack.attention, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
-        return replace(stack, attention=attention, mlp=replace(stack.mlp, intermediate_size=columns[1] - columns[0]))
+    def _layer(self, layer: LayerConfig) -> LayerConfig:
+        first, last = self.shard_range(layer.feed_forward.intermediate_size)
+        return replace(
+            layer,
+            mixer=self._attention(layer.mixer),
+            cross=layer.cross and self._attention(layer.cross),
+            feed_forward=replace(layer.feed_forward, intermediate_size=last - first),
+        )
+
+    def _attention(self, attention: AttentionConfig) -> AttentionConfig:
+        queries, keys = self.shard_range(attention.num_heads), self.shard_range(attention.num_kv_heads)
+        return replace(attention, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
 
 
 WHOLE = Shard()
@@ -142,11 +157,21 @@ def _part(config: ModelConfig, name: str, kind: str) -> tuple[int, int]:
     """(how many things are shared out, elements of one)."""
     if kind == "vocabulary":
         return config.embedding.vocab_size, 1
-    stack = config.stacks[name.partition(".")[0]]
-    attention = stack.attention
+    layer = _layer_of(config, name)
+    attention = layer.cross if ".cross." in name and layer.cross is not None else layer.mixer
     return {
         "queries": (attention.num_heads, attention.head_dim),
         "keys": (attention.num_kv_heads, attention.head_dim),
         "heads": (attention.num_heads, 1),
-        "columns": (stack.mlp.intermediate_size, 1),
+        "columns": (layer.feed_forward.intermediate_size, 1),
     }[kind]
+
+
+def _layer_of(config: ModelConfig, name: str) -> LayerConfig:
+    """The layer that the parameter `name` belongs to, or one of those that share it."""
+    stack_name, kind, index, *_ = name.split(".")
+    stack = config.stacks[stack_name]
+    if kind == "layers":
+        return stack.distinct_layers[int(index)]
+    assert stack.shared_bias is not None, name
+    return stack.shared_bias

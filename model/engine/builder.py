@@ -17,7 +17,6 @@ from model.api.stats import ModelInfo
 from model.attention.selection import Selection, select_backend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.layer import PositionKind
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.dtypes import choose_dtype
@@ -246,7 +245,7 @@ def _rank_processes(model: Transformer) -> RankProcesses | None:
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
     """Refuse what only the native kernels can do where they are not, or do not compute the model."""
     if selection.library is not None:
-        left = [name for name, stack in config.stacks.items() if not NativeStack.supports(stack)]
+        left = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is not None]
         if left and engine.quantization != "none":
             raise ConfigError(
                 f"quantization {engine.quantization}: the native kernels do not compute the {' and the '.join(left)} "
@@ -314,7 +313,7 @@ def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
     """Whether decode steps run from graphs: the Triton kernels read every length where a replay finds it."""
     assert model.decoder is not None
-    relative = model.decoder.config.position.kind is PositionKind.XLNET_RELATIVE
+    relative = model.decoder.config.has_xlnet_layers
     alone = engine.tensor_parallel_size == 1  # sums over ranks are not recorded
     return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.name == "triton" and not relative
 

@@ -135,11 +135,10 @@ def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Of the decoder's self attention; int8 has a float for each head's scale."""
-    elements = config.kv_elements_per_token
     scales = 0
     if dtype is torch.int8 and config.decoder is not None:
-        scales = 4 * elements // config.decoder.attention.head_dim
-    return elements * dtype.itemsize + scales
+        scales = 4 * 2 * sum(layer.mixer.num_kv_heads for layer in config.decoder.layers)
+    return config.kv_elements_per_token * dtype.itemsize + scales
 
 
 def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
@@ -233,7 +232,7 @@ def _formats_that_fit(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard |
 
 def can_quantise(config: ModelConfig) -> bool:
     """Whether the C stacks compute all of it: what they do not keeps its matrices as they are."""
-    return all(NativeStack.supports(stack) for stack in config.stacks.values())
+    return all(NativeStack.unsupported(stack) is None for stack in config.stacks.values())
 
 
 def gib(size: int) -> str:

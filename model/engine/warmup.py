@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ import torch
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.cache.paged import KVCache
-from model.config.layer import PositionKind
+from model.config.layer import BucketBiasConfig, XLNetRelativeConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
@@ -105,20 +105,22 @@ def _bounds(
     cache: KVCache | None = None,
     *,
     cross: bool = False,
-) -> Iterable[tuple[int, int]]:
+) -> Iterator[tuple[int, int]]:
+    """Bounds of the launches of all layers' attention, the one to their own rows or the `cross` one."""
     assert isinstance(model.backend, CompiledBackend)
-    kind = stack.config.position.kind
-    if kind is PositionKind.XLNET_RELATIVE:  # its bias depends on more than the distance: torch computes it
-        return ()
-    return model.backend.launch_bounds(
-        stack.config.attention,
-        model.dtype,
-        next(model.parameters()).device,
-        most_queries=most_queries,
-        most_keys=most_keys,
-        biased=kind is PositionKind.T5_BUCKETS and not cross,
-        paged=cache is not None,
-    )
+    found = (layer.cross if cross else layer.mixer for layer in stack.config.layers)
+    for attention in dict.fromkeys(found):
+        # XLNet's bias depends on more than the distance: torch computes it.
+        if attention is not None and not isinstance(attention.position, XLNetRelativeConfig):
+            yield from model.backend.launch_bounds(
+                attention,
+                model.dtype,
+                next(model.parameters()).device,
+                most_queries=most_queries,
+                most_keys=most_keys,
+                biased=isinstance(attention.position, BucketBiasConfig),
+                paged=cache is not None,
+            )
 
 
 def _encode_image(model: Transformer, bounds: tuple[int, int]) -> None:

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
-from model.families.table.helpers import (
-    activation,
-    affine,
-    refuse_unless,
-    self_attention,
-    split_width,
-)
+from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, WeightRule
 
@@ -36,20 +20,19 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     if raw.get("num_hidden_groups", 1) != 1:
         raise ConfigError(f"num_hidden_groups = {raw['num_hidden_groups']} is not served for 'albert', only 1")
     dim = split_width(size, heads)
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
+        feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu_new")),
+        norms=(Norms(post=norm),) * 2,
+    )
     encoder = StackConfig(
-        num_layers=raw["num_hidden_layers"],
+        layers=(layer, *repeat(replace(layer, shares_weights_with=0), raw["num_hidden_layers"])[1:]),
         hidden_size=size,
-        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
-        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu_new")),
-        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
-        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
         causal=False,
-        pre_norm=False,
-        post_norm=True,
-        final_norm=False,
-        embed_norm=True,
+        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
+        embed_norm=norm,
         token_types=raw.get("type_vocab_size", 2),
-        unique_layers=1,
     )
     labels = classifier(raw, names)
     return ModelConfig(
@@ -73,11 +56,11 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
         yield from affine("encoder.embedding_hidden_mapping_in", "encoder.project")
     here, there = "encoder.albert_layer_groups.0.albert_layers.0", "encoder.layers.0"
     names = (f"{here}.attention.{part}" for part in ("query", "key", "value", "dense"))
-    yield from self_attention(config.encoder.attention, f"{there}.attn", *names)
-    yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_out")
+    yield from self_attention(config.encoder.layers[0].mixer, f"{there}.attn", *names)
+    yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_norms.post")
     yield from affine(f"{here}.ffn", f"{there}.mlp.up")
     yield from affine(f"{here}.ffn_output", f"{there}.mlp.down")
-    yield from affine(f"{here}.full_layer_layer_norm", f"{there}.ffn_out")
+    yield from affine(f"{here}.full_layer_layer_norm", f"{there}.mlp_norms.post")
     if config.pooler:
         yield from affine("pooler", "pooler")
     yield from classifier_rules(config)

@@ -10,26 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    HeadConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.helpers import (
     activation,
     affine,
     cross_attention,
     ids,
     refuse_unless,
+    repeat,
     self_attention,
     split_width,
     tied,
@@ -68,6 +57,8 @@ def config(
     raw.get("num_hidden_layers")  # encoder_layers again
     longest = raw.get("max_position_embeddings", 1024)
     position = PositionConfig(positions, max_positions=longest if learned else 0, offset=offset, inclusive=inclusive)
+    norm = NormConfig(NormKind.LAYER, 1e-5)
+    norms = Norms(pre=norm) if pre_norm else Norms(post=norm)
     size = raw["d_model"]
     start = raw.get("decoder_start_token_id")
     has_bias = head_bias and (names is None or "final_logits_bias" in names)  # folders of the bare model lack it
@@ -75,19 +66,20 @@ def config(
     def stack(side: str) -> StackConfig:
         heads = raw[f"{side}_attention_heads"]
         dim = split_width(size, heads)
+        attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True)
+        layer = LayerConfig(
+            mixer=attention,
+            cross=attention if side == "decoder" else None,
+            feed_forward=MLPConfig(raw[f"{side}_ffn_dim"], activation(raw, "activation_function", "gelu")),
+            norms=(norms,) * (3 if side == "decoder" else 2),
+        )
         return StackConfig(
-            num_layers=raw[f"{side}_layers"],
+            layers=repeat(layer, raw[f"{side}_layers"]),
             hidden_size=size,
-            attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
-            mlp=MLPConfig(raw[f"{side}_ffn_dim"], activation(raw, "activation_function", "gelu")),
-            norm=NormConfig(NormKind.LAYER, 1e-5),
-            position=position,
             causal=side == "decoder",
-            pre_norm=pre_norm,
-            post_norm=not pre_norm,
-            final_norm=pre_norm,
-            cross_attention=side == "decoder",
-            embed_norm=embed_norm,
+            position=position,
+            embed_norm=norm if embed_norm else None,
+            final_norm=norm if pre_norm else None,
         )
 
     return ModelConfig(
@@ -116,24 +108,24 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
     assert config.head is not None
     yield WeightRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
-        slot = "in" if stack.pre_norm else "out"
         yield WeightRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
         if stack.position.kind is PositionKind.LEARNED:
             yield WeightRule(f"{side}.embed_positions.weight", f"{side}.positions.weight")
         if stack.embed_norm:
             yield from affine(f"{side}.layernorm_embedding", f"{side}.embed_norm")
-        for i in range(stack.num_layers):
+        for i, layer in enumerate(stack.layers):
             here = there = f"{side}.layers.{i}"
+            slot = "pre" if layer.norms[0].pre else "post"
             names = (f"{here}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
-            yield from self_attention(stack.attention, f"{there}.attn", *names)
-            yield from affine(f"{here}.self_attn_layer_norm", f"{there}.attn_{slot}")
-            if stack.cross_attention:
+            yield from self_attention(layer.mixer, f"{there}.attn", *names)
+            yield from affine(f"{here}.self_attn_layer_norm", f"{there}.attn_norms.{slot}")
+            if layer.cross is not None:
                 names = (f"{here}.encoder_attn.{part}_proj" for part in ("q", "k", "v", "out"))
-                yield from cross_attention(stack.attention, f"{there}.cross", *names)
-                yield from affine(f"{here}.encoder_attn_layer_norm", f"{there}.cross_{slot}")
+                yield from cross_attention(layer.cross, f"{there}.cross", *names)
+                yield from affine(f"{here}.encoder_attn_layer_norm", f"{there}.cross_norms.{slot}")
             yield from affine(f"{here}.fc1", f"{there}.mlp.up")
             yield from affine(f"{here}.fc2", f"{there}.mlp.down")
-            yield from affine(f"{here}.final_layer_norm", f"{there}.ffn_{slot}")
+            yield from affine(f"{here}.final_layer_norm", f"{there}.mlp_norms.{slot}")
         if stack.final_norm:
             yield from affine(f"{side}.layer_norm", f"{side}.final_norm")
     if config.head.bias:

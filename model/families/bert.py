@@ -9,27 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
-from model.families.table.helpers import (
-    activation,
-    affine,
-    refuse_unless,
-    self_attention,
-    split_width,
-)
+from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, WeightRule
 
@@ -38,18 +21,18 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = split_width(size, heads)
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
+        feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
+        norms=(Norms(post=norm),) * 2,
+    )
     encoder = StackConfig(
-        num_layers=raw["num_hidden_layers"],
+        layers=repeat(layer, raw["num_hidden_layers"]),
         hidden_size=size,
-        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
-        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
-        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
-        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
         causal=False,
-        pre_norm=False,
-        post_norm=True,
-        final_norm=False,
-        embed_norm=True,
+        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
+        embed_norm=norm,
         token_types=raw.get("type_vocab_size", 2),
     )
     labels = classifier(raw, names)
@@ -89,15 +72,15 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
     yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
     if config.embedding.embedding_size != config.encoder.hidden_size:
         yield from affine("embeddings_project", "encoder.project")
-    for i in range(config.encoder.num_layers):
+    for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("self.query", "self.key", "self.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
-        yield from self_attention(config.encoder.attention, f"{there}.attn", *names)
-        yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_out")
+        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_norms.post")
         yield from affine(f"{here}.intermediate.dense", f"{there}.mlp.up")
         yield from affine(f"{here}.output.dense", f"{there}.mlp.down")
-        yield from affine(f"{here}.output.LayerNorm", f"{there}.ffn_out")
+        yield from affine(f"{here}.output.LayerNorm", f"{there}.mlp_norms.post")
     if config.pooler:
         yield from affine("pooler.dense", "pooler")
     yield from classifier_rules(config)

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import (
-    activation,
-    affine,
-    decoder_head,
-    ids,
-    refuse_unless,
-    split_width,
-)
+from model.families.table.helpers import activation, affine, decoder_head, ids, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, WeightRule
 
@@ -35,17 +17,18 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size, heads = raw["n_embd"], raw["n_head"]
     dim = split_width(size, heads)
     scale = dim**-0.5 if raw.get("scale_attn_weights", True) else 1.0
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5))
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads, heads, dim, scale, qkv_bias=True, out_bias=True),
+        feed_forward=MLPConfig(raw.get("n_inner") or 4 * size, activation(raw, "activation_function", "gelu_new")),
+        norms=(Norms(pre=norm),) * 2,
+    )
     decoder = StackConfig(
-        num_layers=raw["n_layer"],
+        layers=repeat(layer, raw["n_layer"]),
         hidden_size=size,
-        attention=AttentionConfig(heads, heads, dim, scale, qkv_bias=True, out_bias=True),
-        mlp=MLPConfig(raw.get("n_inner") or 4 * size, activation(raw, "activation_function", "gelu_new")),
-        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5)),
-        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["n_positions"]),
         causal=True,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
+        position=PositionConfig(PositionKind.LEARNED, max_positions=raw["n_positions"]),
+        final_norm=norm,
     )
     labels = classifier(raw, names)
     return ModelConfig(
@@ -72,10 +55,10 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
     yield WeightRule("wpe.weight", "decoder.positions.weight")
     for i in range(config.decoder.num_layers):
         here, there = f"h.{i}", f"decoder.layers.{i}"
-        yield from affine(f"{here}.ln_1", f"{there}.attn_in")
+        yield from affine(f"{here}.ln_1", f"{there}.attn_norms.pre")
         yield from _conv1d(f"{here}.attn.c_attn", f"{there}.attn.qkv")
         yield from _conv1d(f"{here}.attn.c_proj", f"{there}.attn.out")
-        yield from affine(f"{here}.ln_2", f"{there}.ffn_in")
+        yield from affine(f"{here}.ln_2", f"{there}.mlp_norms.pre")
         yield from _conv1d(f"{here}.mlp.c_fc", f"{there}.mlp.up")
         yield from _conv1d(f"{here}.mlp.c_proj", f"{there}.mlp.down")
     yield from affine("ln_f", "decoder.final_norm")

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, decoder_head, ids, split_width
+from model.families.table.helpers import activation, affine, decoder_head, ids, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family, WeightRule
@@ -31,19 +20,14 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     dim = split_width(size, heads)
     bias = bool(raw.get("attention_bias", True))
     turning = rotary(raw, dim, share=raw.get("rotary_pct", 0.25), theta=raw.get("rotary_emb_base", 10_000.0))
-    decoder = StackConfig(
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=size,
-        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias),
-        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
-        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5)),
-        position=PositionConfig(PositionKind.ROTARY, rotary=turning),
-        causal=True,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias, position=turning),
+        feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
+        norms=(Norms(pre=norm),) * 2,
         parallel=raw.get("use_parallel_residual", True),
     )
+    decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
     labels = classifier(raw, names)
     return ModelConfig(
         model_type="gpt_neox",
@@ -60,16 +44,16 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def rules(config: ModelConfig) -> Iterator[WeightRule]:
     assert config.decoder is not None
-    attention = config.decoder.attention
     yield WeightRule("embed_in.weight", "tokens.weight")
-    for i in range(config.decoder.num_layers):
+    for i, layer in enumerate(config.decoder.layers):
+        attention = layer.mixer
         here, there = f"layers.{i}", f"decoder.layers.{i}"
-        yield from affine(f"{here}.input_layernorm", f"{there}.attn_in")
+        yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
         for kind in ("weight", "bias") if attention.qkv_bias else ("weight",):
             name, target = f"{here}.attention.query_key_value.{kind}", f"{there}.attn.qkv.{kind}"
             yield WeightRule(name, target, interleaved=(attention.num_heads, 3))
         yield from affine(f"{here}.attention.dense", f"{there}.attn.out", bias=attention.out_bias)
-        yield from affine(f"{here}.post_attention_layernorm", f"{there}.ffn_in")
+        yield from affine(f"{here}.post_attention_layernorm", f"{there}.mlp_norms.pre")
         yield from affine(f"{here}.mlp.dense_h_to_4h", f"{there}.mlp.up")
         yield from affine(f"{here}.mlp.dense_4h_to_h", f"{there}.mlp.down")
     yield from affine("final_layer_norm", "decoder.final_norm")

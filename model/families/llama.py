@@ -10,19 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import (
@@ -32,6 +21,7 @@ from model.families.table.helpers import (
     fused,
     ids,
     refuse_unless,
+    repeat,
     self_attention,
     split_width,
 )
@@ -45,25 +35,21 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = raw.get("head_dim") or split_width(size, heads)
     bias = bool(raw.get("attention_bias", False))
-    decoder = StackConfig(
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=size,
-        attention=AttentionConfig(
+    norm = NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6))
+    layer = LayerConfig(
+        mixer=AttentionConfig(
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=dim,
             scale=dim**-0.5,
             qkv_bias=bias,
             out_bias=bias,
+            position=rotary(raw, dim),
         ),
-        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "silu"), gated=True, bias=False),
-        norm=NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6)),
-        position=PositionConfig(PositionKind.ROTARY, rotary=rotary(raw, dim)),
-        causal=True,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
+        feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "silu"), gated=True, bias=False),
+        norms=(Norms(pre=norm),) * 2,
     )
+    decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
     labels = classifier(raw, names)
     return ModelConfig(
         model_type=raw["model_type"],
@@ -80,8 +66,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def _with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     assert config.decoder is not None
-    attention = replace(config.decoder.attention, **changes)
-    return replace(config, decoder=replace(config.decoder, attention=attention))
+    changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, **changes)))
+    return replace(config, decoder=changed)
 
 
 def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -106,7 +92,9 @@ def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     _full_attention(raw)
-    return _with_attention(config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names), qk_norm=True)
+    base = config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names)
+    assert base.decoder is not None
+    return _with_attention(base, qk_norm=base.decoder.final_norm)
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -120,17 +108,18 @@ def gemma(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
     # The first folders say "gelu" and mean the tanh approximation, as the reference library has it.
     base = config(raw.but(hidden_act="gelu_pytorch_tanh" if act == "gelu" else act, head_dim=raw["head_dim"]), names)
-    assert base.decoder is not None
-    norm = replace(base.decoder.norm, unit_offset=True)
+    assert base.decoder is not None and base.decoder.final_norm is not None
+    norm = replace(base.decoder.final_norm, unit_offset=True)
+    decoder = base.decoder.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
     embedding = replace(base.embedding, scale=raw["hidden_size"] ** 0.5)
-    return replace(base, embedding=embedding, decoder=replace(base.decoder, norm=norm))
+    return replace(base, embedding=embedding, decoder=replace(decoder, final_norm=norm))
 
 
 def rules(config: ModelConfig) -> Iterator[WeightRule]:
     assert config.decoder is not None
-    attention, mlp = config.decoder.attention, config.decoder.mlp
     yield from _outside(config)
-    for i in range(config.decoder.num_layers):
+    for i, layer in enumerate(config.decoder.layers):
+        attention, mlp = layer.mixer, layer.feed_forward
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(attention, f"{there}.attn", *names)
@@ -155,8 +144,8 @@ def phi3_rules(config: ModelConfig) -> Iterator[WeightRule]:
 
 def _rest(here: str, there: str) -> Iterator[WeightRule]:
     yield from affine(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
-    yield WeightRule(f"{here}.input_layernorm.weight", f"{there}.attn_in.weight")
-    yield WeightRule(f"{here}.post_attention_layernorm.weight", f"{there}.ffn_in.weight")
+    yield WeightRule(f"{here}.input_layernorm.weight", f"{there}.attn_norms.pre.weight")
+    yield WeightRule(f"{here}.post_attention_layernorm.weight", f"{there}.mlp_norms.pre.weight")
 
 
 def _outside(config: ModelConfig) -> Iterator[WeightRule]:

@@ -10,21 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    HeadConfig,
-    ModelConfig,
-    StackConfig,
-)
-from model.families.table.helpers import activation, affine, ids, refuse_unless, split_width, tied
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.families.table.helpers import activation, affine, ids, refuse_unless, repeat, split_width, tied
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, WeightRule
 
@@ -35,21 +23,23 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, bias=True, batch_first=raw.get("batch_first"))
     size, heads = raw.get("d_model", 512), raw.get("nhead", 8)
     dim = split_width(size, heads)
-    pre_norm = bool(raw.get("norm_first", False))
+    attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True)
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
+    norms = Norms(pre=norm) if raw.get("norm_first", False) else Norms(post=norm)
 
     def stack(side: str) -> StackConfig:
+        layer = LayerConfig(
+            mixer=attention,
+            cross=attention if side == "decoder" else None,
+            feed_forward=MLPConfig(raw.get("dim_feedforward", 2048), activation(raw, "activation", "relu")),
+            norms=(norms,) * (3 if side == "decoder" else 2),
+        )
         return StackConfig(
-            num_layers=raw.get(f"num_{side}_layers", 6),
+            layers=repeat(layer, raw.get(f"num_{side}_layers", 6)),
             hidden_size=size,
-            attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),
-            mlp=MLPConfig(raw.get("dim_feedforward", 2048), activation(raw, "activation", "relu")),
-            norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5)),
-            position=PositionConfig(PositionKind.SINUSOIDAL, interleaved=True),
             causal=side == "decoder",
-            pre_norm=pre_norm,
-            post_norm=not pre_norm,
-            final_norm=True,  # nn.Transformer norms behind both stacks, whatever norm_first says
-            cross_attention=side == "decoder",
+            position=PositionConfig(PositionKind.SINUSOIDAL, interleaved=True),
+            final_norm=norm,  # nn.Transformer norms behind both stacks, whatever norm_first says
         )
 
     return ModelConfig(
@@ -72,16 +62,17 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
     assert config.head is not None
     yield WeightRule("embedding.weight", "tokens.weight")
     for side, stack in config.stacks.items():
-        for i in range(stack.num_layers):
+        for i, layer in enumerate(stack.layers):
             here, there = f"transformer.{side}.layers.{i}", f"{side}.layers.{i}"
             yield from _packed(f"{here}.self_attn.in_proj_", f"{there}.attn.qkv.")
             yield from affine(f"{here}.self_attn.out_proj", f"{there}.attn.out")
-            slots = ["attn", "ffn"]
-            if stack.cross_attention:
-                slots.insert(1, "cross")
+            sublayers = ["attn", "mlp"]
+            if layer.cross is not None:
+                sublayers.insert(1, "cross")
                 yield from _cross(f"{here}.multihead_attn", f"{there}.cross", stack)
-            for number, slot in enumerate(slots, 1):
-                yield from affine(f"{here}.norm{number}", f"{there}.{slot}_{'in' if stack.pre_norm else 'out'}")
+            slot = "pre" if layer.norms[0].pre else "post"
+            for number, sublayer in enumerate(sublayers, 1):
+                yield from affine(f"{here}.norm{number}", f"{there}.{sublayer}_norms.{slot}")
             yield from affine(f"{here}.linear1", f"{there}.mlp.up")
             yield from affine(f"{here}.linear2", f"{there}.mlp.down")
         yield from affine(f"transformer.{side}.norm", f"{side}.final_norm")

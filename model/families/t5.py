@@ -6,21 +6,18 @@ mT5, ByT5 and Flan-T5 are T5 with a gated MLP and a head of their own; umT5 has 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from model.config.layer import (
     AttentionConfig,
+    BucketBiasConfig,
+    LayerConfig,
     MLPConfig,
     NormConfig,
     NormKind,
-    PositionConfig,
-    PositionKind,
+    Norms,
 )
-from model.config.model import (
-    EmbeddingConfig,
-    HeadConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, StackConfig
 from model.families.table.helpers import (
     activation,
     affine,
@@ -28,6 +25,7 @@ from model.families.table.helpers import (
     fused,
     ids,
     refuse_unless,
+    repeat,
     self_attention,
     tied,
 )
@@ -46,25 +44,21 @@ def _stack(raw: Settings, side: str) -> StackConfig:
     refuse_unless(raw, dense_act_fn=said["feed_forward_proj"], is_gated_act=gated)  # the same again, as it is stored
     for trained in ("n_positions", "scalable_attention"):
         raw.get(trained)  # how it was trained: buckets have no end, and the reference library knows but one attention
-    layers = raw["num_layers"]
-    return StackConfig(
-        num_layers=(raw.get("num_decoder_layers") or layers) if decoder else layers,
-        hidden_size=raw["d_model"],
-        attention=AttentionConfig(heads, heads, raw["d_kv"], scale=1.0),
-        mlp=MLPConfig(raw["d_ff"], act, gated=gated, bias=False),
-        norm=NormConfig(NormKind.RMS, raw.get("layer_norm_epsilon", 1e-6)),
-        position=PositionConfig(
-            PositionKind.T5_BUCKETS,
-            num_buckets=raw.get("relative_attention_num_buckets", 32),
-            max_distance=raw.get("relative_attention_max_distance", 128),
-            per_layer=raw["model_type"] == "umt5",
-        ),
-        causal=decoder,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
-        cross_attention=decoder,
+    buckets = BucketBiasConfig(
+        num_buckets=raw.get("relative_attention_num_buckets", 32),
+        max_distance=raw.get("relative_attention_max_distance", 128),
+        shared=raw["model_type"] != "umt5",
     )
+    attention = AttentionConfig(heads, heads, raw["d_kv"], scale=1.0)
+    norm = NormConfig(NormKind.RMS, raw.get("layer_norm_epsilon", 1e-6))
+    layer = LayerConfig(
+        mixer=replace(attention, position=buckets),
+        cross=attention if decoder else None,
+        feed_forward=MLPConfig(raw["d_ff"], act, gated=gated, bias=False),
+        norms=(Norms(pre=norm),) * (3 if decoder else 2),
+    )
+    layers = (raw.get("num_decoder_layers") if decoder else None) or raw["num_layers"]
+    return StackConfig(repeat(layer, layers), raw["d_model"], causal=decoder, final_norm=norm)
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -93,31 +87,31 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
     yield WeightRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
         yield WeightRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
-        for i in range(stack.num_layers):
+        for i, layer in enumerate(stack.layers):
             here, there = f"{side}.block.{i}.layer", f"{side}.layers.{i}"
-            if stack.position.per_layer or i == 0:
-                table = f"{there}.bias.weight" if stack.position.per_layer else f"{side}.bias.weight"
+            if stack.shared_bias is None or i == 0:
+                table = f"{there}.bias.weight" if stack.shared_bias is None else f"{side}.bias.weight"
                 yield WeightRule(f"{here}.0.SelfAttention.relative_attention_bias.weight", table)
             names = (f"{here}.0.SelfAttention.{part}" for part in "qkvo")
-            yield from self_attention(stack.attention, f"{there}.attn", *names)
-            yield from affine(f"{here}.0.layer_norm", f"{there}.attn_in", bias=False)
-            if stack.cross_attention:
+            yield from self_attention(layer.mixer, f"{there}.attn", *names)
+            yield from affine(f"{here}.0.layer_norm", f"{there}.attn_norms.pre", bias=False)
+            if layer.cross is not None:
                 names = (f"{here}.1.EncDecAttention.{part}" for part in "qkvo")
-                yield from cross_attention(stack.attention, f"{there}.cross", *names)
-                yield from affine(f"{here}.1.layer_norm", f"{there}.cross_in", bias=False)
-            yield from _mlp(stack, f"{here}.{2 if stack.cross_attention else 1}", there)
+                yield from cross_attention(layer.cross, f"{there}.cross", *names)
+                yield from affine(f"{here}.1.layer_norm", f"{there}.cross_norms.pre", bias=False)
+            yield from _mlp(layer.feed_forward, f"{here}.{1 if layer.cross is None else 2}", there)
         yield WeightRule(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight")
     if not config.head.tied:
         yield WeightRule("lm_head.weight", "head.weight")
 
 
-def _mlp(stack: StackConfig, here: str, there: str) -> Iterator[WeightRule]:
+def _mlp(mlp: MLPConfig, here: str, there: str) -> Iterator[WeightRule]:
     dense = f"{here}.DenseReluDense"
-    inner = ("wi_0", "wi_1") if stack.mlp.gated else ("wi",)
-    sizes = {f"{dense}.{name}": stack.mlp.intermediate_size for name in inner}
+    inner = ("wi_0", "wi_1") if mlp.gated else ("wi",)
+    sizes = {f"{dense}.{name}": mlp.intermediate_size for name in inner}
     yield from fused(sizes, f"{there}.mlp.up", bias=False)
     yield from affine(f"{dense}.wo", f"{there}.mlp.down", bias=False)
-    yield from affine(f"{here}.layer_norm", f"{there}.ffn_in", bias=False)
+    yield from affine(f"{here}.layer_norm", f"{there}.mlp_norms.pre", bias=False)
 
 
 # Early checkpoints carry a bias table for cross attention, which no T5 computes with.

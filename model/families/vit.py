@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    ImageConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import EmbeddingConfig, ImageConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
-from model.families.table.helpers import (
-    activation,
-    affine,
-    refuse_unless,
-    self_attention,
-    split_width,
-)
+from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, WeightRule
 
@@ -38,17 +20,18 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raise ConfigError(f"pooler_output_size = {raw['pooler_output_size']} is not served for 'vit', only {size}")
     dim = split_width(size, heads)
     image = ImageConfig(raw.get("image_size", 224), raw.get("patch_size", 16), raw.get("num_channels", 3))
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=raw.get("qkv_bias", True), out_bias=True),
+        feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
+        norms=(Norms(pre=norm),) * 2,
+    )
     encoder = StackConfig(
-        num_layers=raw["num_hidden_layers"],
+        layers=repeat(layer, raw["num_hidden_layers"]),
         hidden_size=size,
-        attention=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=raw.get("qkv_bias", True), out_bias=True),
-        mlp=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
-        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
-        position=PositionConfig(PositionKind.LEARNED, max_positions=image.num_tokens),
         causal=False,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
+        position=PositionConfig(PositionKind.LEARNED, max_positions=image.num_tokens),
+        final_norm=norm,
     )
     labels = classifier(raw, names)
     return ModelConfig(
@@ -72,13 +55,13 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
     yield WeightRule("embeddings.patch_embeddings.projection.bias", "patches.project.bias")
     positions = (1, image.num_tokens, size)
     yield WeightRule("embeddings.position_embeddings", "encoder.positions.weight", shape=positions)
-    for i in range(config.encoder.num_layers):
+    for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("attention.query", "attention.key", "attention.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
-        yield from self_attention(config.encoder.attention, f"{there}.attn", *names)
-        yield from affine(f"{here}.layernorm_before", f"{there}.attn_in")
-        yield from affine(f"{here}.layernorm_after", f"{there}.ffn_in")
+        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from affine(f"{here}.layernorm_before", f"{there}.attn_norms.pre")
+        yield from affine(f"{here}.layernorm_after", f"{there}.mlp_norms.pre")
         yield from affine(f"{here}.intermediate.dense", f"{there}.mlp.up")
         yield from affine(f"{here}.output.dense", f"{there}.mlp.down")
     yield from affine("layernorm", "encoder.final_norm")

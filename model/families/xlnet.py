@@ -7,19 +7,16 @@ from collections.abc import Collection, Iterator
 
 from model.config.layer import (
     AttentionConfig,
+    LayerConfig,
     MLPConfig,
     NormConfig,
     NormKind,
-    PositionConfig,
-    PositionKind,
+    Norms,
+    XLNetRelativeConfig,
 )
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, refuse_unless
+from model.families.table.helpers import activation, affine, refuse_unless, repeat
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, WeightRule
 
@@ -30,17 +27,16 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     if labels is not None and not labels.per_token:
         refuse_unless(raw, summary_type="last", summary_use_proj=True, summary_activation="tanh")
     heads, dim = raw["n_head"], raw.get("d_head") or raw["d_model"] // raw["n_head"]
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, position=XLNetRelativeConfig(), query_offset=True),
+        feed_forward=MLPConfig(raw["d_inner"], activation(raw, "ff_activation", "gelu")),
+        norms=(Norms(post=norm),) * 2,
+    )
     encoder = StackConfig(
-        num_layers=raw["n_layer"],
+        layers=repeat(layer, raw["n_layer"]),
         hidden_size=raw["d_model"],
-        attention=AttentionConfig(heads, heads, dim, dim**-0.5, query_offset=True),
-        mlp=MLPConfig(raw["d_inner"], activation(raw, "ff_activation", "gelu")),
-        norm=NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12)),
-        position=PositionConfig(PositionKind.XLNET_RELATIVE),
         causal=False,
-        pre_norm=False,
-        post_norm=True,
-        final_norm=False,
         token_types=3,  # two texts, and the classifier's token by itself
     )
     return ModelConfig(
@@ -54,10 +50,10 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def rules(config: ModelConfig) -> Iterator[WeightRule]:
     assert config.encoder is not None
-    attention, size = config.encoder.attention, config.encoder.hidden_size
-    stored = (size, attention.num_heads, attention.head_dim)
     yield WeightRule("word_embedding.weight", "tokens.weight")
-    for i in range(config.encoder.num_layers):
+    for i, layer in enumerate(config.encoder.layers):
+        attention = layer.mixer
+        stored = (config.encoder.hidden_size, attention.num_heads, attention.head_dim)
         here, there = f"layer.{i}.rel_attn", f"encoder.layers.{i}"
         for part, name in enumerate("qkv"):
             rows = (part * attention.query_size, (part + 1) * attention.query_size)
@@ -68,10 +64,10 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
         yield WeightRule(f"{here}.r_r_bias", f"{there}.relative.position_offset")
         yield WeightRule(f"{here}.r_s_bias", f"{there}.relative.segment_offset")
         yield WeightRule(f"{here}.seg_embed", f"{there}.relative.segments")
-        yield from affine(f"{here}.layer_norm", f"{there}.attn_out")
+        yield from affine(f"{here}.layer_norm", f"{there}.attn_norms.post")
         yield from affine(f"layer.{i}.ff.layer_1", f"{there}.mlp.up")
         yield from affine(f"layer.{i}.ff.layer_2", f"{there}.mlp.down")
-        yield from affine(f"layer.{i}.ff.layer_norm", f"{there}.ffn_out")
+        yield from affine(f"layer.{i}.ff.layer_norm", f"{there}.mlp_norms.post")
     yield from classifier_rules(config)
 
 

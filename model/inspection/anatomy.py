@@ -6,11 +6,25 @@ Costs are per token. A matrix of p parameters costs 2p FLOPs; attention over a c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from model.config.layer import (
+    AttentionConfig,
+    BucketBiasConfig,
+    LayerConfig,
+    MLPConfig,
+    RotaryConfig,
+    XLNetRelativeConfig,
+)
 from model.config.model import ModelConfig, StackConfig
 from model.network.parameter_counts import parameters_by_part
 
+_POSITIONS = {
+    RotaryConfig: "rotary",
+    BucketBiasConfig: "t5 buckets",
+    XLNetRelativeConfig: "xlnet relative",
+}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,6 +48,7 @@ class Anatomy:
 
     config: ModelConfig
     parameters: dict[str, int]  # by part, tied matrices once
+    multiplied: dict[str, int]  # the same, weights that layers share once for each of them
 
     @property
     def total_parameters(self) -> int:
@@ -49,15 +64,14 @@ class Anatomy:
     def flops(self, stack: str, context: int) -> Flops:
         """One token through a stack (and the head, behind the last) with `context` tokens to attend to."""
         config = self.config.stacks[stack]
-        shared = config.num_layers // config.distinct_layers
-        projections = self.parameters[f"{stack} attention"] + self.parameters.get(f"{stack} cross attention", 0)
+        projections = self.multiplied[f"{stack} attention"] + self.multiplied.get(f"{stack} cross attention", 0)
         head = 0
         if stack == "decoder" and self.config.head is not None:
             head = 2 * self.config.embedding.vocab_size * config.hidden_size
         return Flops(
-            projections=2 * projections * shared,
-            attention=4 * context * config.attention.query_size * config.num_layers,
-            feed_forward=2 * self.parameters[f"{stack} MLP"] * shared,
+            projections=2 * projections,
+            attention=sum(4 * _seen(layer.mixer, context) * layer.mixer.query_size for layer in config.layers),
+            feed_forward=2 * self.multiplied[f"{stack} MLP"],
             head=head,
         )
 
@@ -77,26 +91,80 @@ class Anatomy:
 
 def dissect(config: ModelConfig) -> Anatomy:
     """Count the parameters of every part."""
-    return Anatomy(config, parameters_by_part(config))
+    return Anatomy(config, parameters_by_part(config), parameters_by_part(config, each_use=True))
+
+
+def _seen(attention: AttentionConfig, context: int) -> int:
+    """Keys of `context` that one query is compared with."""
+    return context if attention.window is None else min(context, attention.window)
 
 
 def describe_stack(config: StackConfig) -> dict[str, str]:
-    """A stack in words, for people."""
-    attention, mlp = config.attention, config.mlp
-    norms = [name for name, on in (("pre", config.pre_norm), ("post", config.post_norm)) if on]
-    kind = f"{config.norm.kind.value} {' and '.join(norms)}-norm" + (", final norm" if config.final_norm else "")
-    heads = f"{attention.num_heads} of {attention.head_dim}"
-    if attention.num_kv_heads != attention.num_heads:
-        heads += f", {attention.num_kv_heads} key/value heads"
-    sharing = f", {config.distinct_layers} distinct" if config.distinct_layers != config.num_layers else ""
+    """A stack in words, for people; where its layers differ, each property with the layers that have it."""
+    sharing = f", {len(config.distinct_layers)} distinct" if len(config.distinct_layers) != config.num_layers else ""
+
+    def described(describe: Callable[[LayerConfig], str]) -> str:
+        """What each layer is said to be, equal layers in groups: `a`, or `a (layers 0-4, 6), b (layer 5)`."""
+        groups: dict[str, list[int]] = {}
+        for index, layer in enumerate(config.layers):
+            groups.setdefault(describe(layer), []).append(index)
+        if len(groups) == 1:
+            return next(iter(groups))
+        return "; ".join(f"{words} ({_in_layers(indices)})" for words, indices in groups.items())
+
+    def attention(layer: LayerConfig) -> str:
+        window = f", window {layer.mixer.window}" if layer.mixer.window else ""
+        cross = " + cross" if layer.cross is not None else ""
+        return ("causal" if config.causal else "bidirectional") + window + cross
+
     return {
         "layers": f"{config.num_layers}{sharing}",
         "width": str(config.hidden_size),
-        "attention": ("causal" if config.causal else "bidirectional")
-        + (f", window {attention.window}" if attention.window else "")
-        + (" + cross" if config.cross_attention else ""),
-        "heads": heads,
-        "positions": config.position.kind.value.replace("_", " "),
-        "norms": kind,
-        "MLP": f"{mlp.intermediate_size}, {'gated ' if mlp.gated else ''}{mlp.activation.value.replace('_', ' ')}",
+        "attention": described(attention),
+        "heads": described(lambda layer: _heads(layer.mixer)),
+        "positions": described(lambda layer: _positions(config, layer)),
+        "norms": described(_norms) + (", final norm" if config.final_norm else ""),
+        "MLP": described(lambda layer: _mlp(layer.feed_forward)),
     }
+
+
+def _in_layers(indices: Sequence[int]) -> str:
+    """`layer 5`, or `layers 0-4, 6-10`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    names = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(names)}"
+
+
+def _heads(attention: AttentionConfig) -> str:
+    heads = f"{attention.num_heads} of {attention.head_dim}"
+    if attention.num_kv_heads != attention.num_heads:
+        heads += f", {attention.num_kv_heads} key/value heads"
+    return heads
+
+
+def _positions(config: StackConfig, layer: LayerConfig) -> str:
+    position = layer.mixer.position
+    if position is None:
+        return config.position.kind.value
+    words = _POSITIONS[type(position)]
+    if isinstance(position, RotaryConfig) and len(config.rotaries) > 1:
+        words += f" of base {position.theta:g}"
+    return words
+
+
+def _norms(layer: LayerConfig) -> str:
+    """`rms pre-norm`, or `layer pre and post-norm`."""
+    slots = {
+        name: norm for norms in layer.norms for name in ("pre", "output", "post") if (norm := getattr(norms, name))
+    }
+    kinds = " and ".join(dict.fromkeys(norm.kind.value for norm in slots.values()))
+    return f"{kinds} {' and '.join(slots)}-norm"
+
+
+def _mlp(mlp: MLPConfig) -> str:
+    return f"{mlp.intermediate_size}, {'gated ' if mlp.gated else ''}{mlp.activation.value.replace('_', ' ')}"

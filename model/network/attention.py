@@ -1,39 +1,36 @@
-"""The parts of a block: norms, MLP, multi-head attention."""
+"""Multi-head attention of a sequence to itself, and of a decoder to the encoder's output."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias
+from model.attention.base import ScoreBias
 from model.cache.paged import LayerCache
-from model.config.layer import (
-    AttentionConfig,
-    NormConfig,
-)
+from model.config.layer import AttentionConfig, RotaryConfig
 from model.network.fused_ops import rotate_both
 from model.network.norms import build_norm
+from model.network.step_context import StepContext
 
 
 class SelfAttention(nn.Module):
     """Multi-head attention of a sequence to itself; q, k and v come from one matrix `[q; k; v]`."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, norm: NormConfig) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
         self.qkv = nn.Linear(hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias)
         self.out = nn.Linear(config.query_size, hidden_size, bias=config.out_bias)
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
-        if config.qk_norm:
-            self.q_norm, self.k_norm = build_norm(norm, config.head_dim), build_norm(norm, config.head_dim)
+        if config.qk_norm is not None:
+            self.q_norm = build_norm(config.qk_norm, config.head_dim)
+            self.k_norm = build_norm(config.qk_norm, config.head_dim)
 
     def forward(
         self,
         x: Tensor,  # [T, d]
-        backend: AttentionBackend,
-        metadata: AttentionMetadata,
+        step: StepContext,
         cache: LayerCache | None,
-        rotary: tuple[Tensor, Tensor] | None,
         bias: ScoreBias | None,
     ) -> Tensor:
         config = self.config
@@ -41,13 +38,13 @@ class SelfAttention(nn.Module):
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        if config.qk_norm:
+        if config.qk_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
             q = q + self.offset
-        if rotary is not None:
-            q, k = rotate_both(q, k, *rotary)
-        return self.out(backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
+        if isinstance(config.position, RotaryConfig):
+            q, k = rotate_both(q, k, *step.rotary(config.position))
+        return self.out(step.backend.forward(q, k, v, cache, step.inputs.metadata, config, bias).flatten(1))
 
 
 class CrossAttention(nn.Module):
@@ -65,14 +62,8 @@ class CrossAttention(nn.Module):
         k, v = self.kv(encoder_output).unflatten(-1, (2, self.config.num_kv_heads, self.config.head_dim)).unbind(-3)
         return k, v
 
-    def forward(
-        self,
-        x: Tensor,  # [T, d]
-        backend: AttentionBackend,
-        metadata: AttentionMetadata,
-        cache: LayerCache | None,
-        encoder_output: Tensor | None,  # [S, d]; None: keys and values are in the cache
-    ) -> Tensor:
+    def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
+        assert step.cross is not None
         q = self.q(x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
-        k, v = self.project(encoder_output) if encoder_output is not None else (None, None)
-        return self.out(backend.forward(q, k, v, cache, metadata, self.config).flatten(1))
+        k, v = self.project(step.cross.encoder_output) if step.cross.encoder_output is not None else (None, None)
+        return self.out(step.backend.forward(q, k, v, cache, step.cross.metadata, self.config).flatten(1))

@@ -15,7 +15,7 @@ from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.linear.parallel import RowLinear
 from model.network.embeddings import VocabularyEmbedding
-from model.network.layer import Block
+from model.network.layer import Layer
 from model.network.transformer import Transformer
 from model.parallel.group import Group
 
@@ -43,7 +43,7 @@ class ShardedTransformer(Transformer):
         if self.tokens is not None:
             self.tokens = VocabularyEmbedding(self.tokens, self.vocabulary[shard.rank], group)
         for module in list(self.modules()):
-            if isinstance(module, Block):
+            if isinstance(module, Layer):
                 module.attn.out = RowLinear(module.attn.out, group)
                 module.mlp.down = RowLinear(module.mlp.down, group)
                 if module.cross is not None:

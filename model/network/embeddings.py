@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from model.config.layer import PositionConfig
-from model.config.model import ImageConfig
+from model.config.model import ImageConfig, PositionConfig
 from model.config.sharding import Range
 from model.network.rotary import inverse_frequencies
 from model.parallel.group import Group

@@ -4,69 +4,65 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from model.attention.base import AttentionBackend, ScoreBias
+from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.paged import LayerCache
-from model.config.layer import PositionKind
-from model.config.model import StackConfig
+from model.config.layer import BucketBiasConfig, LayerConfig, XLNetRelativeConfig
 from model.network.attention import CrossAttention, SelfAttention
 from model.network.fused_ops import add_norm
-from model.network.inputs import CrossInput, StackInput
 from model.network.mlp import MLP
-from model.network.norms import build_norm
-from model.network.score_bias import RelativeBias, bucket_bias
+from model.network.norms import SublayerNorms
+from model.network.score_bias import BucketBias, RelativeBias
+from model.network.step_context import StepContext
 
 
-class Block(nn.Module):
-    """`x = out(x + sublayer(in(x)))` for attention, cross attention and MLP; an empty norm slot is the identity."""
+class Layer(nn.Module):
+    """`x = post(x + output(sublayer(pre(x))))` for attention, cross attention and MLP (`model.config.layer.Norms`)."""
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: LayerConfig, hidden_size: int, *, causal: bool) -> None:
         super().__init__()
-
-        def slot(filled: bool) -> nn.Module:
-            return build_norm(config.norm, config.hidden_size) if filled else nn.Identity()
-
-        self.parallel = config.parallel
-        self.attn_in, self.attn_out = slot(config.pre_norm), slot(config.post_norm)
-        self.attn = SelfAttention(config.attention, config.hidden_size, config.norm)
-        per_layer = config.position.kind is PositionKind.T5_BUCKETS and config.position.per_layer
-        self.bias = bucket_bias(config) if per_layer else None
+        self.config = config
+        self.hidden_size = hidden_size
+        norms = iter(config.norms)
+        position = config.mixer.position
+        self.attn_norms = SublayerNorms(next(norms), hidden_size)
+        self.attn = SelfAttention(config.mixer, hidden_size)
+        self.bias: BucketBias | None = None  # of this layer alone
+        if isinstance(position, BucketBiasConfig) and not position.shared:
+            self.bias = BucketBias(position, config.mixer.num_heads, bidirectional=not causal)
+        self.shares_bias = isinstance(position, BucketBiasConfig) and position.shared
         self.relative: RelativeBias | None = None
-        if config.position.kind is PositionKind.XLNET_RELATIVE:
-            self.relative = RelativeBias(config.attention, config.hidden_size)
+        if isinstance(position, XLNetRelativeConfig):
+            self.relative = RelativeBias(config.mixer, hidden_size)
         self.cross: CrossAttention | None = None
-        if config.cross_attention:
-            self.cross_in, self.cross_out = slot(config.pre_norm), slot(config.post_norm)
-            self.cross = CrossAttention(config.attention, config.hidden_size)
-        self.ffn_in, self.ffn_out = slot(config.pre_norm), slot(config.post_norm)
-        self.mlp = MLP(config.mlp, config.hidden_size)
+        if config.cross is not None:
+            self.cross_norms = SublayerNorms(next(norms), hidden_size)
+            self.cross = CrossAttention(config.cross, hidden_size)
+        self.mlp_norms = SublayerNorms(next(norms), hidden_size)
+        self.mlp = MLP(config.feed_forward, hidden_size)
 
-    def forward(
-        self,
-        x: Tensor,  # [T, d]
-        inputs: StackInput,
-        backend: AttentionBackend,
-        cache: LayerCache | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        bias: ScoreBias | None,
-        cross: CrossInput | None,
-    ) -> Tensor:
-        mixed = self.attn(self.attn_in(x), backend, inputs.metadata, cache, rotary, self._own_bias(inputs) or bias)
-        if self.parallel:
-            return x + mixed + self.mlp(self.ffn_in(x))
-        following = self.ffn_in if self.cross is None else self.cross_in
-        x, read = _join(x, mixed, self.attn_out, following)
+    def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
+        norms = self.attn_norms
+        mixed = norms.output(self.attn(norms.pre(x), step, cache, self._score_bias(step)))
+        if self.config.parallel:
+            return x + mixed + self.mlp_norms.output(self.mlp(self.mlp_norms.pre(x)))
+        following = self.mlp_norms if self.cross is None else self.cross_norms
+        x, read = _join(x, mixed, norms.post, following.pre)
         if self.cross is not None:
-            assert cross is not None
-            mixed = self.cross(read, backend, cross.metadata, cache, cross.encoder_output)
-            x, read = _join(x, mixed, self.cross_out, self.ffn_in)
-        return self.ffn_out(x + self.mlp(read))
+            mixed = self.cross_norms.output(self.cross(read, step, cache))
+            x, read = _join(x, mixed, self.cross_norms.post, self.mlp_norms.pre)
+        return self.mlp_norms.post(x + self.mlp_norms.output(self.mlp(read)))
 
-    def _own_bias(self, inputs: StackInput) -> ScoreBias | None:
-        """The bias of a layer that does not share its stack's."""
+    def _score_bias(self, step: StepContext) -> ScoreBias | None:
+        """What the layer's positions add to its scores."""
         relative, offset = self.relative, self.attn.offset
         if relative is None or offset is None:
-            return self.bias
-        return lambda query, group: relative.scores(query, group, offset, inputs.token_types)
+            return step.shared_bias if self.shares_bias else self.bias
+
+        def scores(query: Tensor, group: SegmentGroup) -> Tensor:
+            sinusoids = step.sinusoids(group.kv_len, self.hidden_size, query.dtype)
+            return relative.scores(query, group, offset, sinusoids, step.inputs.token_types)
+
+        return scores
 
 
 def _join(x: Tensor, mixed: Tensor, norm: nn.Module, following: nn.Module) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments
@@ -18,15 +19,15 @@ def planned_scratch(
 
     `dtype` is the network's, `kind` how its matrices are packed where that is not it.
     """
-    stacks = [stack for stack in config.stacks.values() if NativeStack.supports(stack)]
+    stacks = [stack for stack in config.stacks.values() if NativeStack.unsupported(stack) is None]
     kind = KINDS[dtype] if kind is None else kind
     return max((_of_stack(library, stack, dtype, kind, rows, context) for stack in stacks), default=0)
 
 
 def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, rows: int, context: int) -> int:
-    stack = stack_structure(config, [_layer(config, kind)] * config.distinct_layers)
+    stack = stack_structure(config, [_layer(layer, config, kind) for layer in config.distinct_layers])
     stack.dtype, stack.tiles = KINDS[dtype], library.tiles
-    segments = (Segments * (2 if config.cross_attention else 1))()
+    segments = (Segments * (2 if config.has_cross_attention else 1))()
     step = StepData(rows=rows, num_segments=len(segments), segments=segments)
     if config.causal:
         segments[0].causal, step.pages, step.planned_keys = True, (KVPages * 1)(), context
@@ -35,17 +36,21 @@ def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: K
     return library.scratch_bytes(stack, step)
 
 
-def _layer(config: StackConfig, kind: Kind) -> Layer:
+def _layer(config: LayerConfig, stack: StackConfig, kind: Kind) -> Layer:
     """A layer whose matrices have sizes and no data."""
-    hidden, query, kv = config.hidden_size, config.attention.query_size, config.attention.kv_size
-    inner = config.mlp.intermediate_size
+    hidden, query, kv = stack.hidden_size, config.mixer.query_size, config.mixer.kv_size
+    inner = config.feed_forward.intermediate_size
 
     def matrix(n: int, k: int) -> PackedMatrix:
         return PackedMatrix(int(kind), n, k)
 
-    layer = layer_structure(config)
+    layer = layer_structure(config, stack)
     layer.self.input, layer.self.output = matrix(query + 2 * kv, hidden), matrix(hidden, query)
-    layer.mlp.up, layer.mlp.down = matrix(inner * (2 if config.mlp.gated else 1), hidden), matrix(hidden, inner)
-    if config.cross_attention:
+    layer.mlp.up, layer.mlp.down = (
+        matrix(inner * (2 if config.feed_forward.gated else 1), hidden),
+        matrix(hidden, inner),
+    )
+    if config.cross is not None:
+        query = config.cross.query_size
         layer.cross.input, layer.cross.output = matrix(query, hidden), matrix(hidden, query)
     return layer

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 
 from model.attention.native import fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
-from model.config.layer import (
-    NormKind,
-    PositionKind,
-)
+from model.config.layer import BucketBiasConfig, LayerConfig, RotaryConfig, XLNetRelativeConfig
 from model.config.model import StackConfig
 from model.errors import ConfigError
 from model.linear.native import PackedLinear
@@ -28,7 +25,6 @@ from model.native.library import ACTIVATIONS, KINDS, Kind, Library
 from model.native.structures import (
     AttentionLayer,
     KVPages,
-    Layer,
     MLPLayer,
     Norm,
     RotaryTable,
@@ -36,18 +32,20 @@ from model.native.structures import (
     Segments,
     SublayerNorms,
 )
+from model.native.structures import Layer as LayerData
 from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.norms import OffsetRMSNorm
 
 if TYPE_CHECKING:
-    from model.network.inputs import CrossInput, StackInput
-    from model.network.layer import Block
-    from model.network.score_bias import BucketBias
+    from model.network.inputs import CrossInput
+    from model.network.layer import Layer
+    from model.network.norms import SublayerNorms as NormModules
     from model.network.stack import Stack
+    from model.network.step_context import StepContext
     from model.network.transformer import Transformer
 
-_NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
+_LAYER_NORM, _RMS_NORM = 1, 2
 _SELF, _CROSS, _NONE = 0, 1, -1  # indices into a step's segments, rotary tables and score biases
 _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
@@ -74,7 +72,7 @@ def pack_model(
     packing = Packing(library, kind, batch_invariant)
     pack_linears(model, packing)
     for stack in (model.encoder, model.decoder):
-        if stack is not None and NativeStack.supports(stack.config):
+        if stack is not None and NativeStack.unsupported(stack.config) is None:
             stack.native = NativeStack(stack, library, kind)
     if batch_invariant:
         _pack_projections(model, library)
@@ -83,7 +81,7 @@ def pack_model(
 def pack_linears(model: Transformer, packing: Packing) -> None:
     """Replace the matrices that C multiplies with by packed ones; of a network on the meta device, by room for them."""
     for stack in (model.encoder, model.decoder):
-        if stack is not None and NativeStack.supports(stack.config):
+        if stack is not None and NativeStack.unsupported(stack.config) is None:
             _pack_stack(stack, packing.library, packing.kind)
     head, table = model.head, model.tokens
     if head is not None and table is not None and head.packed is None:
@@ -99,16 +97,21 @@ def _pack_stack(stack: Stack, library: Library, kind: Kind | None) -> None:
 
 def packable(stack: Stack) -> Iterator[tuple[nn.Module, str]]:
     """The linear layers of a stack that runs in C: the module that has one, and the name that it has there."""
-    for block in map(stack.block, range(stack.config.distinct_layers)):
-        yield from ((block.attn, "qkv"), (block.attn, "out"), (block.mlp, "up"), (block.mlp, "down"))
-        if block.cross is not None:
-            yield from ((block.cross, "q"), (block.cross, "kv"), (block.cross, "out"))
+    for layer in stack.distinct_layers:
+        yield from ((layer.attn, "qkv"), (layer.attn, "out"), (layer.mlp, "up"), (layer.mlp, "down"))
+        if layer.cross is not None:
+            yield from ((layer.cross, "q"), (layer.cross, "kv"), (layer.cross, "out"))
 
 
 def packable_names(model: Transformer) -> set[str]:
     """What `pack_linears` would replace in a network that is not packed, by the names of the modules."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    found = {getattr(*place) for stack in stacks if NativeStack.supports(stack.config) for place in packable(stack)}
+    found = {
+        getattr(*place)
+        for stack in stacks
+        if NativeStack.unsupported(stack.config) is None
+        for place in packable(stack)
+    }
     return {name for name, module in model.named_modules() if module in found or module is model.head}
 
 
@@ -132,20 +135,21 @@ class NativeStack:
         self.stack = stack
         self._kept: list[Tensor] = []
         self._pages: tuple[KVCache, ctypes.Array[KVPages]] | None = None
-        self._bias: Tensor | None = None  # [tables, H, width]
-        config = stack.config
-        self._layers: list[Layer] = []
-        for index in range(config.distinct_layers):
-            self._layers.append(self._layer(stack.block(index)))
-        self._data = stack_structure(config, self._layers)
-        self._data.dtype = KINDS[_packed(stack.block(0).mlp, "up").dtype]
+        self._bias_tables = [] if stack.bias is None else [stack.bias]  # T5's, of the stack or of layers
+        self._biases: list[Tensor] = []  # `[H, width]` of each table
+        self._layers = [self._layer(layer) for layer in stack.distinct_layers]
+        self._data = stack_structure(stack.config, self._layers)
+        self._data.dtype = KINDS[_packed(stack.distinct_layers[0].mlp, "up").dtype]
         self._data.tiles = library.tiles
-        self._data.final = self._norm(stack.final_norm, config)
+        self._data.final = self._norm(stack.final_norm)
 
     @staticmethod
-    def supports(config: StackConfig) -> bool:
-        position = config.position
-        return position.kind is not PositionKind.XLNET_RELATIVE and not position.every_layer
+    def unsupported(config: StackConfig) -> str | None:
+        """Why the stack is not computed in C; None: it is. It is when each of its layers is."""
+        if config.position.every_layer:
+            return "positions are added before every layer"
+        reasons = ((index, unsupported_layer(layer)) for index, layer in enumerate(config.layers))
+        return next((f"layer {index} has {reason}" for index, reason in reasons if reason is not None), None)
 
     @staticmethod
     def covers(cache: KVCache | None, cross: CrossInput | None) -> bool:
@@ -155,59 +159,60 @@ class NativeStack:
     def __call__(
         self,
         x: Tensor,  # [T, d] float32, contiguous
-        inputs: StackInput,
+        context: StepContext,
         cache: KVCache | None,
-        cross: CrossInput | None,
-        rotary: tuple[Tensor, Tensor] | None,
         layers: range,
     ) -> None:
         """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
+        inputs, cross, rotaries = context.inputs, context.cross, self.stack.config.rotaries
         step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop)
-        segments = (Segments * (2 if self.stack.config.cross_attention else 1))()
+        segments = (Segments * (2 if self.stack.config.has_cross_attention else 1))()
         step.num_segments, step.segments = len(segments), segments
         kept = [*fill_segments(segments[_SELF], inputs.metadata, cache)]
         if cache is not None:
             step.pages = self._pages_of(cache)
         if cross is not None:
             kept += fill_segments(segments[_CROSS], cross.metadata, cache)
-        if rotary is not None:
-            kept += (cos := rotary[0].float().contiguous(), sin := rotary[1].float().contiguous())
-            step.rotary = (RotaryTable * 1)(RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]))
-        if self._tables:
-            tables = self._bias_for(max(inputs.metadata.kv_lens))
-            biases = (ScoreBias(table.data_ptr(), table.shape[1]) for table in tables)
-            step.score_biases = (ScoreBias * len(tables))(*biases)
+        if rotaries:
+            pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in rotaries]
+            kept += (table for pair in pairs for table in pair)
+            tables = (RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in pairs)
+            step.rotary = (RotaryTable * len(pairs))(*tables)
+        if self._bias_tables:
+            self._make_biases(max(inputs.metadata.kv_lens))
+            biases = (ScoreBias(bias.data_ptr(), bias.shape[1]) for bias in self._biases)
+            step.score_biases = (ScoreBias * len(self._biases))(*biases)
         self.library.run_stack(self._data, step, x)
 
-    def _layer(self, block: Block) -> Layer:
-        config = self.stack.config
-        layer = layer_structure(config)
-        attn, mlp = layer.self, layer.mlp
-        attn.norms = self._norms(block.attn_in, block.attn_out)
-        if config.attention.qk_norm:
-            attn.q_norm, attn.k_norm = (self._norm(getattr(block.attn, name), config) for name in ("q_norm", "k_norm"))
-        attn.input, attn.output = _packed(block.attn, "qkv").matrix, _packed(block.attn, "out").matrix
-        if block.bias is not None:  # a table of its own
-            attn.score_bias = len(self._layers)
-        if block.cross is not None:
-            layer.cross.norms = self._norms(block.cross_in, block.cross_out)
-            layer.cross.input = _packed(block.cross, "q").matrix
-            layer.cross.output = _packed(block.cross, "out").matrix
-        mlp.norms = self._norms(block.ffn_in, block.ffn_out)
-        mlp.up, mlp.down = _packed(block.mlp, "up").matrix, _packed(block.mlp, "down").matrix
-        return layer
+    def _layer(self, layer: Layer) -> LayerData:
+        data = layer_structure(layer.config, self.stack.config)
+        attn, mlp = data.self, data.mlp
+        attn.norms = self._norms(layer.attn_norms)
+        if layer.config.mixer.qk_norm is not None:
+            attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
+        attn.input, attn.output = _packed(layer.attn, "qkv").matrix, _packed(layer.attn, "out").matrix
+        if layer.bias is not None:  # a table of its own
+            attn.score_bias = len(self._bias_tables)
+            self._bias_tables.append(layer.bias)
+        if layer.cross is not None:
+            data.cross.norms = self._norms(layer.cross_norms)
+            data.cross.input = _packed(layer.cross, "q").matrix
+            data.cross.output = _packed(layer.cross, "out").matrix
+        mlp.norms = self._norms(layer.mlp_norms)
+        mlp.up, mlp.down = _packed(layer.mlp, "up").matrix, _packed(layer.mlp, "down").matrix
+        return data
 
-    def _norms(self, pre: nn.Module, post: nn.Module) -> SublayerNorms:
-        config = self.stack.config
-        return SublayerNorms(pre=self._norm(pre, config), post=self._norm(post, config))
+    def _norms(self, norms: NormModules) -> SublayerNorms:
+        return SublayerNorms(self._norm(norms.pre), self._norm(norms.output), self._norm(norms.post))
 
-    def _norm(self, module: nn.Module, config: StackConfig) -> Norm:
+    def _norm(self, module: nn.Module) -> Norm:
         if isinstance(module, nn.Identity):
             return Norm()
-        assert isinstance(module.weight, Tensor)
+        assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm)
         gain = module.weight.detach().float()
         self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
-        norm = Norm(kind=_NORM_KINDS[config.norm.kind], eps=config.norm.eps, weight=self._kept[-1].data_ptr())
+        kind = _LAYER_NORM if isinstance(module, nn.LayerNorm) else _RMS_NORM
+        norm = Norm(kind=kind, eps=module.eps, weight=self._kept[-1].data_ptr())
         shift = getattr(module, "bias", None)
         if shift is not None:
             self._kept.append(shift.detach().float().contiguous())
@@ -219,45 +224,40 @@ class NativeStack:
             self._pages = (cache, (KVPages * len(cache.layers))(*map(kv_pages, cache.layers)))
         return self._pages[1]
 
-    @property
-    def _tables(self) -> Sequence[BucketBias]:
-        """T5's bias, one for the stack or one a layer; empty for other families."""
-        if self.stack.bias is not None:
-            return (self.stack.bias,)
-        return [bias for bias in self._own_tables() if bias is not None]
-
-    def _own_tables(self) -> Iterator[BucketBias | None]:
-        for index in range(self.stack.config.distinct_layers):
-            yield self.stack.block(index).bias
-
-    def _bias_for(self, longest: int) -> Tensor:
-        """By distance `[tables, H, width]`, `key - query` at `width / 2 + key - query`, for keys up to `longest`."""
-        if self._bias is None or self._bias.shape[2] // 2 < longest + _MARGIN:
-            half = 1 << (longest + _MARGIN).bit_length()
-            distances = torch.arange(-half, half)
-            tables = [table.weight[table.bucket(distances)].float().T for table in self._tables]
-            self._bias = torch.stack(tables).contiguous()
-        return self._bias
+    def _make_biases(self, longest: int) -> None:
+        """By distance `[H, width]`, `key - query` at `width / 2 + key - query`, for keys up to `longest`."""
+        if self._biases and self._biases[0].shape[1] // 2 >= longest + _MARGIN:
+            return
+        half = 1 << (longest + _MARGIN).bit_length()
+        distances = torch.arange(-half, half)
+        self._biases = [table.weight[table.bucket(distances)].float().T.contiguous() for table in self._bias_tables]
 
 
-def layer_structure(config: StackConfig) -> Layer:
+def unsupported_layer(layer: LayerConfig) -> str | None:
+    """What of a layer is not computed in C; None: nothing."""
+    if isinstance(layer.mixer.position, XLNetRelativeConfig):
+        return "XLNet's relative positions"
+    return None
+
+
+def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     """A layer without norms and matrices: what it computes, and which of a step's arrays it reads."""
-    position = config.position
-    attn = AttentionLayer(shape=shape_of(config.attention), segments=_SELF)
-    attn.rotary = _NONE if position.rotary is None else 0
-    attn.score_bias = 0 if position.kind is PositionKind.T5_BUCKETS else _NONE
-    layer = Layer(mlp=MLPLayer(gated=config.mlp.gated, activation=ACTIVATIONS[config.mlp.activation]))
-    layer.self, layer.parallel, layer.has_cross = attn, config.parallel, config.cross_attention
-    if config.cross_attention:
-        layer.cross = AttentionLayer(shape=shape_of(config.attention), segments=_CROSS, rotary=_NONE, score_bias=_NONE)
-        layer.cross.shape.window = 0
+    attention, mlp, cross = config.mixer, config.feed_forward, config.cross
+    attn = AttentionLayer(shape=shape_of(attention), segments=_SELF, rotary=_NONE, score_bias=_NONE)
+    if isinstance(attention.position, RotaryConfig):
+        attn.rotary = stack.rotaries.index(attention.position)
+    if isinstance(attention.position, BucketBiasConfig):
+        attn.score_bias = 0  # the table of the stack
+    layer = LayerData(mlp=MLPLayer(gated=mlp.gated, activation=ACTIVATIONS[mlp.activation]))
+    layer.self, layer.parallel, layer.has_cross = attn, config.parallel, cross is not None
+    if cross is not None:
+        layer.cross = AttentionLayer(shape=shape_of(cross), segments=_CROSS, rotary=_NONE, score_bias=_NONE)
     return layer
 
 
-def stack_structure(config: StackConfig, layers: Sequence[Layer]) -> StackData:
-    """A stack that runs through these layers in turn, as often as it is deep; they must stay where they are."""
-    order = (ctypes.pointer(layers[index % len(layers)]) for index in range(config.num_layers))
-    pointers = (ctypes.POINTER(Layer) * config.num_layers)(*order)
+def stack_structure(config: StackConfig, layers: Sequence[LayerData]) -> StackData:
+    """A stack over the structures of its distinct layers, which must stay where they are."""
+    pointers = (ctypes.POINTER(LayerData) * config.num_layers)(*(ctypes.pointer(layers[i]) for i in config.weights_of))
     return StackData(hidden=config.hidden_size, num_layers=config.num_layers, layers=pointers)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.layer import NormConfig, NormKind
+from model.config.layer import NormConfig, NormKind, Norms
 
 
 class OffsetRMSNorm(nn.Module):
@@ -21,9 +21,22 @@ class OffsetRMSNorm(nn.Module):
         return functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
-def build_norm(config: NormConfig, size: int) -> nn.Module:
+def build_norm(config: NormConfig | None, size: int) -> nn.Module:
+    """The norm of rows of `size`; None is the identity."""
+    if config is None:
+        return nn.Identity()
     if config.kind is NormKind.RMS and config.unit_offset:
         return OffsetRMSNorm(size, config.eps)
     if config.kind is NormKind.RMS:
         return nn.RMSNorm(size, eps=config.eps)
     return nn.LayerNorm(size, eps=config.eps)
+
+
+class SublayerNorms(nn.Module):
+    """The norms around one sublayer, as `model.config.layer.Norms` has them."""
+
+    def __init__(self, config: Norms, size: int) -> None:
+        super().__init__()
+        self.pre = build_norm(config.pre, size)
+        self.output = build_norm(config.output, size)
+        self.post = build_norm(config.post, size)

@@ -17,12 +17,23 @@ _SUBLAYERS = {
 }
 
 
-def parameters_by_part(config: ModelConfig) -> dict[str, int]:
-    """The number of parameters of every part of a model, by the part's name in words; tied matrices count once."""
+def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[str, int]:
+    """The number of parameters of every part of a model, by the part's name in words; tied matrices count once.
+
+    With `each_use` the weights that layers share count once for each of these layers.
+    """
     counts: Counter[str] = Counter()
     for name, parameter in build_model(config, ReferenceBackend()).named_parameters():
-        counts[part_of(name)] += parameter.numel()
+        counts[part_of(name)] += parameter.numel() * (_uses(config, name) if each_use else 1)
     return dict(counts)
+
+
+def _uses(config: ModelConfig, name: str) -> int:
+    """How many layers compute with the parameter `name`; 1 for one that is no layer's."""
+    path = name.split(".")
+    if path[0] not in config.stacks or path[1] != "layers":
+        return 1
+    return config.stacks[path[0]].weights_of.count(int(path[2]))
 
 
 def part_of(name: str) -> str:
@@ -33,6 +44,6 @@ def part_of(name: str) -> str:
     if path[1] != "layers":
         return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms"}.get(path[1], "embeddings")
     sublayer = path[3]
-    if "norm" in name or sublayer.endswith(("_in", "_out")):
+    if "norm" in name:
         return f"{path[0]} norms"
     return f"{path[0]} {_SUBLAYERS[sublayer]}"

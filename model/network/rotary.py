@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by their position (Su et al. 2021)."""
+"""Rotary positions: queries and keys turned by their position (Su et al. 2021); sinusoids of distances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config.layer import RopeScaling, RotaryConfig
 
@@ -61,19 +61,14 @@ def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
     return stretched * plain / config.factor + (1 - stretched) * plain
 
 
-class RotaryPositions(nn.Module):
-    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does)."""
+def rotary_tables(config: RotaryConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does).
 
-    def __init__(self, config: RotaryConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two of `[T, 1, R]` for the R dimensions that turn, to be broadcast over heads."""
-        angles = positions[:, None].float() * rotary_frequencies(self.config, positions.device)  # [T, R / 2]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        factor = self.config.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    Two of `[T, 1, R]` for the R dimensions that turn, to be broadcast over heads.
+    """
+    angles = positions[:, None].float() * rotary_frequencies(config, positions.device)  # [T, R / 2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return (angles.cos() * config.attention_factor).to(dtype), (angles.sin() * config.attention_factor).to(dtype)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -83,3 +78,9 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+
+
+def sinusoids_of_distances(length: int, size: int, device: torch.device) -> Tensor:
+    """`[sin(t w_k) | cos(t w_k)]` of the distances t from `1 - length` to `length - 1`: `[2 length - 1, size]`."""
+    angles = torch.arange(1 - length, length, device=device)[:, None] * inverse_frequencies(10_000.0, size, device)
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)

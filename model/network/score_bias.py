@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from model.attention.base import ScoreBias, SegmentGroup, distance_table
 from model.config.layer import (
     AttentionConfig,
-    PositionConfig,
+    BucketBiasConfig,
 )
-from model.config.model import StackConfig
-from model.network.rotary import inverse_frequencies
 
 
 class BucketBias(nn.Module):
     """T5's relative bias: one scalar per head and bucket of `key - query`, logarithmic beyond half of the buckets."""
 
-    def __init__(self, config: PositionConfig, num_heads: int, *, bidirectional: bool) -> None:
+    def __init__(self, config: BucketBiasConfig, num_heads: int, *, bidirectional: bool) -> None:
         super().__init__()
         self.num_buckets = config.num_buckets
         self.max_distance = config.max_distance
@@ -85,27 +83,28 @@ class RelativeBias(nn.Module):
         super().__init__()
         heads = (config.num_heads, config.head_dim)
         self.config = config
-        self.hidden_size = hidden_size
         self.project = nn.Linear(hidden_size, config.query_size, bias=False)
         self.position_offset = nn.Parameter(torch.empty(heads))
         self.segment_offset = nn.Parameter(torch.empty(heads))
         self.segments = nn.Parameter(torch.empty(2, *heads))
 
-    def scores(self, query: Tensor, group: SegmentGroup, content_offset: Tensor, types: Tensor | None) -> Tensor:
-        """`[B, H, Q, S]` of queries `[B, Q, H, D]`; `types` `[T]` are the packed tokens' segments (None: all one)."""
+    def scores(
+        self, query: Tensor, group: SegmentGroup, content_offset: Tensor, sinusoids: Tensor, types: Tensor | None
+    ) -> Tensor:
+        """`[B, H, Q, S]` of queries `[B, Q, H, D]`.
+
+        `sinusoids` `[2 S - 1, d]` are of the distances of every query to every key, `types` `[T]` the packed tokens'
+        segments (None: all one).
+        """
         plain = query - content_offset
-        by_position = self._by_position(plain + self.position_offset, group)
+        by_position = self._by_position(plain + self.position_offset, group, sinusoids)
         choice = torch.einsum("bqhd,shd->bhqs", plain + self.segment_offset, self.segments)  # [B, H, Q, 2]
         return (by_position + self._by_segment(choice, group, types)) * self.config.scale
 
-    def _by_position(self, query: Tensor, group: SegmentGroup) -> Tensor:
-        length = group.kv_len
-        distances = torch.arange(1 - length, length, device=query.device)  # of every query to every key
-        angles = distances[:, None] * inverse_frequencies(10_000.0, self.hidden_size, query.device)
-        sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1).to(query.dtype)  # [2 S - 1, d]
+    def _by_position(self, query: Tensor, group: SegmentGroup, sinusoids: Tensor) -> Tensor:
         keys = self.project(sinusoids).unflatten(-1, (self.config.num_heads, self.config.head_dim))
         scores = torch.einsum("bqhd,rhd->bhqr", query, keys)
-        at = group.q_positions[:, :, None] - group.k_positions + length - 1  # [B, Q, S]
+        at = group.q_positions[:, :, None] - group.k_positions + group.kv_len - 1  # [B, Q, S]
         return scores.gather(-1, at[:, None].expand(-1, scores.shape[1], -1, -1))
 
     def _by_segment(self, choice: Tensor, group: SegmentGroup, types: Tensor | None) -> Tensor:
@@ -114,7 +113,3 @@ class RelativeBias(nn.Module):
         own = (types if group.rows is None else types[group.rows]).view(group.size, -1)  # [B, L]
         differs = (own[:, :, None] != own[:, None, :])[:, None]  # [B, 1, Q, S]
         return torch.where(differs, choice[..., 1:], choice[..., :1])
-
-
-def bucket_bias(config: StackConfig) -> BucketBias:
-    return BucketBias(config.position, config.attention.num_heads, bidirectional=not config.causal)

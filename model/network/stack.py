@@ -6,45 +6,46 @@ from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
-from model.config.layer import PositionKind
-from model.config.model import EmbeddingConfig, StackConfig
+from model.config.layer import BucketBiasConfig
+from model.config.model import EmbeddingConfig, PositionKind, StackConfig
 from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
 from model.network.inputs import CrossInput, StackInput
-from model.network.layer import Block
+from model.network.layer import Layer
 from model.network.native_stack import NativeStack
 from model.network.norms import build_norm
-from model.network.rotary import RotaryPositions
-from model.network.score_bias import BucketBias, StepBias, bucket_bias
+from model.network.score_bias import BucketBias
+from model.network.step_context import StepContext
 
 
 class Stack(nn.Module):
-    """Embedded tokens through `num_layers` blocks."""
+    """Embedded tokens through `num_layers` layers."""
 
     def __init__(self, config: StackConfig, embedding: EmbeddingConfig) -> None:
         super().__init__()
         self.config = config
         size = embedding.embedding_size
         self.positions = _added_positions(config, size)
-        added = config.token_types and config.position.kind is not PositionKind.XLNET_RELATIVE
+        added = config.token_types and not config.has_xlnet_layers
         self.types = TokenTable(config.token_types, size) if added else None
-        self.embed_norm = build_norm(config.norm, size) if config.embed_norm else nn.Identity()
+        self.embed_norm = build_norm(config.embed_norm, size)
         self.project = nn.Linear(size, config.hidden_size) if size != config.hidden_size else nn.Identity()
-        self.rotary: RotaryPositions | None = None
-        self.bias: BucketBias | None = None
-        if config.position.rotary is not None:
-            self.rotary = RotaryPositions(config.position.rotary)
-        buckets = config.position.kind is PositionKind.T5_BUCKETS
-        if buckets and not config.position.per_layer:
-            self.bias = bucket_bias(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.distinct_layers))
-        self.final_norm = build_norm(config.norm, config.hidden_size) if config.final_norm else nn.Identity()
+        self.bias = _shared_bias(config)
+        layers = (Layer(layer, config.hidden_size, causal=config.causal) for layer in config.distinct_layers)
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = build_norm(config.final_norm, config.hidden_size)
+        self._weights_of = config.weights_of
         self.native: NativeStack | None = None  # what runs the layers in C once their weights are packed
 
-    def block(self, index: int) -> Block:
-        """The block that layer `index` runs through; layers share blocks where `unique_layers` says so."""
-        block = self.layers[index % len(self.layers)]
-        assert isinstance(block, Block)
-        return block
+    @property
+    def distinct_layers(self) -> list[Layer]:
+        """The layers that have weights of their own."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def layer(self, index: int) -> Layer:
+        """What computes layer `index`; layers that share their weights share it."""
+        layer = self.layers[self._weights_of[index]]
+        assert isinstance(layer, Layer)
+        return layer
 
     def embed(self, tokens: Tensor, inputs: StackInput) -> Tensor:
         """Token vectors `[T, E]` plus position and segment, normalised and projected to `[T, d]`."""
@@ -79,12 +80,11 @@ class StackPass:
         cross: CrossInput | None = None,
     ) -> None:
         self.layers_done = 0
-        self._stack, self._inputs, self._backend, self._cache, self._cross = stack, inputs, backend, cache, cross
+        self._stack, self._cache = stack, cache
         x = stack.embed(tokens, inputs)
         self._native = stack.native if stack.native is not None and stack.native.covers(cache, cross) else None
         self._x = x if self._native is None else x.float().contiguous()
-        self._rotary = stack.rotary(inputs.positions, self._x.dtype) if stack.rotary is not None else None
-        self._bias = StepBias(stack.bias) if stack.bias is not None else None
+        self._step = StepContext(inputs, backend, cross, self._x.dtype, stack.bias)
 
     @property
     def layers_left(self) -> int:
@@ -95,11 +95,10 @@ class StackPass:
         first = self.layers_done
         self.layers_done += min(layers, self.layers_left)
         if self._native is not None:
-            path = range(first, self.layers_done)
-            self._native(self._x, self._inputs, self._cache, self._cross, self._rotary, path)
+            self._native(self._x, self._step, self._cache, range(first, self.layers_done))
             return
         for index in range(first, self.layers_done):
-            self._block(index)
+            self._layer(index)
         if not self.layers_left:
             self._x = self._stack.final_norm(self._x)
 
@@ -109,13 +108,20 @@ class StackPass:
             self.advance(self.layers_left)
         return self._x
 
-    def _block(self, index: int) -> None:
-        stack, inputs = self._stack, self._inputs
+    def _layer(self, index: int) -> None:
+        stack, step = self._stack, self._step
         if index > 0 and stack.positions is not None and stack.config.position.every_layer:
-            self._x = self._x + stack.positions(inputs.positions).to(self._x.dtype)
+            self._x = self._x + stack.positions(step.inputs.positions).to(self._x.dtype)
         cache = self._cache.layers[index] if self._cache is not None else None
-        block = stack.block(index)
-        self._x = block(self._x, inputs, self._backend, cache, self._rotary, self._bias, self._cross)
+        self._x = stack.layer(index)(self._x, step, cache)
+
+
+def _shared_bias(config: StackConfig) -> BucketBias | None:
+    """The table of bucketed biases that layers have in common (T5)."""
+    if (shared := config.shared_bias) is None:
+        return None
+    assert isinstance(shared.mixer.position, BucketBiasConfig)
+    return BucketBias(shared.mixer.position, shared.mixer.num_heads, bidirectional=not config.causal)
 
 
 def _added_positions(config: StackConfig, size: int) -> nn.Module | None:

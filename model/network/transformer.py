@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         """Put each decoder layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[S]` of the pool."""
         assert self.decoder is not None
         for index, layer_cache in enumerate(cache.layers):
-            cross = self.decoder.block(index).cross
+            cross = self.decoder.layer(index).cross
             assert cross is not None
             layer_cache.write(slots, *cross.project(encoder_output))
 

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import LayerCache
-from model.config.layer import (
-    AttentionConfig,
-    PositionConfig,
-    PositionKind,
-)
+from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.network.score_bias import BucketBias
 
 NAN = float("nan")
@@ -137,7 +133,7 @@ def _row_views(rows: int, heads: int, case: Case) -> Tensor:
 
 
 def _t5_bias(case: Case) -> BucketBias:
-    config = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=8, max_distance=20)
+    config = BucketBiasConfig(num_buckets=8, max_distance=20)
     bias = BucketBias(config, case.heads, bidirectional=not case.causal).requires_grad_(False)
     bias.weight.normal_()
     return bias.to(case.dtype)

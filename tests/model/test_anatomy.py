@@ -70,7 +70,9 @@ def test_a_causal_prompt_token_sees_half_of_the_prompt() -> None:
 def test_shared_layers_cost_nothing_to_keep_but_as_much_to_run() -> None:
     config = config_from_raw(BERT_BASE)
     assert config.encoder is not None
-    shared = replace(config, encoder=replace(config.encoder, unique_layers=1))
+    first, *others = config.encoder.layers
+    sharing = tuple(replace(layer, shares_weights_with=0) for layer in others)
+    shared = replace(config, encoder=replace(config.encoder, layers=(first, *sharing)))
     full, small = dissect(config), dissect(shared)
     assert small.parameters["encoder MLP"] * 12 == full.parameters["encoder MLP"]
     assert small.flops_per_token("encoder", 128) == full.flops_per_token("encoder", 128)

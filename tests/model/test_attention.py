@@ -13,15 +13,7 @@ from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, vis
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
-from model.config.layer import (
-    Activation,
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-    PositionKind,
-)
+from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import StackConfig
 from model.system import transfer
 from tests.model.checkpoints import CPU, native_backends
@@ -48,18 +40,8 @@ def bias_of(query: Tensor, group: SegmentGroup) -> Tensor:
 
 
 def stack_of(config: AttentionConfig) -> StackConfig:
-    return StackConfig(
-        num_layers=1,
-        hidden_size=HEADS * DIM,
-        attention=config,
-        mlp=MLPConfig(8, Activation.RELU),
-        norm=NormConfig(NormKind.RMS, 1e-6),
-        position=PositionConfig(PositionKind.NONE),
-        causal=True,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
-    )
+    layer = LayerConfig(config, MLPConfig(8, Activation.RELU), (Norms(), Norms()))
+    return StackConfig((layer,), hidden_size=HEADS * DIM, causal=True)
 
 
 def pool_with_past(config: AttentionConfig, shapes: list[tuple[int, int]]) -> tuple[LayerCache, Tensor, Tensor]:

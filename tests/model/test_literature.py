@@ -17,23 +17,21 @@ from model.attention.sdpa import SdpaBackend
 from model.config.layer import (
     Activation,
     AttentionConfig,
+    BucketBiasConfig,
+    LayerConfig,
     MLPConfig,
     NormConfig,
     NormKind,
-    PositionConfig,
-    PositionKind,
+    Norms,
     RotaryConfig,
 )
-from model.config.model import (
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.network.embeddings import SinusoidalPositions
 from model.network.inputs import packed_input
 from model.network.mlp import MLP
 from model.network.score_bias import BucketBias
 from model.network.stack import Stack
+from model.network.step_context import StepContext
 from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU
 
@@ -42,24 +40,26 @@ BACKENDS = (ReferenceBackend(), SdpaBackend())
 NO_ORDER = PositionConfig()
 LEARNED = PositionConfig(PositionKind.LEARNED, max_positions=64)
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
-ROTARY = PositionConfig(PositionKind.ROTARY, rotary=RotaryConfig(DIM))
-BUCKETS = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=8, max_distance=20)
+ROTARY = RotaryConfig(DIM)
+BUCKETS = BucketBiasConfig(num_buckets=8, max_distance=20)
+NORM = NormConfig(NormKind.LAYER, 1e-5)
+PRE_NORM = Norms(pre=NORM)
+Position = PositionConfig | RotaryConfig | BucketBiasConfig
 
 
-def stack(*, kv_heads: int = HEADS, window: int | None = None, **changes: Any) -> StackConfig:
-    settings: dict[str, Any] = dict(
-        num_layers=LAYERS,
-        hidden_size=SIZE,
-        attention=AttentionConfig(HEADS, kv_heads, DIM, DIM**-0.5, window=window),
-        mlp=MLPConfig(48, Activation.GELU),
-        norm=NormConfig(NormKind.LAYER, 1e-5),
-        position=NO_ORDER,
-        causal=False,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=False,
-    )
-    return StackConfig(**{**settings, **changes})
+def stack(
+    *,
+    kv_heads: int = HEADS,
+    window: int | None = None,
+    position: Position = NO_ORDER,
+    causal: bool = False,
+    norms: Norms = PRE_NORM,
+) -> StackConfig:
+    own = None if isinstance(position, PositionConfig) else position
+    attention = AttentionConfig(HEADS, kv_heads, DIM, DIM**-0.5, position=own, window=window)
+    layer = LayerConfig(attention, MLPConfig(48, Activation.GELU), (norms, norms))
+    added = position if isinstance(position, PositionConfig) else NO_ORDER
+    return StackConfig((layer,) * LAYERS, SIZE, causal=causal, position=added)
 
 
 def build(config: StackConfig, backend: AttentionBackend | None = None) -> Transformer:
@@ -68,7 +68,7 @@ def build(config: StackConfig, backend: AttentionBackend | None = None) -> Trans
     stacks = {"decoder" if config.causal else "encoder": config}
     model = Transformer(ModelConfig("native", EmbeddingConfig(VOCAB, SIZE), **stacks), backend or ReferenceBackend())
     for name, parameter in model.requires_grad_(False).named_parameters():
-        is_gain = name.endswith("weight") and any(slot in name for slot in ("_in.", "_out.", "norm"))
+        is_gain = name.endswith("weight") and "norm" in name
         parameter.normal_(1.0 if is_gain else 0.0, 0.0 if is_gain else 0.3)
         if name.endswith("bias"):
             parameter.zero_()
@@ -94,6 +94,10 @@ def only_stack(model: Transformer) -> Stack:
     return found
 
 
+def name_of(position: Position) -> str:
+    return position.kind if isinstance(position, PositionConfig) else type(position).__name__
+
+
 class TestNorms:
     """Ba et al. 2016; where a norm stands decides what the residual stream carries (Xiong et al. 2020)."""
 
@@ -112,18 +116,18 @@ class TestNorms:
         assert torch.equal(self.silenced(stack()), model.tokens.weight[ids(5)])
 
     def test_a_post_norm_stack_norms_whatever_comes_in(self) -> None:
-        config = stack(pre_norm=False, post_norm=True)
+        config = stack(norms=Norms(post=NORM))
         for hidden in (self.silenced(config), states(build(config), ids(5))):
             torch.testing.assert_close(hidden.mean(-1), torch.zeros(5), atol=1e-5, rtol=0)
             torch.testing.assert_close(hidden.var(-1, unbiased=False), torch.ones(5), atol=1e-3, rtol=0)
 
     def test_both_slots_can_be_filled(self) -> None:
-        both = states(build(stack(post_norm=True)), ids(5))
-        for one in (stack(), stack(pre_norm=False, post_norm=True)):
+        both = states(build(stack(norms=Norms(pre=NORM, post=NORM))), ids(5))
+        for one in (stack(), stack(norms=Norms(post=NORM))):
             assert (both - states(build(one), ids(5))).abs().max() > 0.1
 
     def test_an_rms_norm_keeps_the_mean(self) -> None:
-        model = build(stack(norm=NormConfig(NormKind.RMS, 1e-6), pre_norm=False, post_norm=True))
+        model = build(stack(norms=Norms(post=NormConfig(NormKind.RMS, 1e-6))))
         hidden = states(model, ids(5))
         torch.testing.assert_close(hidden.pow(2).mean(-1), torch.ones(5), atol=1e-3, rtol=0)
         assert hidden.mean(-1).abs().max() > 0.01
@@ -181,14 +185,14 @@ class TestPositions:
     @pytest.mark.parametrize(
         ("position", "relative"), [(ROTARY, True), (BUCKETS, True), (SINUSOIDAL, False), (LEARNED, False)]
     )
-    def test_a_relative_scheme_does_not_see_where_a_text_begins(self, position: PositionConfig, relative: bool) -> None:
+    def test_a_relative_scheme_does_not_see_where_a_text_begins(self, position: Position, relative: bool) -> None:
         """Su et al. 2021 (rotary), Raffel et al. 2020 (buckets)."""
         model = build(stack(position=position))
         moved = (states(model, ids(9)) - states(model, ids(9), shift=20)).abs().max()
         assert moved < 1e-4 if relative else moved > 0.1
 
     @pytest.mark.parametrize("position", [LEARNED, SINUSOIDAL, ROTARY, BUCKETS])
-    def test_every_scheme_sees_the_order(self, position: PositionConfig) -> None:
+    def test_every_scheme_sees_the_order(self, position: Position) -> None:
         model, tokens = build(stack(position=position)), ids(9)
         assert (states(model, tokens) - states(model, tokens[::-1]).flip(0)).abs().max() > 0.1
 
@@ -200,14 +204,14 @@ class TestPositions:
         torch.testing.assert_close(permuted, states(model, tokens)[order], atol=1e-5, rtol=1e-5)
 
     def test_buckets_are_exact_nearby_logarithmic_afar_and_end(self) -> None:
-        config = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=32, max_distance=128)
+        config = BucketBiasConfig(num_buckets=32, max_distance=128)
         bucket = BucketBias(config, 1, bidirectional=False).bucket(-torch.arange(1000))
         assert bucket[:16].tolist() == list(range(16))
         widths = torch.unique_consecutive(bucket[16:128], return_counts=True)[1]
         assert (widths.diff() >= -1).all() and widths[-1] > 4 * widths[0]
         assert set(bucket[128:].tolist()) == {31}
 
-    @pytest.mark.parametrize("position", [LEARNED, SINUSOIDAL], ids=lambda position: position.kind)
+    @pytest.mark.parametrize("position", [LEARNED, SINUSOIDAL], ids=name_of)
     def test_positions_can_be_injected_at_every_layer(self, position: PositionConfig) -> None:
         """Dehghani et al. 2019, section 2.1."""
         model = build(stack(position=replace(position, every_layer=True)))
@@ -215,10 +219,9 @@ class TestPositions:
         assert encoder.positions is not None
         with torch.inference_mode():
             x = model.embed_tokens(inputs.input_ids)
+            step = StepContext(inputs, model.backend, None, x.dtype)
             for index in range(LAYERS):
-                x = encoder.block(index)(
-                    x + encoder.positions(inputs.positions), inputs, model.backend, None, None, None, None
-                )
+                x = encoder.layer(index)(x + encoder.positions(inputs.positions), step, None)
         torch.testing.assert_close(states(model, ids(9)), x)
         assert (x - states(build(stack(position=position)), ids(9))).abs().max() > 0.1
 
@@ -253,9 +256,9 @@ class TestWindows:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("position", [NO_ORDER, LEARNED, ROTARY, BUCKETS], ids=lambda position: position.kind)
+@pytest.mark.parametrize("position", [NO_ORDER, LEARNED, ROTARY, BUCKETS], ids=name_of)
 def test_under_a_causal_mask_a_later_token_changes_no_earlier_output(
-    position: PositionConfig, backend: AttentionBackend
+    position: Position, backend: AttentionBackend
 ) -> None:
     for causal in (True, False):
         model, tokens = build(stack(position=position, causal=causal), backend), ids(12)

@@ -241,12 +241,14 @@ def test_no_activation_hides_what_is_no_number(kind: str, activation: Activation
     checkpoint = read_checkpoint(saved(kind).path)
     stack = checkpoint.config.decoder
     assert stack is not None
-    stack = replace(stack, mlp=replace(stack.mlp, activation=activation))
+    stack = stack.with_layers(
+        lambda layer: replace(layer, feed_forward=replace(layer.feed_forward, activation=activation))
+    )
     changed = replace(checkpoint, config=replace(checkpoint.config, decoder=stack))
     model = load_model(changed, SdpaBackend(), torch.float32, CPU)
     assert model.decoder is not None
     with torch.no_grad():
-        model.decoder.block(0).mlp.up.weight[0] = float("nan")
+        model.decoder.layer(0).mlp.up.weight[0] = float("nan")
     pack_model(model, library())
     assert hidden_states(model)[0][0].isnan().all()
 

@@ -13,11 +13,12 @@ from model.attention.reference import ReferenceBackend
 from model.config.layer import (
     Activation,
     AttentionConfig,
+    BucketBiasConfig,
+    LayerConfig,
     MLPConfig,
     NormConfig,
     NormKind,
-    PositionConfig,
-    PositionKind,
+    Norms,
     RotaryConfig,
 )
 from model.config.model import EmbeddingConfig, StackConfig
@@ -33,9 +34,9 @@ HIDDEN = 48
 FEW = (1, 17, 300, 16, 33)  # one row, a key beyond a panel, more rows than a task
 MANY = tuple(5 + 7 * i % 60 for i in range(60))  # enough that two threads take groups
 POSITIONS = {
-    "none": PositionConfig(PositionKind.NONE),
-    "buckets": PositionConfig(PositionKind.T5_BUCKETS),
-    "rotary": PositionConfig(PositionKind.ROTARY, rotary=RotaryConfig(dim=8)),
+    "none": None,
+    "buckets": BucketBiasConfig(),
+    "rotary": RotaryConfig(dim=8),
 }
 
 
@@ -49,18 +50,12 @@ def threads() -> Iterator[None]:
 def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none", *, qk_norm: bool = False) -> Stack:
     """Two layers whose weights are such that attention is neither uniform nor all on one key."""
     torch.manual_seed(0)
-    config = StackConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        attention=AttentionConfig(heads, kv_heads, dim, dim**-0.5, qk_norm=qk_norm),
-        mlp=MLPConfig(70, Activation.GELU),
-        norm=NormConfig(NormKind.LAYER, 1e-6),
-        position=POSITIONS[position],
-        causal=False,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
+    norm = NormConfig(NormKind.LAYER, 1e-6)
+    attention = AttentionConfig(
+        heads, kv_heads, dim, dim**-0.5, position=POSITIONS[position], qk_norm=norm if qk_norm else None
     )
+    layer = LayerConfig(attention, MLPConfig(70, Activation.GELU), (Norms(pre=norm),) * 2)
+    config = StackConfig((layer, layer), HIDDEN, causal=False, final_norm=norm)
     stack = Stack(config, EmbeddingConfig(0, HIDDEN))
     with torch.no_grad():
         for parameter in stack.parameters():

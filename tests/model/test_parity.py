@@ -55,7 +55,7 @@ def test_control_one_changed_weight_is_noticed(kind: str) -> None:
     model = loaded(kind)
     stack = model.decoder or model.encoder
     assert stack is not None
-    stack.block(1).attn.out.weight[3, 3] += 0.3
+    stack.layer(1).attn.out.weight[3, 3] += 0.3
     ours, theirs = ours_and_theirs(kind, model)
     assert difference(ours, theirs) > 1e-3
 
@@ -139,10 +139,10 @@ def _torch_transformer(model: Transformer) -> nn.Transformer:
     config = model.config
     theirs = nn.Transformer(
         config.decoder.hidden_size,
-        config.decoder.attention.num_heads,
+        config.decoder.layers[0].mixer.num_heads,
         config.encoder.num_layers,
         config.decoder.num_layers,
-        config.decoder.mlp.intermediate_size,
+        config.decoder.layers[0].feed_forward.intermediate_size,
         dropout=0.0,
         activation="relu",
         batch_first=True,

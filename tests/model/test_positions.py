@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config.layer import (
-    PositionConfig,
-    PositionKind,
-    RotaryConfig,
-)
+from model.config.layer import BucketBiasConfig, RotaryConfig
+from model.config.model import PositionConfig, PositionKind
 from model.network.embeddings import LearnedPositions, SinusoidalPositions
-from model.network.rotary import RotaryPositions, rotate
+from model.network.rotary import rotary_tables, rotate
 from model.network.score_bias import BucketBias, StepBias
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
@@ -24,11 +21,13 @@ SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 @pytest.mark.parametrize("distance", [0, 1, 5, 40])
 def test_a_rotary_score_depends_on_the_difference_of_positions_only(theta: float, distance: int) -> None:
     torch.manual_seed(0)
-    rotary = RotaryPositions(RotaryConfig(16, theta))
+    rotary = RotaryConfig(16, theta)
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
 
     def score(at: int) -> float:
-        turned = [rotate(x, rotary(torch.tensor([p]), torch.float32)) for x, p in ((q, at + distance), (k, at))]
+        turned = [
+            rotate(x, rotary_tables(rotary, torch.tensor([p]), torch.float32)) for x, p in ((q, at + distance), (k, at))
+        ]
         return float((turned[0] * turned[1]).sum())
 
     scores = [score(at) for at in (0, 1, 17, 300)]
@@ -39,8 +38,8 @@ def test_a_rotary_score_depends_on_the_difference_of_positions_only(theta: float
 
 def test_rotation_keeps_lengths() -> None:
     x = torch.randn(4, 2, 8)
-    rotary = RotaryPositions(RotaryConfig(8))
-    turned = rotate(x, rotary(torch.tensor([0, 3, 50, 1000]), torch.float32))
+    rotary = RotaryConfig(8)
+    turned = rotate(x, rotary_tables(rotary, torch.tensor([0, 3, 50, 1000]), torch.float32))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(turned[0], x[0])
 
@@ -67,7 +66,7 @@ def test_products_of_sinusoids_depend_on_the_distance_only(distance: int) -> Non
 def test_buckets_equal_the_reference_librarys(bidirectional: bool, buckets: int, far: int) -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
-    config = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=buckets, max_distance=far)
+    config = BucketBiasConfig(buckets, far)
     distance = torch.arange(-400, 401)
     ours = BucketBias(config, 1, bidirectional=bidirectional).bucket(distance)
     theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, far)
@@ -97,7 +96,7 @@ def test_a_step_bias_is_computed_once_for_the_same_positions() -> None:
 
 
 def test_a_step_bias_makes_one_table_by_distance_where_its_bias_has_one() -> None:
-    bias = BucketBias(PositionConfig(PositionKind.T5_BUCKETS), 2, bidirectional=False)
+    bias = BucketBias(BucketBiasConfig(), 2, bidirectional=False)
     step = StepBias(bias)
     assert step.by_distance() is step.by_distance()
     assert StepBias(lambda query, group: query).by_distance() is None

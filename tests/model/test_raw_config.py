@@ -214,8 +214,9 @@ def test_sinusoids_of_an_odd_width_are_refused(name: str, change: dict[str, Any]
 
 
 def rotary(model: ModelConfig) -> RotaryConfig:
-    assert model.decoder is not None and model.decoder.position.rotary is not None
-    return model.decoder.position.rotary
+    assert model.decoder is not None
+    [rotary] = model.decoder.rotaries
+    return rotary
 
 
 class TestRope:

@@ -13,11 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.base import AttentionMetadata, SegmentGroup
 from model.attention.reference import ReferenceBackend
 from model.attention.triton import TritonBackend
-from model.config.layer import (
-    AttentionConfig,
-    PositionConfig,
-    PositionKind,
-)
+from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.network.score_bias import BucketBias, StepBias
 from tests.model.attention_cases import Case, assert_finite_and_close, problem
 from tests.model.triton_cases import CPU, run
@@ -28,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64), (32, 1000)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_the_table_by_distance_is_the_bias(buckets: int, far: int, bidirectional: bool) -> None:
-    config = PositionConfig(PositionKind.T5_BUCKETS, num_buckets=buckets, max_distance=far)
+    config = BucketBiasConfig(buckets, far)
     bias = BucketBias(config, 3, bidirectional=bidirectional).requires_grad_(False)
     bias.weight.normal_()
     table = StepBias(bias).by_distance()

@@ -11,7 +11,7 @@ from model.attention.sdpa import SdpaBackend
 from model.attention.triton import Tiles, TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.paged import LayerCache
-from model.config.layer import PositionConfig, PositionKind
+from model.config.layer import BucketBiasConfig
 from model.network.score_bias import BucketBias
 from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
 
@@ -96,8 +96,9 @@ def real_problem(case: Case, device: torch.device) -> Problem:
     )
     bias = None
     if case.buckets:
-        config = PositionConfig(PositionKind.T5_BUCKETS)
-        bias = BucketBias(config, case.heads, bidirectional=not case.causal).requires_grad_(False).to(device)
+        bias = (
+            BucketBias(BucketBiasConfig(), case.heads, bidirectional=not case.causal).requires_grad_(False).to(device)
+        )
         bias.weight.normal_()
     metadata = AttentionMetadata(q_lens, kv_lens, case.causal, device, tables.to(device), torch.cat(new).to(device))
     return Problem(case, query, key, value, cache, metadata, bias, torch.empty(0), torch.empty(0))

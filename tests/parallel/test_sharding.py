@@ -74,7 +74,9 @@ def test_fused_matrices_are_split_part_by_part() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.attn_in.weight", "decoder.final_norm.weight", "pooler.weight"])
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.attn_norms.pre.weight", "decoder.final_norm.weight", "pooler.weight"]
+)
 def test_what_is_not_split_is_whole_on_every_rank(name: str) -> None:
     assert Shard(1, 2).shard_slice(config_of("llama-gqa"), name, (32,)) is None
 
@@ -151,8 +153,8 @@ def test_a_size_is_positive(size: int) -> None:
 def test_heads_of_keys_that_ranks_cannot_share_are_refused() -> None:
     config = config_of("llama")
     assert config.decoder is not None
-    attention = replace(config.decoder.attention, num_heads=12, num_kv_heads=4)
-    config = replace(config, decoder=replace(config.decoder, attention=attention))
+    attention = replace(config.decoder.layers[0].mixer, num_heads=12, num_kv_heads=4)
+    config = replace(config, decoder=config.decoder.with_layers(lambda layer: replace(layer, mixer=attention)))
     with pytest.raises(ConfigError, match="must divide the 4 key and value heads of the decoder, or be a multiple"):
         Shard(0, 6).check(config)
     Shard(0, 12).check(config)

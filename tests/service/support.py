@@ -25,20 +25,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from model.api.stats import ModelInfo, StepStats
 from model.checkpoint.folder import Checkpoint
-from model.config.layer import (
-    Activation,
-    AttentionConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    PositionConfig,
-)
-from model.config.model import (
-    EmbeddingConfig,
-    HeadConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, StackConfig
 from model.text.tokenizer import Encoded, Tokenizer
 from service.app import create_app
 from service.core.fake_engine import FakeEngineClient, Script
@@ -92,20 +80,9 @@ class HeldTokenizer(Tokenizer):
 
 
 def stack(*, causal: bool, cross: bool = False, token_types: int = 0) -> StackConfig:
-    return StackConfig(
-        num_layers=1,
-        hidden_size=8,
-        attention=AttentionConfig(2, 2, 4, 0.5),
-        mlp=MLPConfig(16, Activation.GELU),
-        norm=NormConfig(NormKind.LAYER, 1e-5),
-        position=PositionConfig(),
-        causal=causal,
-        pre_norm=True,
-        post_norm=False,
-        final_norm=True,
-        cross_attention=cross,
-        token_types=token_types,
-    )
+    attention, sublayers = AttentionConfig(2, 2, 4, 0.5), 3 if cross else 2
+    layer = LayerConfig(attention, MLPConfig(16, Activation.GELU), (Norms(),) * sublayers, attention if cross else None)
+    return StackConfig((layer,), hidden_size=8, causal=causal, token_types=token_types)
 
 
 def config(form: str) -> ModelConfig:

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
 from model.cache.paged import LayerCache
-from model.config.layer import (
-    AttentionConfig,
-    PositionConfig,
-    PositionKind,
-)
+from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.network.score_bias import BucketBias
 
 
@@ -85,7 +81,7 @@ class Made:
         return replace(self, query=query, key=key, value=value, cache=cache, bias=bias)
 
 
-_BUCKETS = PositionConfig(PositionKind.T5_BUCKETS)
+_BUCKETS = BucketBiasConfig()
 
 
 def made(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Made:

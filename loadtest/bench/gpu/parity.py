@@ -142,7 +142,7 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
 def _varied(model: Transformer) -> Transformer:
     """The model, its matrices larger where sums are normalised: as drawn, a tied head says the token it was given."""
     for stack in (model.encoder, model.decoder):
-        if stack is not None and not stack.config.pre_norm:
+        if stack is not None and stack.config.layers[0].norms[0].pre is None:
             for parameter in stack.parameters():
                 parameter.mul_(_GAIN if parameter.dim() == 2 else 1.0)
     return model

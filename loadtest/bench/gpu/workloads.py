@@ -120,7 +120,7 @@ def _prefill(bench: Bench, *, name: str) -> Figures:
     costs, decoder = ready.floor(bench).costs, ready.model.config.decoder
     assert decoder is not None
     flops = 2.0 * count * (prompt * costs.decoder + costs.head)
-    attention = 2.0 * count * prompt**2 * decoder.attention.query_size * decoder.num_layers  # causal: half of 4
+    attention = 2.0 * count * prompt**2 * sum(layer.mixer.query_size for layer in decoder.layers)  # causal: half of 4
     rate = bench.ceilings.flops_per_second
     found: Figures = {
         "tokens_per_s": prompt * count / done.seconds,

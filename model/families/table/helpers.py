@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.config.layer import Activation, AttentionConfig
+from model.config.layer import Activation, AttentionConfig, LayerConfig
 from model.config.model import GenerationRules, HeadConfig
 from model.errors import ConfigError
 from model.families.table.rules import WeightRule
 
+_MOST_LAYERS = 10_000  # a number beyond is a mistake, and would be counted up to
 _ACTIVATIONS = {
     "relu": Activation.RELU,
     "gelu": Activation.GELU,
@@ -85,6 +86,13 @@ def split_width(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ConfigError(f"hidden size {hidden_size} is not a multiple of {num_heads} heads")
     return hidden_size // num_heads
+
+
+def repeat(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """A stack of `count` equal layers, which are one object; raises `ConfigError` for a count that is none."""
+    if not 0 < count <= _MOST_LAYERS:
+        raise ConfigError(f"the number of layers must be from 1 to {_MOST_LAYERS}, found {count}")
+    return (layer,) * count
 
 
 def affine(source: str, target: str, *, bias: bool = True) -> Iterator[WeightRule]:

@@ -1,0 +1,43 @@
+"""What the layers of a stack share in one step: the rows' metadata, and positions that are computed once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionBackend
+from model.config.layer import RotaryConfig
+from model.network.inputs import CrossInput, StackInput
+from model.network.rotary import rotary_tables, sinusoids_of_distances
+from model.network.score_bias import BucketBias, StepBias
+
+
+class StepContext:
+    """One step of one stack; layers that ask for the same positions get the same tensors."""
+
+    def __init__(
+        self,
+        inputs: StackInput,
+        backend: AttentionBackend,
+        cross: CrossInput | None,
+        dtype: torch.dtype,
+        shared_bias: BucketBias | None = None,
+    ) -> None:
+        """`dtype` is that of the rows, `shared_bias` the stack's table of bucketed biases."""
+        self.inputs, self.backend, self.cross = inputs, backend, cross
+        self.shared_bias = StepBias(shared_bias) if shared_bias is not None else None
+        self._dtype = dtype
+        self._rotaries: dict[RotaryConfig, tuple[Tensor, Tensor]] = {}
+        self._sinusoids: dict[int, Tensor] = {}
+
+    def rotary(self, config: RotaryConfig) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[T, 1, R]` of the rows' positions, for `model.network.rotary.rotate`."""
+        if config not in self._rotaries:
+            self._rotaries[config] = rotary_tables(config, self.inputs.positions, self._dtype)
+        return self._rotaries[config]
+
+    def sinusoids(self, length: int, size: int, dtype: torch.dtype) -> Tensor:
+        """`[2 length - 1, size]` of the distances from `1 - length` to `length - 1` (XLNet)."""
+        if length not in self._sinusoids:
+            self._sinusoids[length] = sinusoids_of_distances(length, size, self.inputs.positions.device).to(dtype)
+        return self._sinusoids[length]
