@@ -18,7 +18,7 @@ from model.checkpoint.generation_config import GENERATION_SETTINGS, not_served, 
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import config_from_raw
-from model.media.images import ImageProcessing, processing
+from model.media.images import ImageProcessing, read_image_processing
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -64,7 +64,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         sampling_defaults=sampling_defaults(generation, config.form == "encoder-decoder"),
         pooling=pooling,
         normalize=normalize,
-        images=processing(read_json(path / "preprocessor_config.json"), config.image) if config.image else None,
+        images=read_image_processing(read_json(path / "preprocessor_config.json"), config.image)
+        if config.image
+        else None,
         max_input_tokens=limit,
         not_served=not_served(generation) if config.can_generate else (),
     )

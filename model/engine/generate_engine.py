@@ -394,7 +394,7 @@ class GenerateEngine:
         for prepared, sequences in done:
             waiting = [sequence for sequence in sequences if not sequence.finished]
             try:
-                matcher = prepared.result().ended_by(sequences[0].stop_token_ids)
+                matcher = prepared.result().with_stop_tokens(sequences[0].stop_token_ids)
             except (GrammarError, ConfigError) as error:
                 self._end_all(waiting, FinishReason.ERROR, str(error))
                 continue

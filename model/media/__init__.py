@@ -1,1 +1,1 @@
-"""Bytes of images to features."""
+"""Media files to model inputs."""

@@ -1,8 +1,8 @@
-"""Image files to what a vision model reads, as the checkpoint's preprocessor_config.json says.
+"""Image preprocessing for vision models, as the checkpoint's preprocessor_config.json describes it.
 
-Decoding is bounded: format, pixel count and frames are looked at in the header before anything is decoded. `prepare`
-needs Pillow and no torch (it runs beside HTTP); what it returns has 8 bits a channel, and `scale` and `shift` turn that
-into normalised numbers where the model is.
+Decoding is bounded: format, pixel count and frame count are checked in the header before any pixel is decoded.
+`prepare` runs in the front process and needs Pillow, no torch. It returns 8 bits a channel; the engine normalises them
+on the model's device with `scale` and `shift`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from model.config.model import ImageConfig
 from model.errors import ConfigError
 
 if TYPE_CHECKING:
-    from PIL import Image  # loaded where an image is read: text models run without
+    from PIL import Image  # imported where an image is read: text models do not need it
 
-_BILINEAR = 2  # as image files' library and preprocessor_config.json number it
+_BILINEAR = 2  # Pillow's number of the filter, also in preprocessor_config.json
 
 FORMATS = ("JPEG", "PNG")
-MAX_PIXELS = 32_000_000  # of the file as it comes; decoded it takes three to four bytes each
+MAX_PIXELS = 32_000_000  # of the file; decoded they take three to four bytes each
 
 
 class ImageError(ValueError):
-    """An image file that is not taken; the message says why."""
+    """An image file was refused; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessing:
-    """Resize, then cut the middle, then `(pixel * rescale - mean) / std` by channel."""
+    """Resizing, a centre crop, then `(pixel * rescale - mean) / std` for each channel."""
 
-    size: int  # pixels a side of what the model reads
-    resize: tuple[int, int] | None  # height, width; None: as it comes
-    shortest_edge: int | None  # resize so that the shorter side is this, instead
+    size: int  # pixels a side of the model's input
+    resize: tuple[int, int] | None  # height, width; None: no resizing to a fixed size
+    shortest_edge: int | None  # resize the shorter side to this, keeping the proportions
     resample: int  # Pillow's number of the filter
-    crop: bool  # cut the middle of `size` a side
+    crop: bool  # centre crop of `size` a side
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -53,19 +53,19 @@ class ImageProcessing:
         return tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
 
     def prepare(self, data: bytes) -> bytes:
-        """RGB pixels, channel by channel, of an image file; raises `ImageError`."""
+        """Return an image file's RGB pixels `[3, size, size]`, 8 bits each; raises `ImageError`."""
         from PIL import Image
 
         image = decode(data)
         if self.resize is not None:
             image = image.resize(self.resize[::-1], Image.Resampling(self.resample))
         elif self.shortest_edge is not None:
-            width, height = _scaled(image.size, self.shortest_edge)
-            if width * height > MAX_PIXELS:  # a line of pixels becomes a strip
+            width, height = _scale_shortest(image.size, self.shortest_edge)
+            if width * height > MAX_PIXELS:  # resizing a very thin image upwards
                 raise ImageError(f"the image has {image.width} x {image.height} pixels, which is too long and thin")
             image = image.resize((width, height), Image.Resampling(self.resample))
         if self.crop:
-            image = _middle(image, self.size)
+            image = _center_crop(image, self.size)
         if image.size != (self.size, self.size):
             raise ImageError(
                 f"the image has {image.width} x {image.height} pixels, the model reads {self.size} squared"
@@ -74,18 +74,18 @@ class ImageProcessing:
 
 
 def decode(data: bytes) -> Image.Image:
-    """An RGB image of a JPEG or PNG file of one frame and at most `MAX_PIXELS`."""
+    """Decode a JPEG or PNG file of one frame and at most `MAX_PIXELS` to RGB; raises `ImageError`."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound is ours
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked against MAX_PIXELS instead
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise ImageError(
                     f"the image has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,} are not taken"
                 )
-            # A camera's JPEG may carry further pictures behind its own, which are no animation.
+            # A camera's JPEG may contain further pictures (thumbnails), which are no animation.
             if image.format == "PNG" and getattr(image, "n_frames", 1) > 1:
                 raise ImageError("an animated image is not taken")
             return image.convert("RGB")
@@ -99,8 +99,8 @@ def decode(data: bytes) -> Image.Image:
         raise ImageError("the image file is broken") from None
 
 
-def processing(raw: Mapping[str, Any], image: ImageConfig) -> ImageProcessing:
-    """What preprocessor_config.json asks for; ViT's own defaults where it is silent."""
+def read_image_processing(raw: Mapping[str, Any], image: ImageConfig) -> ImageProcessing:
+    """Read preprocessor_config.json, with ViT's defaults for missing fields; raises `ConfigError`."""
     size, crop_size = raw.get("size", image.size), raw.get("crop_size", image.size)
     crop = bool(raw.get("do_center_crop", False))
     if crop and _sides(crop_size) != (image.size, image.size):
@@ -125,7 +125,7 @@ def processing(raw: Mapping[str, Any], image: ImageConfig) -> ImageProcessing:
 
 
 def _sides(size: Any) -> tuple[int, int] | None:
-    """Height and width of a size as preprocessor_config.json writes it; None where it names the shorter side."""
+    """Return the height and width of a size in preprocessor_config.json; None if it gives only the shorter side."""
     if isinstance(size, Mapping):
         return (size["height"], size["width"]) if "height" in size else None
     if isinstance(size, (list, tuple)):
@@ -133,15 +133,15 @@ def _sides(size: Any) -> tuple[int, int] | None:
     return size, size
 
 
-def _scaled(size: tuple[int, int], shortest: int) -> tuple[int, int]:
-    """`size` in proportion, its shorter side being `shortest`; the longer one is cut to whole pixels."""
+def _scale_shortest(size: tuple[int, int], shortest: int) -> tuple[int, int]:
+    """Scale `size` (width, height) so that its shorter side is `shortest`; the longer one is rounded down."""
     width, height = size
     if width <= height:
         return shortest, int(shortest * height / width)
     return int(shortest * width / height), shortest
 
 
-def _middle(image: Image.Image, size: int) -> Image.Image:
-    """The middle of the image; what lies outside of it is black."""
+def _center_crop(image: Image.Image, size: int) -> Image.Image:
+    """Return the centre of `size` a side; pixels beyond the image are black."""
     left, top = (image.width - size) // 2, (image.height - size) // 2
     return image.crop((left, top, left + size, top + size))

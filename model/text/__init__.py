@@ -1,1 +1,1 @@
-"""Text to tokens and back, and the grammars that an output may be held to."""
+"""Tokenisation, incremental detokenisation and grammars for constrained decoding."""

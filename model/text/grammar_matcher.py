@@ -1,10 +1,10 @@
-"""Grammars over a model's tokens: which may come next so that the whole output matches. No torch.
+"""Grammar matchers compute the masks of tokens that a grammar allows next. No torch.
 
-A `Matcher` follows one sequence. It lives as long as the sequence, so that nothing is replayed after a preemption; a
-beam's continuation takes a copy. `Grammars` compiles aside, in a thread, and keeps what was compiled.
+A `Matcher` follows one sequence and lives as long as it, so a preemption replays nothing. A beam's continuation gets a
+copy. `Grammars` compiles grammars in a thread and caches them.
 
-Whether a text matches is llguidance's judgement, byte by byte; this module says what the bytes of a token are. A token
-that reads differently as the first of an output has a second entry in the library's vocabulary, behind the model's own.
+llguidance matches texts byte by byte; this module gives it the bytes of each token. A token with different bytes at
+the beginning of an output has a second entry in llguidance's vocabulary, after the model's own tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Mask: TypeAlias = NDArray[np.bool_]
 
 CACHED_GRAMMARS = 64
-# Bounds on what a grammar may cost: to compile, and at each token.
+# Bounds on a grammar's cost, for compilation and for each token.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
@@ -39,8 +39,8 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def library() -> type[llguidance.LLMatcher]:
-    """The grammar library's matcher; it is optional for an engine that is asked for no grammars."""
+def require_llguidance() -> type[llguidance.LLMatcher]:
+    """Import llguidance, which is optional without grammars; raises `ConfigError` if it is missing."""
     try:
         import llguidance
     except ImportError:
@@ -49,24 +49,25 @@ def library() -> type[llguidance.LLMatcher]:
 
 
 class Vocabulary:
-    """A model's tokens as the library sees them: `[V]`, then other first forms, then the end."""
+    """A model's tokens in llguidance: `[V]` tokens, then differing first forms, then an end token."""
 
     def __init__(self, tokens: TokenBytes) -> None:
-        library()
+        require_llguidance()
         from llguidance import LLTokenizer
 
         self.size = len(tokens.later)
         differing = [token for token in range(self.size) if tokens.first[token] != tokens.later[token]]
-        words = [*tokens.later, *(tokens.first[token] for token in differing), b"</end>"]
-        self.first_ids = np.arange(self.size)  # where a token's first form stands
+        entries = [*tokens.later, *(tokens.first[token] for token in differing), b"</end>"]
+        self.first_ids = np.arange(self.size)  # the entry of each token's first form
         self.first_ids[differing] = self.size + np.arange(len(differing))
-        self.end = len(words) - 1
-        self.tokenizer = LLTokenizer(cast(Any, _Words(words, self.end)), n_vocab=len(words), eos_token=self.end)
-        self.mask_bytes = 4 * -(-len(words) // 32)
+        self.end = len(entries) - 1
+        wrapper = cast(Any, _TokenizerWrapper(entries, self.end))
+        self.tokenizer = LLTokenizer(wrapper, n_vocab=len(entries), eos_token=self.end)
+        self.mask_bytes = 4 * -(-len(entries) // 32)
 
 
-class _Words:
-    """The interface that the library expects of a tokenizer in Python."""
+class _TokenizerWrapper:
+    """The interface that llguidance expects of a Python tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -77,12 +78,12 @@ class _Words:
         self.special_token_ids = [end]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """How a text is tokenised decides nothing: grammars are written with `no_forcing`."""
+        """Tokenise a text; the result is never used, since grammars are written with `no_forcing`."""
         return []
 
 
 class Matcher:
-    """Where one output stands in its grammar. The stop ids that end it are no text of it."""
+    """The grammar state of one output. Stop ids are not part of the text that must match."""
 
     def __init__(
         self,
@@ -90,45 +91,45 @@ class Matcher:
         matcher: llguidance.LLMatcher,
         stop_token_ids: Iterable[int] = (),
         *,
-        begun: bool = False,
+        has_output: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._stops = list(stop_token_ids)
-        self._begun = begun
-        self._next: tuple[Mask, bool] | None = None
+        self._stop_ids = list(stop_token_ids)
+        self._has_output = has_output
+        self._cached_state: tuple[Mask, bool] | None = None
 
     def fork(self) -> Matcher:
-        """The same, to go on from here in another way."""
-        copy = Matcher(self._vocabulary, self._matcher.deep_copy(), self._stops, begun=self._begun)
-        copy._next = self._next
+        """Return an independent copy for another continuation."""
+        copy = Matcher(self._vocabulary, self._matcher.deep_copy(), self._stop_ids, has_output=self._has_output)
+        copy._cached_state = self._cached_state
         return copy
 
-    def ended_by(self, stop_token_ids: Iterable[int]) -> Matcher:
-        """The same for an output that these end; raises `GrammarError` where it cannot begin."""
-        found = Matcher(self._vocabulary, self._matcher.deep_copy(), stop_token_ids, begun=self._begun)
-        if found.is_exhausted:
-            raise GrammarError("only the empty output would match" if found.is_complete else found.failure)
-        return found
+    def with_stop_tokens(self, stop_token_ids: Iterable[int]) -> Matcher:
+        """Return a copy with these stop ids; raises `GrammarError` if no token can begin the output."""
+        copy = Matcher(self._vocabulary, self._matcher.deep_copy(), stop_token_ids, has_output=self._has_output)
+        if copy.is_exhausted:
+            raise GrammarError("only the empty output would match" if copy.is_complete else copy.failure)
+        return copy
 
     def accept(self, token_id: int) -> None:
-        """Take a token that was allowed."""
-        self._matcher.consume_token(token_id if self._begun else int(self._vocabulary.first_ids[token_id]))
-        self._begun = True
-        self._next = None
+        """Advance the state by a token, which must have been allowed."""
+        self._matcher.consume_token(token_id if self._has_output else int(self._vocabulary.first_ids[token_id]))
+        self._has_output = True
+        self._cached_state = None
 
     @property
     def tokens(self) -> Mask:
-        """Which tokens go on with the text, `[V]`; not to be written to."""
+        """The mask `[V]` of the tokens that can continue the text; read-only."""
         return self._state()[0]
 
     def allowed(self, *, may_stop: bool) -> Mask:
-        """`tokens` and, where the output is complete, what ends it.
+        """Return the mask `[V]` of the allowed tokens: `tokens`, and the stop ids if the output is complete.
 
-        Before it may stop it ends only when nothing can follow.
+        Without `may_stop` the stop ids are allowed only if no token can follow.
         """
         allowed = self.tokens.copy()
-        allowed[self._stops] = self.is_complete and (may_stop or self.is_exhausted)
+        allowed[self._stop_ids] = self.is_complete and (may_stop or self.is_exhausted)
         return allowed
 
     @property
@@ -143,79 +144,83 @@ class Matcher:
 
     @property
     def failure(self) -> str:
-        """Why an output that cannot go on is not complete."""
+        """The reason why an incomplete output cannot continue."""
         if self._matcher.is_error() and not self._matcher.get_error().startswith("NoExtension"):
             return "it takes too much to follow"
         return "no token of the model can come next"
 
     def _state(self) -> tuple[Mask, bool]:
-        if self._next is None:
+        """Return the mask of `tokens` and whether the output may end here."""
+        if self._cached_state is None:
             vocabulary = self._vocabulary
             bits = np.zeros(vocabulary.mask_bytes, np.uint8)
             if not self._matcher.is_error():
                 self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            if self._matcher.is_error():  # by now: a bound was met
+            if self._matcher.is_error():  # computing the mask exceeded one of `LIMITS`
                 bits[:] = 0
-            found = np.unpackbits(bits, bitorder="little").view(np.bool_)
-            text = found[: vocabulary.size] if self._begun else found[vocabulary.first_ids]
-            text[self._stops] = False
-            self._next = text, bool(found[vocabulary.end])
-        return self._next
+            entries = np.unpackbits(bits, bitorder="little").view(np.bool_)
+            mask = entries[: vocabulary.size] if self._has_output else entries[vocabulary.first_ids]
+            mask[self._stop_ids] = False
+            self._cached_state = mask, bool(entries[vocabulary.end])
+        return self._cached_state
 
 
-def compiled(grammar: str, vocabulary: Vocabulary) -> Matcher:
-    """A matcher at the beginning; raises `GrammarError` for what has no meaning, costs too much or cannot be spelt."""
+def compile_grammar(grammar: str, vocabulary: Vocabulary) -> Matcher:
+    """Compile a grammar to a matcher in its initial state.
+
+    Raises `GrammarError` for a grammar that is invalid, costs too much or matches no sequence of tokens.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     if matcher.is_error():
-        raise GrammarError(_reason(matcher.get_error()))
-    return Matcher(vocabulary, matcher).ended_by(())
+        raise GrammarError(_redact(matcher.get_error()))
+    return Matcher(vocabulary, matcher).with_stop_tokens(())
 
 
-def _reason(error: str) -> str:
-    """The library's message without what it quotes of the grammar; names of keywords stay."""
+def _redact(error: str) -> str:
+    """Remove quotations of the grammar from llguidance's message; names of keywords stay."""
     lines = [line.strip() for line in error.splitlines()]
     syntax = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    if syntax is not None:  # a regular expression's: the lines before show it
+    if syntax is not None:  # of a regular expression, which the lines before quote
         return syntax
     reason = lines[0]
-    for beginning in ("failed to compile JSON schema: ", "(in regex): "):
-        reason = reason.rpartition(beginning)[2]
+    for prefix in ("failed to compile JSON schema: ", "(in regex): "):
+        reason = reason.rpartition(prefix)[2]
     if reason.startswith("Resource "):
         return "a reference leads out of the schema; none is fetched"
     if reason.startswith(("Unimplemented keys", "Unsatisfiable schema")):
         return reason
-    for quoting in (" in regex /", " /", " '", ": ", ", got ", ". Enable "):
-        reason = reason.partition(quoting)[0]
+    for quotation in (" in regex /", " /", " '", ": ", ", got ", ". Enable "):
+        reason = reason.partition(quotation)[0]
     return reason
 
 
 class Grammars:
-    """Compiled grammars of one model, the latest `CACHED_GRAMMARS`.
+    """Compiles the grammars of one model and caches the `CACHED_GRAMMARS` most recently used.
 
-    `tokens` is called once, before the first: an engine that is asked for none reads no vocabulary.
+    `tokens` is called once, for the first grammar, so an engine without grammars never reads the vocabulary.
     """
 
     def __init__(self, tokens: Callable[[], TokenBytes]) -> None:
         self._tokens = tokens
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[str, Future[Matcher]] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None
+        self._executor: ThreadPoolExecutor | None = None
 
     def compile(self, grammar: str) -> Future[Matcher]:
-        """A matcher to be forked, at once if the grammar is known; or `GrammarError`, or `ConfigError`."""
-        found = self._compiled.get(grammar)
-        if found is None:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="triptych-grammar")
-            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+        """Return the future of a matcher to fork; the future may raise `GrammarError` or `ConfigError`."""
+        future = self._compiled.get(grammar)
+        if future is None:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="triptych-grammar")
+            future = self._compiled[grammar] = self._executor.submit(self._compile, grammar)
             while len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return found
+        return future
 
     def _compile(self, grammar: str) -> Matcher:
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._tokens())
-        return compiled(grammar, self._vocabulary)
+        return compile_grammar(grammar, self._vocabulary)

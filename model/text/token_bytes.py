@@ -1,8 +1,8 @@
-"""What each token of a vocabulary adds to a text, as bytes: by this a grammar over texts judges tokens.
+"""The bytes that each token of a vocabulary adds to a text, which grammar matching needs.
 
-Decoders may show a token in another way where the output begins (Metaspace and WordPiece leave a space out there), so
-that every token has two forms. They are found by asking the decoder itself; only parts of characters, which no text can
-show, are read off the vocabulary.
+Decoders may decode a token differently at the beginning of an output (Metaspace and WordPiece drop a space there), so
+every token has two forms. Both are found by decoding the token. Only tokens for parts of a character, which do not
+decode to text, are read from the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from model.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece's byte fallback
-_CHECKED, _CHECKED_LENGTH = 200, 6  # random outputs by which the forms are checked
+_CHECKS, _CHECK_LENGTH = 200, 6  # number and tokens of the random outputs that check the forms
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """The forms of every token, `[V]`; empty for one that adds nothing (a special token)."""
+    """The bytes of every token `[V]`, in two forms; empty for a token without text (a special token)."""
 
-    first: tuple[bytes, ...]  # where the output begins
+    first: tuple[bytes, ...]  # as the first token of an output
     later: tuple[bytes, ...]
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """What an output of these tokens reads."""
+        """Return the bytes of an output of these tokens."""
         return b"".join([self.first[ids[0]], *(self.later[token] for token in ids[1:])]) if ids else b""
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> TokenBytes:
-    """The forms of a model's tokens; those that only the model knows are empty.
+    """Return the bytes of a model's tokens; those that the tokenizer lacks are empty.
 
-    Raises `ConfigError` where a token's text depends on more than whether it is the first.
+    Raises `ConfigError` if a token's text depends on more than whether it is the first.
     """
     names = tokenizer.token_names(vocab_size)
     decoder = json.dumps(tokenizer.decoder)
     if '"ByteLevel"' in decoder:
         forms = [b"" if name is None else _byte_level(name) for name in names]
-        found = TokenBytes(tuple(forms), tuple(forms))
+        tokens = TokenBytes(tuple(forms), tuple(forms))
     else:
-        found = _probed(tokenizer, names)
-    _check(tokenizer, found)
-    return found
+        tokens = _decoded_forms(tokenizer, names)
+    _check(tokenizer, tokens)
+    return tokens
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (Radford et al. 2019)."""
+    """Return the byte of each character of byte-level vocabularies (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -60,21 +60,21 @@ _ALPHABET = byte_alphabet()
 
 
 def _byte_level(name: str) -> bytes:
-    """An added token need not be spelt in the alphabet: it then stands for itself."""
+    """Return a byte-level token's bytes; an added token may be outside the alphabet and is then its own text."""
     if all(character in _ALPHABET for character in name):
         return bytes(_ALPHABET[character] for character in name)
     return name.encode()
 
 
-def _probed(tokenizer: Tokenizer, names: Sequence[str | None]) -> TokenBytes:
-    """Each token decoded alone, and behind another one."""
+def _decoded_forms(tokenizer: Tokenizer, names: Sequence[str | None]) -> TokenBytes:
+    """Find both forms of each token by decoding it alone and after another token."""
     ids = [token for token, name in enumerate(names) if name is not None]
     alone = dict(zip(ids, tokenizer.decode_batch([[token] for token in ids]), strict=True))
     anchor = next((token for token in ids if alone[token].isalnum() and not _BYTE.fullmatch(names[token] or "")), None)
     if anchor is None:
         raise ConfigError("no token of its tokenizer is a word")
-    before = alone[anchor]
-    behind = dict(zip(ids, tokenizer.decode_batch([[anchor, token] for token in ids]), strict=True))
+    prefix = alone[anchor]
+    after = dict(zip(ids, tokenizer.decode_batch([[anchor, token] for token in ids]), strict=True))
 
     def form(token: int, text: str) -> bytes:
         byte = _BYTE.fullmatch(names[token] or "")
@@ -82,21 +82,21 @@ def _probed(tokenizer: Tokenizer, names: Sequence[str | None]) -> TokenBytes:
 
     first = tuple(form(token, alone[token]) if token in alone else b"" for token in range(len(names)))
     later = tuple(
-        form(token, behind[token][len(before) :]) if token in alone and behind[token].startswith(before) else b""
+        form(token, after[token][len(prefix) :]) if token in alone and after[token].startswith(prefix) else b""
         for token in range(len(names))
     )
     return TokenBytes(first, later)
 
 
-def _check(tokenizer: Tokenizer, found: TokenBytes) -> None:
-    """Random outputs of whole characters read as the forms say."""
+def _check(tokenizer: Tokenizer, tokens: TokenBytes) -> None:
+    """Raise `ConfigError` unless random outputs of whole characters decode to the bytes of their tokens."""
     whole = [
-        token for token in range(len(found.first)) if _is_text(found.first[token]) and _is_text(found.later[token])
+        token for token in range(len(tokens.first)) if _is_text(tokens.first[token]) and _is_text(tokens.later[token])
     ]
-    draw = random.Random(0)
-    outputs = [draw.choices(whole, k=_CHECKED_LENGTH) for _ in range(_CHECKED if whole else 0)]
+    generator = random.Random(0)
+    outputs = [generator.choices(whole, k=_CHECK_LENGTH) for _ in range(_CHECKS if whole else 0)]
     for ids, text in zip(outputs, tokenizer.decode_batch(outputs), strict=True):
-        if found.text(ids) != text.encode():
+        if tokens.text(ids) != text.encode():
             raise ConfigError("its tokenizer shows a token by what follows it")
 
 

@@ -1,8 +1,7 @@
-"""Ids to text and back, incrementally.
+"""Tokenisation and incremental detokenisation. No torch, no network.
 
 `Tokenizer` wraps a checkpoint's tokenizer.json. `Detokenizer` turns a growing list of ids into text deltas that join
-to exactly the text of the whole list: it holds back unfinished UTF-8 characters and what may begin a stop string.
-No torch, no network.
+to exactly the text of the whole list: it holds back incomplete UTF-8 characters and text that may begin a stop string.
 """
 
 from __future__ import annotations
@@ -18,25 +17,24 @@ import tokenizers
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
 
-_SHORT = 256  # tokens that are decoded at once, in some 0.1 ms
-_HELD = 16  # tokens whose text is held back whole
-_CHARACTER = 4  # bytes of the longest
-_REPLACEMENT = "\ufffd"  # what a byte-level decoder shows for an incomplete character
+_MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
+_MAX_HELD = 16  # tokens that are held back without emitting part of their text
+_CHARACTER_BYTES = 4  # of the longest UTF-8 character
+_REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a text (or a pair), with the segment of each token."""
+    """Token ids of a text (or a pair) with their token type ids (segments)."""
 
     ids: tuple[int, ...]
     type_ids: tuple[int, ...]
 
 
 class Tokenizer:
-    """A checkpoint's own tokenizer, without truncation or padding. Safe to share between threads.
+    """A checkpoint's own tokenizer, without truncation or padding. Thread-safe.
 
-    Other threads run while a text is encoded or many ids are decoded: of the library's calls only those for batches let
-    go of the interpreter's lock.
+    Encoding, and decoding of many ids, use the library's batch calls: only those release the interpreter's lock.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -45,13 +43,13 @@ class Tokenizer:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(token for token, known in added if known.special)
-        self._alone: dict[tuple[int, bool], str] = {}  # texts of single tokens, which streams ask for all the time
+        self._token_texts: dict[tuple[int, bool], str] = {}  # cached, since streams decode single tokens constantly
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
-        """The folder's tokenizer.json, or None where there is none: such a model speaks token ids only.
+        """Read the folder's tokenizer.json; None if there is none, and the model takes token ids only.
 
-        Raises `ConfigError` for a file that is no tokenizer.
+        Raises `ConfigError` for an invalid file.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -66,13 +64,13 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def special_token_id(self, text: str) -> int | None:
-        """The id of an added token such as a language code."""
+        """Return the id of an added token, such as a language code; None if there is none of this text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((token for token, known in added.items() if known.content == text), None)
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
-        given = text if pair is None else (text, pair)
-        [encoding] = self._tokenizer.encode_batch([given], add_special_tokens=add_special_tokens)
+        item = text if pair is None else (text, pair)
+        [encoding] = self._tokenizer.encode_batch([item], add_special_tokens=add_special_tokens)
         return Encoded(tuple(encoding.ids), tuple(encoding.type_ids))
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoded]:
@@ -80,43 +78,42 @@ class Tokenizer:
         return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if len(ids) > _SHORT:
+        if len(ids) > _MAX_LOCKED:
             [whole] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
             return whole
         if len(ids) != 1:
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         key = (ids[0], skip_special_tokens)
-        text = self._alone.get(key)
+        text = self._token_texts.get(key)
         if text is None:
-            text = self._alone[key] = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            text = self._token_texts[key] = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_batch(self, outputs: Sequence[Sequence[int]]) -> list[str]:
-        """Each decoded without its special tokens."""
+        """Decode each output without its special tokens."""
         return self._tokenizer.decode_batch([list(ids) for ids in outputs])
 
     @property
     def decoder(self) -> Any:
-        """The decoder as tokenizer.json describes it; None where tokens are only joined by spaces."""
+        """The decoder section of tokenizer.json; None if tokens are joined by spaces."""
         return json.loads(self._tokenizer.to_str())["decoder"]
 
     def token_names(self, count: int) -> list[str | None]:
-        """The tokens 0 to `count - 1` as the vocabulary spells them; None for a special one and for none at all."""
+        """Return the vocabulary entries of tokens 0 to `count - 1`; None for special and unknown tokens."""
         return [None if token in self.special_ids else self._tokenizer.id_to_token(token) for token in range(count)]
 
     def token_text(self, token_id: int) -> str:
-        """One token alone as text; bytes of a split character appear as replacement characters."""
+        """Decode one token alone; bytes of a split character become replacement characters."""
         return self.decode([token_id], skip_special_tokens=False)
 
 
 class Detokenizer:
-    """The text of one sequence as it grows, cut at its first stop string.
+    """Decodes a growing sequence incrementally and cuts its text at the first stop string.
 
-    `push` returns the text that is certain by now; after `stopped` is set nothing more comes. The text ends before the
-    stop string, or after it with `include_stop`.
+    `push` returns the text that later tokens cannot change. The text ends before the stop string, or after it with
+    `include_stop`; once `stopped` is set, `push` returns nothing more.
 
-    The text is what ids taken one by one make certain, however many come at once, and taking one costs the same however
-    many came before.
+    The text does not depend on how many ids a call gets. The cost of a token does not grow with the sequence.
     """
 
     def __init__(
@@ -131,13 +128,14 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._skip = skip_special_tokens
-        self._min_tokens = min_tokens  # before so many tokens no stop string counts
-        self._count = 0  # of the tokens taken
-        self._context: list[int] = []  # the last that have become text: some decoders strip or join where one begins
-        self._held: list[int] = []  # taken since
-        self._known = ""  # of the text of both, what was sent
-        self._pending = ""  # text that may be the beginning of a stop string
+        self._skip_special_tokens = skip_special_tokens
+        self._min_tokens = min_tokens  # stop strings within the first ones are ignored
+        self._num_tokens = 0
+        # The last tokens with emitted text. New ones are decoded after them: some decoders strip or join at the start.
+        self._context: list[int] = []
+        self._held: list[int] = []  # tokens since then
+        self._emitted = ""  # the part of context's and held tokens' text that was emitted
+        self._possible_stop = ""  # text that may begin a stop string
         self.stopped: str | None = None
 
     @classmethod
@@ -151,9 +149,9 @@ class Detokenizer:
         )
 
     def fill(self, output: TokenOutput) -> bool:
-        """Set the output's text; True if a stop string ended the sequence, which the engine then has to be told.
+        """Set the output's text; True if a stop string ended the sequence and the engine must be told.
 
-        The output is then the sequence's last. A stop token's text is left out unless `include_stop`.
+        The output is then the sequence's last. A stop token's text is omitted unless `include_stop`.
         """
         ids = output.token_ids
         if isinstance(output.stop_reason, int) and not self._include_stop:
@@ -166,39 +164,40 @@ class Detokenizer:
         return running
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """Text that `ids` make certain; with `final` nothing is held back."""
+        """Add `ids` and return the text that is final by now; with `final` nothing is held back."""
         if self.stopped is not None:
             return ""
-        ignored = self._min_tokens - self._count  # of the ids, so many cannot stop it
+        ignored = self._min_tokens - self._num_tokens  # the first ids, which cannot stop the sequence
         if self._stop and 0 < ignored < len(ids):
             return self.push(ids[:ignored]) + self.push(ids[ignored:], final=final)
-        self._count += len(ids)
-        text = self._pending + self._new_text(ids) + (self._rest() if final else "")
-        self._pending = ""
-        if not self._stop or self._count <= self._min_tokens:
+        self._num_tokens += len(ids)
+        text = self._possible_stop + self._new_text(ids) + (self._held_text() if final else "")
+        self._possible_stop = ""
+        if not self._stop or self._num_tokens <= self._min_tokens:
             return text
-        return self._cut(text, final)
+        return self._cut_at_stop(text, final)
 
     def _new_text(self, ids: Sequence[int]) -> str:
-        if self._skip:
+        if self._skip_special_tokens:
             ids = [token for token in ids if token not in self._tokenizer.special_ids]
-        taken, text = self._plain_text(ids) if len(ids) > 1 else (0, "")
-        for token in ids[taken:]:
+        decoded, text = self._batch_text(ids) if len(ids) > 1 else (0, "")
+        for token in ids[decoded:]:
             text += self._next_text(token)
         return text
 
-    def _plain_text(self, ids: Sequence[int]) -> tuple[int, str]:
-        """How many of the ids can be taken at once, and their text: all of it certain, the last two have some alone.
+    def _batch_text(self, ids: Sequence[int]) -> tuple[int, str]:
+        """Decode the longest prefix of the ids that can be decoded at once; return its length and its text.
 
-        Taken one by one they would then leave just the last as context, too.
+        Its last two tokens have a text of their own, so decoding one by one would leave the same state: the last token
+        as context.
         """
         plain = (end for end in range(len(ids), 1, -1) if self._is_plain(ids[end - 1]) and self._is_plain(ids[end - 2]))
         end = next(plain, 0)
         whole = self._decode([*self._context, *self._held, *ids[:end]]) if end else _REPLACEMENT
         if _REPLACEMENT in whole:
             return 0, ""
-        text = whole[len(self._known) :]
-        self._follow([ids[end - 1]])
+        text = whole[len(self._emitted) :]
+        self._set_context([ids[end - 1]])
         return end, text
 
     def _is_plain(self, token: int) -> bool:
@@ -207,69 +206,69 @@ class Detokenizer:
 
     def _next_text(self, token: int) -> str:
         self._held.append(token)
-        known, whole = self._looked_at()
-        if len(whole) <= len(known) or whole.endswith(_REPLACEMENT):
-            return self._old_text(known, whole) if len(self._held) > _HELD else ""
-        self._follow(self._held)
-        return whole[len(known) :]
+        emitted, whole = self._decode_held()
+        if len(whole) <= len(emitted) or whole.endswith(_REPLACEMENT):
+            return self._stable_text(emitted, whole) if len(self._held) > _MAX_HELD else ""
+        self._set_context(self._held)
+        return whole[len(emitted) :]
 
-    def _rest(self) -> str:
-        """What is held back."""
-        known, whole = self._looked_at()
-        self._follow(self._held)
-        return whole[len(known) :]
+    def _held_text(self) -> str:
+        """Return the text of the held tokens, which become the context."""
+        emitted, whole = self._decode_held()
+        self._set_context(self._held)
+        return whole[len(emitted) :]
 
-    def _looked_at(self) -> tuple[str, str]:
-        """The text of what is held, and what of its beginning was sent before."""
+    def _decode_held(self) -> tuple[str, str]:
+        """Decode the context and the held tokens; return the part that was emitted before, and the whole text."""
         whole = self._decode([*self._context, *self._held])
-        if _REPLACEMENT in whole and not whole.startswith(self._known):
-            # Byte fallback spoils a whole run of bytes for a wrong one, and these were text already.
+        if _REPLACEMENT in whole and not whole.startswith(self._emitted):
+            # An invalid byte makes byte fallback replace a whole run of bytes, also those emitted already.
             return "", self._decode(self._held)
-        return self._known, whole
+        return self._emitted, whole
 
-    def _old_text(self, known: str, whole: str) -> str:
-        """Of what is held, the text that nothing to come can change: no character is longer than its last tokens."""
-        held, context = self._held, self._context if known else []
-        for end in range(len(held) - _CHARACTER + 1, 0, -1):
+    def _stable_text(self, emitted: str, whole: str) -> str:
+        """Return the held text that later tokens cannot change: an unfinished character has at most four bytes."""
+        held, context = self._held, self._context if emitted else []
+        for end in range(len(held) - _CHARACTER_BYTES + 1, 0, -1):
             text = self._decode([*context, *held[:end]])
-            if len(text) >= len(known) and whole.startswith(text):
-                if len(text) > len(known):
-                    self._follow(held[:end])
+            if len(text) >= len(emitted) and whole.startswith(text):
+                if len(text) > len(emitted):
+                    self._set_context(held[:end])
                 self._held = held[end:]
-                return text[len(known) :]
-        last = self._decode(held[-_CHARACTER:])
+                return text[len(emitted) :]
+        last = self._decode(held[-_CHARACTER_BYTES:])
         if not (last.endswith(_REPLACEMENT) and whole.endswith(_REPLACEMENT)):
-            self._follow(held)
-            return whole[len(known) :]
-        # Each token ends amid a character.
-        self._context, self._held, self._known = [], held[-_CHARACTER:], last[:-1]
-        return whole[len(known) : -1]
+            self._set_context(held)
+            return whole[len(emitted) :]
+        # Each token ends within a character.
+        self._context, self._held, self._emitted = [], held[-_CHARACTER_BYTES:], last[:-1]
+        return whole[len(emitted) : -1]
 
-    def _follow(self, ids: list[int]) -> None:
-        """These have become text, and nothing is held back."""
-        known = self._decode(ids)
-        if known:
-            self._context, self._known = ids, known
-        else:  # a blank that the decoder strips where a text begins
-            self._context = [*self._context, *ids][-_HELD:]
-            self._known = self._decode(self._context)
+    def _set_context(self, ids: list[int]) -> None:
+        """Make `ids`, whose text is emitted, the context; no token is held any more."""
+        emitted = self._decode(ids)
+        if emitted:
+            self._context, self._emitted = ids, emitted
+        else:  # a space that the decoder strips at the beginning
+            self._context = [*self._context, *ids][-_MAX_HELD:]
+            self._emitted = self._decode(self._context)
         self._held = []
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""
 
-    def _cut(self, text: str, final: bool) -> str:
-        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        if found:  # the first to be complete, so that it does not matter how the text came in
-            at, self.stopped = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
-            return text[: at + len(self.stopped) * self._include_stop]
+    def _cut_at_stop(self, text: str, final: bool) -> str:
+        matches = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if matches:  # the first one to be complete, so that the size of the deltas does not matter
+            start, self.stopped = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
+            return text[: start + len(self.stopped) * self._include_stop]
         held = 0 if final else max(_overlap(text, stop) for stop in self._stop)
-        self._pending = text[len(text) - held :]
+        self._possible_stop = text[len(text) - held :]
         return text[: len(text) - held]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -19,7 +19,7 @@ import socket
 import struct
 
 from model.text.grammar import GrammarError
-from model.text.grammar_matcher import Vocabulary, compiled
+from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
 
 READY = b"R"
@@ -33,7 +33,7 @@ _MESSAGE = 300
 def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
     """Nothing, or an `error` (refused) with its reason."""
     try:
-        start = compiled(grammar, vocabulary)
+        start = compile_grammar(grammar, vocabulary)
         for trial in range(_TRIALS):
             matcher, draw = start.fork(), random.Random(trial)
             for _ in range(_FOLLOWED):

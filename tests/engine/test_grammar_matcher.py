@@ -15,7 +15,7 @@ import pytest
 
 from model.api.request import FinishReason, TokenOutput
 from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar
-from model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compiled
+from model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
 from tests.engine.support import Running, request, running
 from tests.model.checkpoints import VOCAB
@@ -79,7 +79,7 @@ FINITE: list[tuple[str, set[str]]] = [
 def test_masks_are_those_of_a_naive_check(grammar: str, words: set[str], tokens: TokenBytes) -> None:
     """Every state that can be reached: a token is allowed iff some word begins with the text and the token."""
     whole = {word.encode() for word in words}
-    states: list[tuple[bytes, bool, Matcher]] = [(b"", True, compiled(grammar, Vocabulary(tokens)))]
+    states: list[tuple[bytes, bool, Matcher]] = [(b"", True, compile_grammar(grammar, Vocabulary(tokens)))]
     seen = set()
     for so_far, is_first, matcher in states:
         forms = tokens.first if is_first else tokens.later
@@ -158,7 +158,7 @@ def test_random_schemas_hold_for_random_tokens() -> None:
     for number in range(150):
         draw = random.Random(number)
         schema, tokens = _random_schema(draw), (PLAIN, SPACED)[number % 2]
-        matcher, ids = compiled(json_grammar(schema), Vocabulary(tokens)), list[int]()
+        matcher, ids = compile_grammar(json_grammar(schema), Vocabulary(tokens)), list[int]()
         while not matcher.is_exhausted and len(ids) < 300 and not (matcher.is_complete and draw.random() < 0.5):
             ids.append(int(draw.choice(matcher.tokens.nonzero()[0])))
             matcher.accept(ids[-1])

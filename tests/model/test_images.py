@@ -14,7 +14,7 @@ from PIL import Image
 
 from model.config.model import ImageConfig
 from model.errors import ConfigError
-from model.media.images import MAX_PIXELS, ImageError, decode, processing
+from model.media.images import MAX_PIXELS, ImageError, decode, read_image_processing
 
 CONFIG = ImageConfig(size=32, patch=8)
 SQUARE = {"size": {"height": 32, "width": 32}}
@@ -36,7 +36,7 @@ def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def normalised(raw: dict[str, Any], data: bytes) -> np.ndarray:
     """Pixels `[3, S, S]` as the model gets them."""
-    made = processing(raw, CONFIG)
+    made = read_image_processing(raw, CONFIG)
     pixels = np.frombuffer(made.prepare(data), np.uint8).reshape(3, CONFIG.size, CONFIG.size)
     return pixels * np.array(made.scale)[:, None, None] + np.array(made.shift)[:, None, None]
 
@@ -60,7 +60,7 @@ def test_pixels_are_the_reference_librarys(kind: str, width: int, height: int, s
 
     data = file(picture(width, height), kind)
     theirs = ViTImageProcessorPil(**settings)(Image.open(BytesIO(data)), return_tensors="np")["pixel_values"][0]
-    made = processing(settings, CONFIG)
+    made = read_image_processing(settings, CONFIG)
     step = max(made.scale)  # of one level of 255, as the model sees it
     assert np.abs(normalised(settings, data) - theirs).max() <= 1.001 * step
     assert theirs.std() > step
@@ -69,7 +69,7 @@ def test_pixels_are_the_reference_librarys(kind: str, width: int, height: int, s
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
 def test_other_modes_become_rgb(mode: str) -> None:
     image = picture(32, 32, mode)
-    pixels = np.frombuffer(processing(SQUARE, CONFIG).prepare(file(image)), np.uint8).reshape(3, 32, 32)
+    pixels = np.frombuffer(read_image_processing(SQUARE, CONFIG).prepare(file(image)), np.uint8).reshape(3, 32, 32)
     np.testing.assert_array_equal(pixels, np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 
@@ -149,11 +149,11 @@ def test_a_preprocessing_that_cannot_be_is_a_configuration_error(
     settings: dict[str, Any], image: ImageConfig, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        processing(settings, image)
+        read_image_processing(settings, image)
 
 
 def test_a_thin_line_does_not_become_a_huge_strip() -> None:
-    made = processing({"size": {"shortest_edge": 32}, "do_center_crop": True, "crop_size": 32}, CONFIG)
+    made = read_image_processing({"size": {"shortest_edge": 32}, "do_center_crop": True, "crop_size": 32}, CONFIG)
     with pytest.raises(ImageError, match="1000000 x 1 pixels, which is too long and thin"):
         made.prepare(file(Image.new("RGB", (1_000_000, 1))))
     assert len(made.prepare(file(Image.new("RGB", (10_000, 100))))) == CONFIG.pixel_bytes
@@ -161,4 +161,4 @@ def test_a_thin_line_does_not_become_a_huge_strip() -> None:
 
 def test_an_image_that_is_not_resized_must_fit() -> None:
     with pytest.raises(ImageError, match="50 x 70 pixels, the model reads 32"):
-        processing({"do_resize": False}, CONFIG).prepare(file(picture(50, 70)))
+        read_image_processing({"do_resize": False}, CONFIG).prepare(file(picture(50, 70)))
