@@ -24,6 +24,7 @@ from model.api.request import (
     TokenOutput,
 )
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
+from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
@@ -126,18 +127,22 @@ class LLM:
     def _encode_request(self, position: int, text: Prompt) -> EncodeRequest:
         ids, types = self._ids(text)
         self._check_length(ids, self.info.max_model_len)
-        return EncodeRequest(str(position), self.info.name, ids, token_type_ids=types, arrival_time=time.monotonic())
+        return EncodeRequest(str(position), self.info.name, token_source(ids, types), arrival_time=time.monotonic())
 
     def _request(self, position: int, prompt: Prompt, params: SamplingParams) -> Request:
         ids, _ = self._ids(prompt)
         start = self.checkpoint.config.decoder_start_token_id
-        begins = (start,) if self.checkpoint.config.encoder is not None and start is not None else ()
+        reads = self.checkpoint.config.encoder is not None
         longest = self.info.max_model_len
         # A source is read in one step; a decoder's prompt leaves room for a token.
-        self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if begins else longest - 1)
+        self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if reads else longest - 1)
         if params.num_beams > 1:
-            self._check_beams(len(ids), bool(begins), params)
-        return Request(str(position), self.info.name, ids, params, begins, arrival_time=time.monotonic())
+            self._check_beams(len(ids), reads, params)
+        source = None
+        if reads:
+            assert start is not None
+            ids, source = (start,), token_source(ids)
+        return Request(str(position), self.info.name, ids, params, source, arrival_time=time.monotonic())
 
     def _check_length(self, ids: Sequence[int], limit: int) -> None:
         """Refuse what the engine could never take on; online the service does."""

@@ -24,6 +24,7 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
+from model.api.source import image_source, token_source
 from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError
 from model.native.library import Library, native
@@ -83,11 +84,13 @@ def _encoded(loaded: LoadedModel) -> Iterator[bytes]:
     """All vectors of three inputs in one batch, and their scores where the model classifies."""
     engine, config = loaded.encode, loaded.encode.model.config
     image = config.image
-    pixels = b"" if image is None else bytes(i % 251 for i in range(image.channels * image.size**2))
     for task in (EncodeTask.TOKENS, EncodeTask.EMBEDDING, *([EncodeTask.LOGITS] if config.classifier else [])):
         for number, length in enumerate((5, 30, 17)):
-            ids = prompt(length, number) if image is None else ()
-            engine.add(EncodeRequest(str(number), engine.name, ids, task, pixels=pixels))
+            source = token_source(prompt(length, number))
+            if image is not None:
+                pixels = bytes(i % 251 for i in range(image.pixel_bytes))
+                source = image_source(pixels, (image.channels, image.size, image.size), image.num_tokens)
+            engine.add(EncodeRequest(str(number), engine.name, source, task))
         outputs = []
         while engine.has_work:
             outputs += engine.step()[0]
@@ -101,11 +104,14 @@ def _generated(loaded: LoadedModel) -> Iterator[bytes]:
     engine, config = loaded.generate, loaded.encode.model.config
     if engine is None:
         return
-    begins = (config.decoder_start_token_id,) if config.encoder is not None else ()
     for number, params in enumerate(PARAMS):
         for place, length in enumerate((3, 29, 16)):
             name = f"{number}-{place}"
-            engine.add(Request(name, engine.name, prompt(length, place), params, begins, arrival_time=time.monotonic()))
+            ids, source = prompt(length, place), None
+            if config.encoder is not None:
+                assert config.decoder_start_token_id is not None
+                ids, source = (config.decoder_start_token_id,), token_source(ids)
+            engine.add(Request(name, engine.name, ids, params, source, arrival_time=time.monotonic()))
     outputs = []
     while engine.has_work:
         outputs += engine.step()[0]

@@ -36,7 +36,7 @@ MODEL = """
     inspection          : errors config api system text native checkpoint families families/table linear cache attention
                           network parallel
     engine/scheduling   : errors config api text
-    engine/execution    : errors config api system cache attention sampling network parallel engine/scheduling
+    engine/execution    : errors config api system media cache attention sampling network parallel engine/scheduling
     engine              : errors config api system text media native checkpoint families families/table linear cache
                           attention sampling network parallel engine/scheduling engine/execution
     client              : errors api system text

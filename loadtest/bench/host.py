@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.api.request import Request, SamplingParams
 from model.cache.paged import KVCache
+from model.config.cache import PoolSize
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import (
     EmbeddingConfig,
@@ -47,7 +48,7 @@ def step_milliseconds(batch: int, *, temperature: float = 0.0, context: int = 25
     layer = LayerConfig(AttentionConfig(1, 1, 1, 1.0), MLPConfig(1, Activation.RELU), (Norms(), Norms()))
     stack = StackConfig((layer,), hidden_size=1, causal=True)
     config = ModelConfig("llama", EmbeddingConfig(_VOCAB, 1), decoder=stack, head=HeadConfig(tied=True))
-    blocks = BlockManager(batch * (2 + (context + steps) // _BLOCK), _BLOCK)
+    blocks = BlockManager([PoolSize(batch * (2 + (context + steps) // _BLOCK))], _BLOCK)
     cache = KVCache(stack, blocks.num_blocks, _BLOCK, torch.float32, torch.device("cpu"))
     runner = ModelRunner(HollowModel(config), cache, blocks)  # type: ignore[arg-type]
     scheduler = Scheduler(blocks, batch, batch * context)

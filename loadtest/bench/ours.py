@@ -10,6 +10,7 @@ from loadtest.bench.batches import Ask, Workload
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
+from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import LoadedModel, load
 from model.engine.generate_engine import GenerateEngine
@@ -85,7 +86,7 @@ class Ours:
     def _encode(self, workload: Workload) -> Run:
         engine = self.loaded.encode
         for number, ask in enumerate(workload.asks):
-            engine.add(EncodeRequest(str(number), "bench", ask.ids, arrival_time=time.monotonic()))
+            engine.add(EncodeRequest(str(number), "bench", token_source(ask.ids), arrival_time=time.monotonic()))
         began = time.perf_counter()
         while engine.has_work:
             engine.step()
@@ -96,4 +97,5 @@ class Ours:
         params = SamplingParams(
             max_tokens=ask.output_tokens, ignore_eos=True, num_beams=beams, temperature=temperature, seed=number
         )
-        return Request(str(number), "bench", ask.ids, params, self._start, arrival_time=time.monotonic())
+        prompt, source = (self._start, token_source(ask.ids)) if self._start else (ask.ids, None)
+        return Request(str(number), "bench", prompt, params, source, arrival_time=time.monotonic())

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from model.api.source import Source
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; every accepted request ends with exactly one of them."""
@@ -73,38 +75,43 @@ class SamplingParams:
 class Request:
     """A validated request to generate.
 
-    `prompt_token_ids` is the decoder's prompt (decoder-only) or the encoder's source (encoder-decoder). With a source,
-    `decoder_token_ids` is the decoder's prompt: its start token and any forced beginning.
+    `prompt_token_ids` is the decoder's prompt. In an encoder-decoder that is its start token and any forced beginning,
+    and what the client sent is the `source`.
     """
 
     request_id: str
     model: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    decoder_token_ids: tuple[int, ...] = ()
+    source: Source | None = None
     priority: int = 0  # lower is scheduled first
     cache_salt: str = ""  # only requests with the same salt share cached KV blocks
     arrival_time: float = 0.0
     deadline: float | None = None
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
 
+    @property
+    def num_sent_tokens(self) -> int:
+        """Tokens of what the client sent: of the source, or else of the prompt."""
+        return self.source.num_positions if self.source is not None else len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to be computed before the first output: of prompt and source."""
+        return len(self.prompt_token_ids) + (self.source.num_positions if self.source is not None else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """One input to encode: token ids, with token type ids for models of text pairs, or the pixels of an image.
-
-    `pixels` are `[C, S, S]` as in the checkpoint's `ImageConfig`, 8 bits each.
-    """
+    """One input to encode."""
 
     request_id: str
     model: str
-    token_ids: tuple[int, ...]
+    source: Source
     task: EncodeTask = EncodeTask.EMBEDDING
     pooling: Pooling | None = None  # None: the checkpoint's own
     normalize: bool | None = None  # None: the checkpoint's own
     dimensions: int | None = None  # keep only the first ones, then normalise again
-    token_type_ids: tuple[int, ...] = ()
-    pixels: bytes = b""
     arrival_time: float = 0.0
     deadline: float | None = None
 

@@ -128,7 +128,7 @@ class AsyncEngine:
         self._check_ready()
         model = requests[0].model
         self._admission[model].admit(
-            {r.request_id: len(r.prompt_token_ids) + len(r.decoder_token_ids) for r in requests},
+            {r.request_id: r.num_tokens for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
         )
         stream = GenerationStream(
@@ -143,7 +143,7 @@ class AsyncEngine:
         """Return one output a request (all of one model), in order. Raises as `submit` does; cancelling aborts."""
         self._check_ready()
         loop = asyncio.get_running_loop()
-        self._admission[requests[0].model].admit({r.request_id: len(r.token_ids) for r in requests})
+        self._admission[requests[0].model].admit({r.request_id: r.source.num_positions for r in requests})
         futures: list[asyncio.Future[EncodeOutput]] = []
         for request in requests:
             futures.append(loop.create_future())

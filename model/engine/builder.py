@@ -17,6 +17,7 @@ from model.api.stats import ModelInfo
 from model.attention.selection import Selection, select_backend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.config.cache import PoolSize
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.dtypes import choose_dtype
@@ -273,7 +274,9 @@ def _generate_engine(
     kv = KVLayout.of(spec.engine, config, dtype)
     num_blocks = min(kv.blocks_in(pool), kv.blocks_for(max_model_len) * limits.max_num_seqs)  # no more could be used
     dtype = kv_dtype(spec.engine, dtype)
-    block_manager = BlockManager(num_blocks, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
+    block_manager = BlockManager(
+        [PoolSize(num_blocks)], spec.engine.block_size, prefix_caching=spec.engine.prefix_caching
+    )
     cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
     graphs, unrecorded = None, ""

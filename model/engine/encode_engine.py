@@ -8,10 +8,11 @@ cache is involved.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from model.api.request import (
     FinishReason,
     Pooling,
 )
+from model.api.source import image_source, token_source
 from model.api.stats import StepStats
-from model.config.model import ImageConfig
+from model.engine.execution.sources import source_input
 from model.engine.fault_isolation import run_isolated
 from model.engine.scheduling.step_budget import (
     UNLIMITED,
@@ -32,10 +34,10 @@ from model.engine.scheduling.step_budget import (
     StepDemand,
 )
 from model.media.images import ImageProcessing
-from model.network.inputs import StackInput, packed_input
+from model.network.inputs import StackInput
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
-from model.system.transfer import device_tensor, to_device, to_host
+from model.system.transfer import to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +218,7 @@ class EncodeEngine:
         return batch
 
     def _length(self, request: EncodeRequest) -> int:
-        image = self.model.config.image
-        return image.num_tokens if image is not None else len(request.token_ids)
+        return request.source.num_positions
 
     @torch.inference_mode()
     def _encode(self, batch: Sequence[EncodeRequest]) -> list[Tensor]:
@@ -243,28 +244,15 @@ class EncodeEngine:
     def _probe(self) -> None:
         """The smallest pass there is."""
         image = self.model.config.image
-        pixels = b"" if image is None else bytes(image.channels * image.size**2)
-        self._encode([EncodeRequest("", self.name, (0,), EncodeTask.TOKENS, pixels=pixels)])
+        if image is None:
+            smallest = token_source((0,))
+        else:
+            shape = (image.channels, image.size, image.size)
+            smallest = image_source(bytes(math.prod(shape)), shape, image.num_tokens)
+        self._encode([EncodeRequest("", self.name, smallest, EncodeTask.TOKENS)])
 
     def _packed(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
-        image = self.model.config.image
-        if image is not None:
-            inputs = packed_input([range(image.num_tokens)] * len(batch), self.device, causal=False)
-            return replace(inputs, pixels=self._pixels(batch, image))
-        types = None
-        if any(any(request.token_type_ids) for request in batch):
-            types = [request.token_type_ids or (0,) * len(request.token_ids) for request in batch]
-        return packed_input([r.token_ids for r in batch], self.device, causal=causal, token_types=types)
-
-    def _pixels(self, batch: Sequence[EncodeRequest], image: ImageConfig) -> Tensor:
-        """Normalised images `[B, C, S, S]`."""
-        assert self._images is not None
-        raw = torch.frombuffer(bytearray(b"".join(request.pixels for request in batch)), dtype=torch.uint8)
-        pixels = to_device(raw, self.device).view(len(batch), image.channels, image.size, image.size)
-        scale, shift = (
-            device_tensor(values, self.device, torch.float32) for values in (self._images.scale, self._images.shift)
-        )
-        return pixels * scale[:, None, None] + shift[:, None, None]
+        return source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
 
     def _finish(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
         """One input's answer of its hidden states `[L, d]`."""

@@ -133,7 +133,10 @@ class GenerateEngine:
         """Take a request on; what it may generate is cut to what the context leaves, however it is sampled."""
         request = self._in_context(request)
         indices = range(1 if request.params.num_beams > 1 else request.params.n)
-        sequences = [SequenceState.of(request, index, next(self._arrivals), self.eos_token_ids) for index in indices]
+        pools = len(self.block_manager.pools)
+        sequences = [
+            SequenceState.of(request, index, next(self._arrivals), self.eos_token_ids, pools) for index in indices
+        ]
         if request.params.num_beams > 1:
             sequences[0].searching()
         if request.params.grammar:
@@ -144,7 +147,7 @@ class GenerateEngine:
             self.scheduler.add(sequence)
 
     def _in_context(self, request: Request) -> Request:
-        room = max(1, self.max_model_len - len(request.decoder_token_ids or request.prompt_token_ids))
+        room = max(1, self.max_model_len - len(request.prompt_token_ids))
         if request.params.max_tokens <= room:
             return request
         return replace(request, params=replace(request.params, max_tokens=room))
@@ -214,11 +217,11 @@ class GenerateEngine:
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """A step from its beginning to its end."""
         parts = run_isolated(_units(scheduled), lambda units: self._execute(scheduled, units), self.runner.probe)
-        unwritten: set[int] = set()
+        unwritten: set[tuple[int, int]] = set()
         for part, sampled in parts:
             steps = list(chain.from_iterable(part))
             if sampled is None:
-                unwritten.update(*(self.block_manager.unwritten(step.sequence) for step in steps))
+                unwritten.update(*(self.block_manager.forget_unwritten(step.sequence) for step in steps))
                 self._end_all([step.sequence for step in steps], FinishReason.ERROR)
             elif unwritten and any(_reads(step.sequence, unwritten) for step in steps):
                 self.scheduler.preempt(steps[0].sequence)  # it shared blocks that were never filled
@@ -267,7 +270,7 @@ class GenerateEngine:
     def _account(self, scheduled: SchedulerOutput, seconds: float) -> StepStats:
         steps = scheduled.scheduled
         decodes = sum(step.num_tokens == 1 and not step.encode_source for step in steps)
-        whole = sum(len(step.sequence.source_ids) for step in steps if step.encode_source)
+        whole = sum(step.sequence.source_length for step in steps if step.encode_source)
         return StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(steps), decodes, whole)
 
     def wait_prepared(self, seconds: float) -> None:
@@ -429,13 +432,15 @@ def _part(whole: SchedulerOutput, steps: list[ScheduledSequence]) -> SchedulerOu
     """These of a step's sequences, with the copies of blocks that they need."""
     copies = whole.copies
     if copies and len(steps) < len(whole.scheduled):
-        tables = set(chain.from_iterable(step.sequence.block_table for step in steps))
-        copies = {filled: source for filled, source in copies.items() if filled in tables}
+        filled = {(pool, block) for step in steps for pool, table in enumerate(step.sequence.tables) for block in table}
+        copies = [copy for copy in copies if (copy.pool, copy.target) in filled]
     return SchedulerOutput(steps, copies)
 
 
-def _reads(sequence: SequenceState, blocks: set[int]) -> bool:
-    return not blocks.isdisjoint(sequence.block_table) or not blocks.isdisjoint(sequence.cross_block_table)
+def _reads(sequence: SequenceState, blocks: set[tuple[int, int]]) -> bool:
+    """Whether a sequence has one of these blocks, each named by its pool and its number there."""
+    pairs = zip(sequence.tables, sequence.source_tables, strict=True)
+    return any((pool, block) in blocks for pool, tables in enumerate(pairs) for block in chain(*tables))
 
 
 def _units(output: SchedulerOutput) -> list[Unit]:

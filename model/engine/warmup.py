@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
+from model.api.source import token_source
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.cache.paged import KVCache
 from model.config.layer import BucketBiasConfig, XLNetRelativeConfig
@@ -42,7 +43,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
     if encode.model.config.image is None:
         for length in LENGTHS:
             tokens = (0,) * min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
-            encode.add(EncodeRequest("warm-up", encode.name, tokens, EncodeTask.TOKENS))
+            encode.add(EncodeRequest("warm-up", encode.name, token_source(tokens), EncodeTask.TOKENS))
             encode.step()
     if generate is not None:
         for together in (LENGTHS[:1], LENGTHS[1:], LENGTHS):
@@ -171,6 +172,8 @@ def _request(generate: GenerateEngine, encode: EncodeEngine, length: int, number
     most = min(generate.max_model_len - 2, encode.max_num_batched_tokens)
     prompt = (0,) * max(1, min(length, most))
     start = encode.model.config.decoder_start_token_id
-    begins = (start,) if encode.model.config.encoder is not None and start is not None else ()
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=float(number % 2), top_p=0.9)
-    return Request(f"warm-up-{number}", generate.name, prompt, params, begins, cache_salt=f"warm-up-{length}")
+    source = None
+    if encode.model.config.encoder is not None and start is not None:
+        prompt, source = (start,), token_source(prompt)
+    return Request(f"warm-up-{number}", generate.name, prompt, params, source, cache_salt=f"warm-up-{length}")

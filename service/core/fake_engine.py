@@ -100,7 +100,7 @@ class FakeEngineClient:
             if self.script.die_after is not None:
                 raise EngineDeadError("scripted death")
             scheduled = time.monotonic()
-            await self._work(sum(len(request.token_ids) for request in requests), "encode", requests[0].model)
+            await self._work(sum(request.source.num_positions for request in requests), "encode", requests[0].model)
             return [self._vectors(request, scheduled) for request in requests]
         except asyncio.CancelledError:
             self.aborted.extend(ids)
@@ -159,7 +159,7 @@ class FakeEngineClient:
         if request.deadline is not None and time.monotonic() > request.deadline:
             return EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE)
         size = request.dimensions or self.models[request.model].embedding_size
-        rows = [[(token + column) / 8 for column in range(size)] for token in request.token_ids]
+        rows = [[(token + column) / 8 for column in range(size)] for token in request.source.token_ids]
         if request.task is EncodeTask.TOKENS:
             flat = [value for row in rows for value in row]
             return EncodeOutput(request.request_id, _pack(flat), (len(rows), size), scheduled)
@@ -244,7 +244,7 @@ class FakeStream:
         if params.logprobs is not None:
             output.logprobs = [_logprob(token, params.logprobs)]
         if params.prompt_logprobs is not None and sequence.emitted == 0:
-            given = sequence.request.decoder_token_ids or sequence.request.prompt_token_ids
+            given = sequence.request.prompt_token_ids
             output.prompt_logprobs = [None, *(_logprob(one, params.prompt_logprobs) for one in given[1:])]
 
     def _finish(self, sequence: _Sequence, output: TokenOutput, reason: FinishReason) -> TokenOutput:

@@ -137,8 +137,7 @@ class TextGeneration:
     def _prefill(self, choice: Json) -> list[Json]:
         found = []
         request = self._plan.requests[0]
-        ids = request.decoder_token_ids or request.prompt_token_ids  # an encoder's tokens have no scores
-        for token_id, entry in zip(ids, choice.get("prompt_logprobs") or (), strict=False):
+        for token_id, entry in zip(request.prompt_token_ids, choice.get("prompt_logprobs") or (), strict=False):
             logprob = entry and entry["logprob"]
             found.append({"id": token_id, "text": self._token_text(token_id), "logprob": logprob})
         return found

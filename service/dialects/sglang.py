@@ -196,7 +196,8 @@ def encode_reply(asked: SglangEncodeBody) -> Callable[[EncodePlan, Json], object
     def show(plan: EncodePlan, reply: Json) -> object:
         found = []
         for item, request in zip(reply["data"], plan.requests, strict=True):
-            meta = {"id": reply["id"], "finish_reason": {"type": "stop"}, "prompt_tokens": len(request.token_ids)}
+            tokens = request.source.num_positions
+            meta = {"id": reply["id"], "finish_reason": {"type": "stop"}, "prompt_tokens": tokens}
             found.append({"embedding": item["embedding"], "meta_info": meta | _latency(reply)})
         return found if several else found[0]
 
@@ -240,7 +241,7 @@ class SglangGeneration:
         meta: Json = {
             "id": native_reply["id"],
             "finish_reason": _finish(choice),
-            "prompt_tokens": len(self._generation.plan.requests[at].prompt_token_ids),
+            "prompt_tokens": self._generation.plan.requests[at].num_sent_tokens,
             "completion_tokens": len(choice["token_ids"]),
             "cached_tokens": self._generation.cached_tokens(at),
         }

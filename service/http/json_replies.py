@@ -125,7 +125,7 @@ class Generation:
     def _echo(self, delta: Json, prompt_index: int) -> None:
         """Put the prompt (encoder-decoder: what follows the decoder's start token) before the output."""
         request = self._plan.requests[prompt_index]
-        ids = request.decoder_token_ids[1:] or request.prompt_token_ids
+        ids = request.prompt_token_ids[request.source is not None :]
         delta["text"] = self._plan.echo[prompt_index] + delta["text"]
         if "token_ids" in delta:
             delta["token_ids"] = [*ids, *delta["token_ids"]]

@@ -35,7 +35,7 @@ def check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limi
         tokens, each = sum(one.params.max_tokens for one in requests), body.logprobs + 1
         counts["logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} max_tokens x {each}"
     if body.prompt_logprobs is not None:
-        tokens, each = sum(len(one.prompt_token_ids) for one in requests), body.prompt_logprobs + 1
+        tokens, each = sum(one.num_sent_tokens for one in requests), body.prompt_logprobs + 1
         counts["prompt_logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} prompt tokens x {each}"
     total = sum(count for count, _ in counts.values())
     if total <= limits.max_reply_logprobs:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.api.request import EncodeRequest, EncodeTask, Pooling
+from model.api.source import Source, image_source, token_source
 from model.api.stats import ModelInfo
 from model.media.images import ImageError, ImageProcessing
 from model.text.tokenizer import Encoded
@@ -44,10 +45,7 @@ class EncodePlan:
     @property
     def prompt_tokens(self) -> int:
         """Of texts, or patches of images."""
-        image = self.served.config.image
-        if image is not None:
-            return image.num_tokens * len(self.requests)
-        return sum(len(request.token_ids) for request in self.requests)
+        return sum(request.source.num_positions for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,9 @@ class EncodePlanner:
         tokens = sum(len(one.ids) for one in encoded)
         if tokens > self._limits.max_encode_tokens:
             raise encode_too_large(tokens, self._limits.max_encode_tokens)
-        requests = tuple(self._request(body, served, one, engine_id(request_id), arrival) for one in encoded)
+        types = served.token_types > 1
+        found = [token_source(one.ids, one.type_ids if types else ()) for one in encoded]
+        requests = tuple(self._request(body, served, one, engine_id(request_id), arrival) for one in found)
         return EncodePlan(served, requests, truncated)
 
     async def _plan_images(
@@ -100,31 +100,26 @@ class EncodePlanner:
         assert image is not None and processing is not None
         if image.num_tokens * len(inputs) > self._limits.max_encode_tokens:
             raise encode_too_large(image.num_tokens * len(inputs), self._limits.max_encode_tokens)
-        found = await self._threads.aside(lambda: [_pixels(one, served, processing) for one in inputs])
-        requests = tuple(
-            self._request(body, served, Encoded((), ()), engine_id(request_id), arrival, pixels) for pixels in found
-        )
+        shape = (image.channels, image.size, image.size)
+
+        def work() -> list[Source]:
+            return [image_source(_pixels(one, served, processing), shape, image.num_tokens) for one in inputs]
+
+        found = await self._threads.aside(work)
+        requests = tuple(self._request(body, served, one, engine_id(request_id), arrival) for one in found)
         return EncodePlan(served, requests, (False,) * len(requests))
 
     def _request(
-        self,
-        body: EncodeBody,
-        served: ServedModel,
-        encoded: Encoded,
-        name: str,
-        arrival: float,
-        pixels: bytes = b"",
+        self, body: EncodeBody, served: ServedModel, source: Source, name: str, arrival: float
     ) -> EncodeRequest:
         return EncodeRequest(
             request_id=name,
             model=served.name,
-            token_ids=encoded.ids,
+            source=source,
             task=EncodeTask(body.output),
             pooling=None if body.pooling == "default" else Pooling(body.pooling),
             normalize=body.normalize,
             dimensions=body.dimensions,
-            token_type_ids=encoded.type_ids if served.token_types > 1 else (),
-            pixels=pixels,
             arrival_time=arrival,
             deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
         )

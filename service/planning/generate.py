@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from model.api.request import Request, SamplingParams
 from model.api.sampling_bounds import GREEDY_BELOW
+from model.api.source import token_source
 from model.api.stats import ModelInfo
 from model.errors import EngineGoneError, QueueFullError
 from service.core.engine_client import EngineClient
@@ -67,7 +68,7 @@ class GeneratePlan:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self.requests)
+        return sum(request.num_sent_tokens for request in self.requests)
 
 
 def engine_id(request_id: str) -> str:
@@ -163,9 +164,9 @@ class GeneratePlanner:
         return Request(
             request_id=name,
             model=served.name,
-            prompt_token_ids=ids,
+            prompt_token_ids=forced if served.is_encoder_decoder else ids,
             params=replace(_sampling(body, served, max(1, max_tokens)), grammar=grammar),
-            decoder_token_ids=forced,
+            source=token_source(ids) if served.is_encoder_decoder else None,
             priority=body.priority,
             cache_salt=_salt(body.cache_salt),
             arrival_time=arrival,

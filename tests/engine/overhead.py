@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 from model.api.request import Request, SamplingParams
+from model.config.cache import PoolSize
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
@@ -59,7 +60,7 @@ def measured(sequences: int, length: int) -> dict[str, float]:
         seconds.setdefault(name, []).append(time.perf_counter() - began)
         return result
 
-    blocks = BlockManager(sequences * (length + 2 * STEPS) // BLOCK_SIZE + sequences, BLOCK_SIZE)
+    blocks = BlockManager([PoolSize(sequences * (length + 2 * STEPS) // BLOCK_SIZE + sequences)], BLOCK_SIZE)
     scheduler = Scheduler(blocks, sequences, sequences * length)
     engine = GenerateEngine("overhead", PackingRunner(blocks, run), scheduler, max_model_len=length + 2 * STEPS)
     chance = random.Random(1)

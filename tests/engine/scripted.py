@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.api.source import token_source
+from model.config.cache import PoolSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
@@ -63,17 +65,17 @@ class ScriptedRunner:
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         sequence, stop = step.sequence, step.start + step.num_tokens
         assert step.num_tokens > 0
-        source, salt = sequence.source_ids, sequence.request.cache_salt
+        source, salt = source_ids(sequence.request), sequence.request.cache_salt
         memory = [("memory", source, at) for at in range(len(source))]
-        cross_slots = self.block_manager.slots(sequence.cross_block_table, 0, len(source))
+        cross_slots = self.block_manager.slots(sequence.source_tables[0], 0, len(source))
         if step.encode_source:
             self.written |= zip(cross_slots, memory, strict=True)
         keys = [(salt, source, tuple(tokens[: at + 1])) for at in range(stop)]
-        slots = self.block_manager.slots(sequence.block_table, 0, stop)
+        slots = self.block_manager.slots(sequence.tables[0], 0, stop)
         self.written |= {slots[at]: keys[at] for at in range(step.start, stop)}
         assert [self.written[slot] for slot in slots] == keys, "keys of other tokens"
         assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
-        return SampledToken(self.script(sequence.source_ids, tokens)) if step.samples else None
+        return SampledToken(self.script(source, tokens)) if step.samples else None
 
 
 class Harness:
@@ -92,7 +94,7 @@ class Harness:
         prefix_caching: bool = True,
         overlap: bool = False,
     ) -> None:
-        blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
+        blocks = BlockManager([PoolSize(num_blocks)], block_size, prefix_caching=prefix_caching)
         self.runner = ScriptedRunner(blocks, script)
         self.engine = GenerateEngine(
             "scripted",
@@ -137,7 +139,7 @@ class Harness:
                 break
             self.step()
         assert not self.engine.has_work, "the engine does not come to an end"
-        assert self.engine.block_manager.num_free == self.engine.block_manager.num_blocks
+        assert self.engine.block_manager.is_empty
         return self
 
     def tokens(self, request_id: str, index: int = 0) -> list[int]:
@@ -175,14 +177,20 @@ def request(
     if source:
         begin = crc32(request_id.encode())  # a source of so many tokens is nobody else's
         reads = tuple(range(begin, begin + source)) if isinstance(source, int) else tuple(source)
-        return Request(request_id, "scripted", reads, sampling, ids, priority, cache_salt, deadline=deadline)
-    return Request(request_id, "scripted", ids, sampling, (), priority, cache_salt, deadline=deadline)
+        return Request(
+            request_id, "scripted", ids, sampling, token_source(reads), priority, cache_salt, deadline=deadline
+        )
+    return Request(request_id, "scripted", ids, sampling, None, priority, cache_salt, deadline=deadline)
+
+
+def source_ids(made: Request) -> tuple[int, ...]:
+    """What its encoder reads; nothing of a decoder-only model."""
+    return made.source.token_ids if made.source is not None else ()
 
 
 def expected_tokens(made: Request) -> list[int]:
     """What a request gets if nothing ever disturbs it and no stop id comes."""
-    begins = made.decoder_token_ids
-    source, tokens = (made.prompt_token_ids, list(begins)) if begins else ((), list(made.prompt_token_ids))
+    source, tokens = source_ids(made), list(made.prompt_token_ids)
     for _ in range(made.params.max_tokens):
         tokens.append(next_token(source, tokens))
     return tokens[-made.params.max_tokens :]

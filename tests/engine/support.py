@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from model.api.request import Request, SamplingParams, TokenOutput
+from model.api.source import token_source
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
+from model.config.cache import PoolSize
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from model.network.transformer import Transformer
+from tests.engine.scripted import source_ids
 from tests.model.checkpoints import CPU, DECODERS, START, loaded, prompt, reference_logits
 
 
@@ -54,9 +57,7 @@ class RecordingRunner(ModelRunner):
 
     def worst(self, kind: str, request: Request, output_ids: Sequence[int]) -> float:
         """The largest difference from the reference library's full forward, over all rows of the request."""
-        begins = request.decoder_token_ids
-        ids = [*(begins or request.prompt_token_ids), *output_ids]
-        expected = reference_logits(kind, ids, request.prompt_token_ids if begins else ())
+        expected = reference_logits(kind, [*request.prompt_token_ids, *output_ids], source_ids(request))
         return max((row - expected[position]).abs().max().item() for position, row in self.rows[request.request_id])
 
 
@@ -79,7 +80,7 @@ class Running:
                 break
             self.step()
         assert not self.engine.has_work
-        assert self.engine.block_manager.num_free == self.engine.block_manager.num_blocks
+        assert self.engine.block_manager.is_empty
         return self
 
     def ids(self, request_id: str, index: int = 0) -> list[int]:
@@ -97,7 +98,7 @@ def running(
     budget: int = 256,
 ) -> Running:
     model = loaded(kind, backend)
-    blocks = BlockManager(num_blocks, block_size)
+    blocks = BlockManager([PoolSize(num_blocks)], block_size)
     assert model.config.decoder is not None
     runner = RecordingRunner(model, KVCache(model.config.decoder, num_blocks, block_size, torch.float32, CPU), blocks)
     scheduler = Scheduler(blocks, max_num_seqs, budget)
@@ -108,8 +109,10 @@ def running(
 def request(kind: str, request_id: str, length: int, variant: int = 0, **params: Any) -> Request:
     """A request of `length` prompt (or source) tokens that ignores end-of-sequence ids."""
     sampling = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **params})
-    begins = () if kind in DECODERS else (START, *prompt(variant % 4, variant))
-    return Request(request_id, kind, prompt(length, variant), sampling, begins)
+    ids, source = prompt(length, variant), None
+    if kind not in DECODERS:
+        ids, source = (START, *prompt(variant % 4, variant)), token_source(ids)
+    return Request(request_id, kind, ids, sampling, source)
 
 
 def mixed(kind: str, count: int, **params: Any) -> list[Request]:

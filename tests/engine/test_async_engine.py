@@ -12,6 +12,7 @@ import pytest
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import Events, ModelSpec
 from model.api.request import EncodeRequest, FinishReason, TokenOutput
+from model.api.source import token_source
 from model.api.stats import Health
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
@@ -31,6 +32,10 @@ LLAMA = "llama-gqa"
 @pytest.fixture
 def brake(monkeypatch: pytest.MonkeyPatch) -> Brake:
     return Brake(monkeypatch)
+
+
+def encodings(count: int, length: int, name: str = "e") -> list[EncodeRequest]:
+    return [EncodeRequest(f"{name}{i}", LLAMA, token_source(prompt(length))) for i in range(count)]
 
 
 def endless(request_id: str, **params: object):  # type: ignore[no-untyped-def]
@@ -74,7 +79,7 @@ async def test_two_models_share_one_loop() -> None:
         llama, marian, vectors = await asyncio.gather(
             collect(engine.submit([request(LLAMA, "a", 5)])),
             collect(engine.submit([request("marian", "b", 5)])),
-            engine.encode([EncodeRequest(f"e{i}", "bert", prompt(3 + i)) for i in range(4)]),
+            engine.encode([EncodeRequest(f"e{i}", "bert", token_source(prompt(3 + i))) for i in range(4)]),
         )
     assert (len(ids_of(llama, "a")), len(ids_of(marian, "b"))) == (12, 12)
     assert [(v.request_id, v.shape, len(v.data)) for v in vectors] == [(f"e{i}", (32,), 128) for i in range(4)]
@@ -166,7 +171,9 @@ async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, m
         await until(lambda: brake.passes > passes)
         soon = time.monotonic() + 0.2
         stream = engine.submit([replace(endless("r"), deadline=soon)])
-        encode = asyncio.create_task(engine.encode([EncodeRequest("e", "bert", prompt(3), deadline=soon)]))
+        encode = asyncio.create_task(
+            engine.encode([EncodeRequest("e", "bert", token_source(prompt(3)), deadline=soon)])
+        )
         assert ends_of(await collect(stream)) == {("r", 0): FinishReason.DEADLINE}
         (output,) = await encode
         assert output.finish_reason is FinishReason.DEADLINE
@@ -258,7 +265,7 @@ async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
             engine.submit([request(LLAMA, "too-many", 6)])
         assert error.value.reason == "queue_tokens"
         with pytest.raises(QueueFullError):
-            await engine.encode([EncodeRequest("e", LLAMA, prompt(6))])
+            await engine.encode([EncodeRequest("e", LLAMA, token_source(prompt(6)))])
         await running_.aclose()
         assert ends_of(await collect(waiting)) == {("waiting", 0): FinishReason.LENGTH}
         await collect(engine.submit([request(LLAMA, "now", 6)]))
@@ -274,7 +281,7 @@ async def test_when_nothing_works_all_waiters_fail_at_once_and_the_engine_comes_
         brake.ready = lambda: brake.failing or brake.passes - begun < 3  # so that nothing ends before
         streams = [engine.submit([endless(f"r{i}")]) for i in range(5)]
         await anext(streams[0])
-        encode = asyncio.create_task(engine.encode([EncodeRequest(f"e{i}", LLAMA, prompt(3)) for i in range(3)]))
+        encode = asyncio.create_task(engine.encode(encodings(3, 3, "e")))
         await asyncio.sleep(0)
         brake.failing = True
         began = time.monotonic()
@@ -288,7 +295,7 @@ async def test_when_nothing_works_all_waiters_fail_at_once_and_the_engine_comes_
         with pytest.raises(EngineGoneError):
             engine.submit([endless("refused")])
         with pytest.raises(EngineGoneError):
-            await engine.encode([EncodeRequest("refused", LLAMA, prompt(3))])
+            await engine.encode([EncodeRequest("refused", LLAMA, token_source(prompt(3)))])
         assert idle(engine)
         brake.failing, brake.ready = False, lambda: True
         await until(lambda: engine.health().ready)
@@ -311,9 +318,7 @@ async def test_a_request_that_breaks_the_step_fails_alone(kind: str, brake: Brak
     async with served(kind) as engine:
         expected = await collect(engine.submit([*requests, beams]))
     brake.fails = poisoned
-    bad = replace(
-        request(kind, "bad", 3, n=2), **{"decoder_token_ids" if kind == "marian" else "prompt_token_ids": POISON}
-    )
+    bad = replace(request(kind, "bad", 3, n=2), prompt_token_ids=POISON)
     async with served(kind) as engine:
         good = asyncio.create_task(collect(engine.submit([*requests, beams])))
         for _ in range(5):
@@ -335,12 +340,12 @@ async def test_a_batch_that_is_too_large_goes_through_in_pieces(brake: Brake) ->
     brake.fails = lambda token_ids: len(token_ids) > 45  # of the longest prompt, 40
     async with served(LLAMA) as engine:
         outputs = await collect(engine.submit(requests))
-        vectors = await engine.encode([EncodeRequest(f"e{i}", LLAMA, prompt(30)) for i in range(3)])
+        vectors = await engine.encode(encodings(3, 30, "e"))
         assert [ids_of(outputs, r.request_id) for r in requests] == [ids_of(expected, r.request_id) for r in requests]
         assert {vector.finish_reason for vector in vectors} == {FinishReason.STOP}
         brake.fails = poisoned
-        bad = EncodeRequest("bad", LLAMA, POISON)
-        found = await engine.encode([EncodeRequest("good", LLAMA, prompt(30)), bad])
+        bad = EncodeRequest("bad", LLAMA, token_source(POISON))
+        found = await engine.encode([EncodeRequest("good", LLAMA, token_source(prompt(30))), bad])
         assert [one.finish_reason for one in found] == [FinishReason.STOP, FinishReason.ERROR]
         assert found[0].data == vectors[0].data
 
@@ -441,7 +446,7 @@ async def test_cancelling_an_encode_leaves_nothing_behind(brake: Brake) -> None:
     async with served(LLAMA, max_num_seqs=1) as engine:
         passes = brake.passes
         brake.ready = lambda: brake.passes <= passes + 1  # the second pass waits
-        task = asyncio.create_task(engine.encode([EncodeRequest(f"a{i}", LLAMA, prompt(3)) for i in range(5)]))
+        task = asyncio.create_task(engine.encode(encodings(5, 3, "a")))
         await until(lambda: not idle(engine))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -450,7 +455,7 @@ async def test_cancelling_an_encode_leaves_nothing_behind(brake: Brake) -> None:
         await until(lambda: idle(engine))
         passes = brake.passes
         brake.ready = lambda: brake.passes <= passes + 1
-        by_id = asyncio.create_task(engine.encode([EncodeRequest(f"e{i}", LLAMA, prompt(3)) for i in range(5)]))
+        by_id = asyncio.create_task(engine.encode(encodings(5, 3, "e")))
         await until(lambda: not idle(engine))
         assert engine.cancel("e4")
         brake.ready = lambda: True

@@ -10,6 +10,7 @@ from torch import nn
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, Request
+from model.api.source import token_source
 from model.attention import selection
 from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError
@@ -78,7 +79,7 @@ def test_generation_where_there_are_tiles(kind: str, quantization: str, monkeypa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_encoding(kind: str, dtype: str) -> None:
     model = loaded(kind, dtype=dtype, max_num_batched_tokens=100)
-    requests = [EncodeRequest(f"e{i}", kind, prompt(1 + (i * 7) % 30, i)) for i in range(12)]
+    requests = [EncodeRequest(f"e{i}", kind, token_source(prompt(1 + (i * 7) % 30, i))) for i in range(12)]
 
     def encoded(asked: list[EncodeRequest]) -> dict[str, bytes]:
         for request in asked:

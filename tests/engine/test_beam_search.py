@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.api.source import token_source
 from model.engine.scheduling.beam_search import BeamSearch
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
-from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token
+from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token, source_ids
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved
 
@@ -31,7 +32,11 @@ EOS = (2, 5, 17, 33)  # tiny random models do come to these, so that hypotheses 
 def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
     params = SamplingParams(max_tokens=MAX_TOKENS, n=settings.get("num_beams", 1), **settings)
     ids = prompt(length, length)
-    return Request(name, kind, ids, params, () if kind == "llama" else (START,))
+    return (
+        Request(name, kind, ids, params)
+        if kind == "llama"
+        else Request(name, kind, (START,), params, token_source(ids))
+    )
 
 
 @torch.inference_mode()
@@ -47,10 +52,10 @@ def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list
         "repetition_penalty": params.repetition_penalty,
         "min_new_tokens": params.min_tokens,
     }
-    if request.decoder_token_ids:
+    if request.source is not None:
         settings["decoder_start_token_id"] = START
     found = model.generate(
-        torch.tensor([request.prompt_token_ids]),
+        torch.tensor([source_ids(request) or request.prompt_token_ids]),
         max_new_tokens=MAX_TOKENS,
         num_return_sequences=params.num_beams,
         do_sample=False,
@@ -60,7 +65,7 @@ def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list
         output_scores=True,
         **settings,
     )
-    begin = len(request.decoder_token_ids or request.prompt_token_ids)
+    begin = len(request.prompt_token_ids)
     return [
         (_until(row.tolist()[begin:], eos), score)
         for row, score in zip(found.sequences, found.sequences_scores.tolist(), strict=True)
@@ -116,7 +121,7 @@ def test_beams_share_the_prompts_blocks_and_the_source() -> None:
     engine.step(3)
     beams = engine.engine.scheduler.running
     assert len(beams) == 4
-    assert len({tuple(beam.cross_block_table) for beam in beams}) == 1
+    assert len({tuple(beam.source_tables[0]) for beam in beams}) == 1
     used = engine.engine.block_manager.num_blocks - engine.engine.block_manager.num_free
     assert used <= 6 + 4  # the source once, and a block for each beam
 
@@ -129,15 +134,14 @@ class BeamRunner(ScriptedRunner):
         made = super()._compute(step, tokens)
         if made is None or beams is None:
             return made
-        first = next_token(step.sequence.source_ids, tokens)
+        first = next_token(source_ids(step.sequence.request), tokens)
         found = [((first + offset) % 1000, -0.1 - offset) for offset in range(beams.search.num_candidates)]
         return SampledToken(found[0][0], candidates=found)
 
     def launch(self, output: SchedulerOutput, before: Late | None = None) -> Late:
         size = self.block_manager.block_size
         contents = {
-            target: [self.written.get(source * size + i) for i in range(size)]
-            for target, source in output.copies.items()
+            copy.target: [self.written.get(copy.source * size + i) for i in range(size)] for copy in output.copies
         }
         for target, content in contents.items():
             self.written |= {target * size + i: one for i, one in enumerate(content)}
@@ -192,7 +196,7 @@ def test_a_preempted_search_asks_for_no_more_than_it_had(steps: int, overlap: bo
     scheduler, manager = harness.engine.scheduler, harness.engine.block_manager
     for _ in range(steps):
         harness.step()
-    held = {block for one in scheduler.running if one.beams is not None for block in one.block_table}
+    held = {block for one in scheduler.running if one.beams is not None for block in one.tables[0]}
     scheduler.preempt(scheduler.running[-1])
     newcomer = harness.add("newcomer", 4, max_tokens=30)
     before = manager.num_free

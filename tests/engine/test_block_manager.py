@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.config.cache import PoolSize
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_table import BlockTable
 from model.engine.scheduling.sequence import SequenceState
@@ -21,12 +22,12 @@ def sequence(prompt: int, source: int = 0) -> SequenceState:
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 40), st.integers(1, 40), st.integers(0, 40))
 def test_a_yes_is_kept_and_a_no_means_too_few(size: int, blocks: int, prompt: int, source: int) -> None:
-    manager, one = BlockManager(blocks, size), sequence(prompt, source)
+    manager, one = BlockManager([PoolSize(blocks)], size), sequence(prompt, source)
     needed = -(-prompt // size) + -(-source // size)
     assert manager.can_allocate(one, prompt) == (needed <= blocks)
     if needed <= blocks:
         manager.allocate(one, prompt)
-        assert len(one.block_table) + len(one.cross_block_table) == needed
+        assert len(one.tables[0]) + len(one.source_tables[0]) == needed
         manager.check_invariants([one])
         manager.free(one)
         manager.free(one)
@@ -35,23 +36,23 @@ def test_a_yes_is_kept_and_a_no_means_too_few(size: int, blocks: int, prompt: in
 
 
 def test_asking_changes_nothing() -> None:
-    manager, one = BlockManager(4, 4), sequence(10, 3)
+    manager, one = BlockManager([PoolSize(4)], 4), sequence(10, 3)
     assert manager.can_allocate(one, 10)
-    assert (manager.num_free, one.block_table, one.cross_block_table) == (4, [], [])
+    assert (manager.num_free, one.tables, one.source_tables) == (4, [[]], [[]])
 
 
 def test_tables_grow_only_at_block_borders_and_the_source_is_placed_once() -> None:
-    manager, one = BlockManager(10, 4), sequence(4, 5)
+    manager, one = BlockManager([PoolSize(10)], 4), sequence(4, 5)
     sizes = []
     for _ in range(6):
         manager.allocate(one, 1)
         one.num_computed_tokens += 1
-        sizes.append((len(one.block_table), len(one.cross_block_table)))
+        sizes.append((len(one.tables[0]), len(one.source_tables[0])))
     assert sizes == [(1, 2)] * 4 + [(2, 2)] * 2
 
 
 def test_slots_follow_the_table() -> None:
-    assert BlockManager(9, 4).slots([7, 2, 5], 2, 10) == [30, 31, 8, 9, 10, 11, 20, 21]
+    assert BlockManager([PoolSize(9)], 4).slots([7, 2, 5], 2, 10) == [30, 31, 8, 9, 10, 11, 20, 21]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["extend", "set", "cut", "pop", "del", "clear", "look"]), st.integers(0, 9))))
@@ -99,16 +100,16 @@ def test_a_look_at_a_long_table_converts_what_is_new() -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "shared", "twice free"])
 def test_control_the_check_finds(fault: str) -> None:
-    manager, one, other = BlockManager(8, 4), sequence(8), sequence(8)
+    manager, one, other = BlockManager([PoolSize(8)], 4), sequence(8), sequence(8)
     manager.allocate(one, 8)
     manager.allocate(other, 8)
     manager.check_invariants([one, other])
     if fault == "lost":
-        one.block_table.pop()
+        one.tables[0].pop()
     elif fault == "shared":
-        one.block_table[0] = other.block_table[0]
+        one.tables[0][0] = other.tables[0][0]
     else:
         manager.free(SequenceState.of(one.request, 0, 0, ()))
-        manager._free.append(one.block_table[0])
+        manager.pools[0]._free.append(one.tables[0][0])
     with pytest.raises(AssertionError, match=r"lost or doubled|a count is wrong"):
         manager.check_invariants([one, other])

@@ -19,6 +19,7 @@ from model.api.request import (
     FinishReason,
     Pooling,
 )
+from model.api.source import image_source, token_source
 from model.engine import encode_engine
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
@@ -39,7 +40,7 @@ def engine(kind: str = "bert", *, budget: int = 64, seqs: int = 8, normalize: bo
 
 
 def inputs(**changes: object) -> list[EncodeRequest]:
-    return [EncodeRequest(f"r{i}", "m", prompt(length, i), **changes) for i, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
+    return [EncodeRequest(f"r{i}", "m", token_source(prompt(length, i)), **changes) for i, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
 
 
 def encoded(made: EncodeEngine, requests: list[EncodeRequest]) -> list[np.ndarray]:
@@ -57,8 +58,8 @@ def encoded(made: EncodeEngine, requests: list[EncodeRequest]) -> list[np.ndarra
 
 def hidden(kind: str, request: EncodeRequest) -> np.ndarray:
     reference = saved(kind).reference
-    ids = torch.tensor([request.token_ids])
-    types = torch.tensor([request.token_type_ids or (0,) * ids.shape[1]])
+    ids = torch.tensor([request.source.token_ids])
+    types = torch.tensor([request.source.token_type_ids or (0,) * ids.shape[1]])
     with torch.inference_mode():
         if kind == "bert":
             return reference(input_ids=ids, token_type_ids=types).last_hidden_state[0].numpy()
@@ -94,14 +95,15 @@ def test_pooling(pooling: Pooling | None, expected) -> None:  # type: ignore[no-
 def test_the_pooler() -> None:
     (request, *_) = inputs(pooling=Pooling.POOLER)
     with torch.inference_mode():
-        expected = saved("bert").reference(input_ids=torch.tensor([request.token_ids])).pooler_output[0]
+        expected = saved("bert").reference(input_ids=torch.tensor([request.source.token_ids])).pooler_output[0]
     np.testing.assert_allclose(encoded(engine(), [request])[0], expected, atol=1e-5)
 
 
 def test_segments_are_told_apart_and_the_default_is_the_first() -> None:
     plain, *_ = inputs(task=EncodeTask.TOKENS)
-    first = replace(plain, request_id="first", token_type_ids=(0,) * 5)
-    mixed = replace(plain, request_id="mixed", token_type_ids=(0, 0, 1, 1, 1))
+    ids = plain.source.token_ids
+    first = replace(plain, request_id="first", source=token_source(ids, (0,) * 5))
+    mixed = replace(plain, request_id="mixed", source=token_source(ids, (0, 0, 1, 1, 1)))
     vectors = encoded(engine(), [plain, mixed, first])
     np.testing.assert_array_equal(vectors[0], vectors[2])
     np.testing.assert_allclose(vectors[1], hidden("bert", mixed), atol=1e-5)
@@ -181,8 +183,11 @@ def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits
     config = EngineConfig(dtype="float32", attention_backend="auto" if backend == "native" else backend)
     made = load(ModelSpec(kind, str(saved(kind).path), config)).encode
     image = made.model.config.image
-    pixels = b"" if image is None else bytes(i % 251 for i in range(image.channels * image.size**2))
-    request = EncodeRequest("r", kind, prompt(30), EncodeTask.TOKENS, pixels=pixels)
+    source = token_source(prompt(30))
+    if image is not None:
+        pixels = bytes(i % 251 for i in range(image.pixel_bytes))
+        source = image_source(pixels, (image.channels, image.size, image.size), image.num_tokens)
+    request = EncodeRequest("r", kind, source, EncodeTask.TOKENS)
     (whole,) = encoded(made, [request])
     made.add(request)
     outputs: list[EncodeOutput] = []
@@ -200,7 +205,9 @@ def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits
 def test_an_input_that_paused_can_be_aborted_and_be_late() -> None:
     made = engine()
     for late in (False, True):
-        request = EncodeRequest("r", "bert", prompt(30), deadline=time.monotonic() + 0.05 if late else None)
+        request = EncodeRequest(
+            "r", "bert", token_source(prompt(30)), deadline=time.monotonic() + 0.05 if late else None
+        )
         made.add(request)
         made.step(StepBudget(whole_tokens=1))
         if late:
@@ -214,8 +221,8 @@ def test_an_input_that_paused_can_be_aborted_and_be_late() -> None:
 
 def test_an_input_that_breaks_while_paused_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine()
-    made.add(EncodeRequest("broken", "bert", prompt(30)))
-    made.add(EncodeRequest("next", "bert", prompt(5)))
+    made.add(EncodeRequest("broken", "bert", token_source(prompt(30))))
+    made.add(EncodeRequest("next", "bert", token_source(prompt(5))))
     made.step(StepBudget(whole_tokens=1))
     monkeypatch.setattr(StackPass, "advance", lambda self, layers: 1 / 0)
     monkeypatch.setattr(made, "_probe", lambda: None)
@@ -258,15 +265,15 @@ def test_a_step_brings_all_its_vectors_at_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(encode_engine, "to_host", lambda tensors: sizes.append(len(tensors)) or real(tensors))
     one = engine("bert")
     for number in range(5):
-        one.add(EncodeRequest(str(number), "bert", prompt(3 + number), EncodeTask.EMBEDDING))
+        one.add(EncodeRequest(str(number), "bert", token_source(prompt(3 + number)), EncodeTask.EMBEDDING))
     outputs, _ = one.step()
     assert (sizes, len(outputs)) == ([5], 5)
 
 
 def test_an_input_that_breaks_before_its_first_layer_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine()
-    made.add(EncodeRequest("broken", "bert", prompt(30)))
-    made.add(EncodeRequest("next", "bert", prompt(5)))
+    made.add(EncodeRequest("broken", "bert", token_source(prompt(30))))
+    made.add(EncodeRequest("next", "bert", token_source(prompt(5))))
     monkeypatch.setattr(made, "_begin", lambda request: 1 / 0)
     outputs, _ = made.step(StepBudget(whole_tokens=1))
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]

@@ -17,6 +17,7 @@ from model.api.request import FinishReason, Request, TokenOutput
 from model.attention.base import AttentionMetadata
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache
+from model.config.cache import PoolSize
 from model.engine.execution import cuda_graphs
 from model.engine.execution.cuda_graphs import DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import Launched, ModelRunner
@@ -77,7 +78,7 @@ def outputs_of(
     kind: str, requests: list[Request], *, overlap: bool = False, graphs: bool = False, num_blocks: int = 300
 ) -> tuple[dict[tuple[str, int], list[TokenOutput]], CountingRunner]:
     model = loaded(kind, LengthsBackend())
-    blocks = BlockManager(num_blocks, 4)
+    blocks = BlockManager([PoolSize(num_blocks)], 4)
     assert model.config.decoder is not None
     cache = KVCache(model.config.decoder, num_blocks, 4, torch.float32, CPU)
     decode = None

@@ -8,6 +8,7 @@ from model.api.request import Request
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
+from tests.engine.scripted import source_ids
 from tests.engine.support import Running, add_all, mixed, request, running
 from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
 
@@ -64,9 +65,7 @@ def test_preempted_and_computed_anew(kind: str) -> None:
     assert worst(kind, run, requests) < CLOSE
 
 
-TABLES = [(kind, "block_table") for kind in KINDS] + [
-    (kind, "cross_block_table") for kind in KINDS if kind in ENCODER_DECODERS
-]
+TABLES = [(kind, "tables") for kind in KINDS] + [(kind, "source_tables") for kind in KINDS if kind in ENCODER_DECODERS]
 
 
 @pytest.mark.parametrize(("kind", "table"), TABLES)
@@ -78,7 +77,7 @@ def test_control_one_wrong_block_id_must_show(kind: str, table: str) -> None:
     assert worst(kind, run, requests) < CLOSE
     victim, neighbour = run.engine.scheduler.running[1:3]
     at = -2  # full, and within a window of 4
-    getattr(victim, table)[at] = getattr(neighbour, table)[at]
+    getattr(victim, table)[0][at] = getattr(neighbour, table)[0][at]
     for _ in range(6):
         run.outputs += run.engine.step()[0]
     assert run.runner.worst(kind, victim.request, run.ids(victim.request.request_id)) > 10 * CLOSE
@@ -94,10 +93,9 @@ def test_logprobs_of_prompt_and_output_equal_the_reference_librarys(kind: str, b
     add_all(run, requests)
     run.run()
     for one in requests:
-        begins = one.decoder_token_ids
-        start = list(begins or one.prompt_token_ids)
+        start = list(one.prompt_token_ids)
         ids = [*start, *run.ids(one.request_id)]
-        expected = reference_logits(kind, ids, one.prompt_token_ids if begins else ()).log_softmax(-1)
+        expected = reference_logits(kind, ids, source_ids(one)).log_softmax(-1)
         mine = [o for o in run.outputs if o.request_id == one.request_id]
         prompt_logprobs = mine[0].prompt_logprobs
         assert prompt_logprobs is not None

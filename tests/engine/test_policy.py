@@ -114,7 +114,7 @@ def test_an_encoder_decoder_is_admitted_with_its_source_and_encoded_once() -> No
     made = harness.add("r", 1, source=10, max_tokens=6)
     harness.step()
     (sequence,) = harness.engine.scheduler.running
-    assert (len(sequence.cross_block_table), len(sequence.block_table)) == (3, 1)
+    assert (len(sequence.source_tables[0]), len(sequence.tables[0])) == (3, 1)
     harness.run()
     assert [s.encode_source for step in harness.runner.steps for s in step.scheduled] == [True] + [False] * 5
     assert harness.tokens("r") == expected_tokens(made)
@@ -125,7 +125,7 @@ def test_sources_have_a_bound_of_their_own_in_a_step() -> None:
     for i in range(5):
         harness.add(f"r{i}", 1, source=15, max_tokens=4)
     harness.run()
-    read = [sum(len(s.sequence.source_ids) for s in step.scheduled if s.encode_source) for step in harness.runner.steps]
+    read = [sum(s.sequence.source_length for s in step.scheduled if s.encode_source) for step in harness.runner.steps]
     assert read[:3] == [30, 30, 15]
     assert sum(read) == 75
 
@@ -171,7 +171,7 @@ def test_abort_frees_the_blocks_at_once_and_is_idempotent() -> None:
     for name in ("a", "c", "a", "nobody"):
         harness.abort(name)
     assert harness.ends() == {("a", 0): FinishReason.CANCELLED, ("c", 0): FinishReason.CANCELLED}
-    held = {s.request.request_id for s in harness.engine.scheduler if s.block_table}
+    held = {s.request.request_id for s in harness.engine.scheduler if s.tables[0]}
     assert held == {"b"}
     harness.run()
     assert len(harness.tokens("b")) == 50

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 
 from model.api.engine_config import EngineConfig
 from model.api.request import Request, SamplingParams
+from model.api.source import token_source
+from model.config.cache import PoolSize
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.llm import LLM
+from model.network.inputs import StackInput
 from tests.engine.scripted import Harness, Late, expected_tokens, request
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved
@@ -87,7 +93,7 @@ def test_sequences_of_one_request_share_the_prompts_blocks() -> None:
     made = harness.add("r", PROMPT, n=3, max_tokens=4)  # alone each would need seven blocks
     harness.step()
     harness.step()
-    tables = [sequence.block_table for sequence in harness.engine.scheduler.running]
+    tables = [sequence.tables[0] for sequence in harness.engine.scheduler.running]
     assert len(tables) == 3
     assert len({tuple(table[:5]) for table in tables}) == 1
     harness.run()
@@ -171,7 +177,8 @@ def test_the_model_says_the_same_with_and_without_hits(kind: str) -> None:
 
 
 def _translation(name: str) -> Request:
-    return Request(name, "m", prompt(12, 3), SamplingParams(max_tokens=8, ignore_eos=True), (START, *prompt(9, 2)))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    return Request(name, "m", (START, *prompt(9, 2)), params, token_source(prompt(12, 3)))
 
 
 def test_scores_of_a_prompt_are_computed_although_its_blocks_are_known() -> None:
@@ -185,11 +192,11 @@ def test_scores_of_a_prompt_are_computed_although_its_blocks_are_known() -> None
 
 
 def test_hashes_cannot_be_made_to_meet_by_moving_a_border() -> None:
-    manager = BlockManager(4, 4)
+    manager = BlockManager([PoolSize(4)], 4)
     digests = set()
     for salt, source, tokens in (("a", 0, [1] * 8), ("a", 1, [1] * 8), ("", 0, [1] * 8), ("b", 0, [1] * 8)):
         one = SequenceState.of(request("r", tokens, source=source, cache_salt=salt), 0, 0, ())
-        digests.add(manager._extend_hashes(one, 0))
+        digests.add(manager._hasher.block(one, 0))
     assert len(digests) == 4
 
 
@@ -260,7 +267,7 @@ def breaks_on(harness: Harness, request_id: str) -> None:
         if any(step.sequence.request.request_id == request_id for step in output.scheduled):
             raise RuntimeError("this request breaks the model")
         first = output.scheduled[0]
-        if not harness.runner.written and not first.encode_source and (first.start or first.sequence.source_ids):
+        if not harness.runner.written and not first.encode_source and (first.start or first.sequence.source_length):
             return Late([SampledToken(0) for _ in output.scheduled], {})
         return real(output, before)
 
@@ -342,3 +349,81 @@ def test_prompts_computed_together_get_what_one_gets_alone_to_the_last_bit(kind:
         llm._generate.block_manager.forget()
     assert all(scores == found[10] for scores in found.values())
     assert [cached[place] for place in range(50, 55)] == ([0, 36, 36, 36, 36] if kind != "bart" else [0] * 5)
+
+
+def test_a_preempted_sequence_finds_its_source_encoded() -> None:
+    harness = Harness(prefix_caching=False)
+    made = harness.add("r", 1, source=24, max_tokens=6)
+    harness.step()
+    harness.engine.scheduler.preempt(harness.engine.scheduler.running[0])
+    harness.engine.check_invariants()
+    assert harness.engine.block_manager.num_cached == 6
+    harness.run()
+    assert encoded(harness) == ["r"]
+    assert harness.tokens("r") == expected_tokens(made)
+    assert harness.engine.block_manager.num_cached == 0
+
+
+def test_a_preempted_source_gives_way_and_is_encoded_anew() -> None:
+    harness = Harness(num_blocks=10)
+    made = [harness.add("first", 1, source=24, max_tokens=9)]
+    harness.step()
+    made.append(harness.add("urgent", [8], source=20, max_tokens=9, priority=-1))
+    harness.engine.scheduler.preempt(harness.engine.scheduler.running[0])
+    harness.run()
+    assert encoded(harness) == ["first", "urgent", "first"]
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+
+
+@pytest.mark.parametrize("ends", ["aborted", "finished"])
+def test_a_source_is_free_when_its_last_user_ends_though_that_waits(ends: str) -> None:
+    harness = Harness(prefix_caching=False)
+    source = list(range(500, 524))
+    harness.add("a", 1, source=source, max_tokens=20)
+    harness.step()
+    manager = harness.engine.block_manager
+    harness.engine.scheduler.preempt(harness.engine.scheduler.running[0])
+    assert manager.num_cached == 6
+    if ends == "aborted":
+        harness.abort("a")
+    else:
+        harness.run()
+    assert (manager.num_cached, manager.num_free) == (0, manager.num_blocks)
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5-relu"])
+@pytest.mark.parametrize(
+    ("salts", "settings", "calls"),
+    [(("",), {"n": 4}, 1), (("",), {"num_beams": 3, "n": 3}, 1), (("", ""), {}, 1), (("x", "y"), {}, 2)],
+    ids=["n", "beams", "equal", "salts"],
+)
+def test_encoder_runs_once_for_sequences_that_share_and_their_logits_are_the_same(
+    kind: str, salts: tuple[str, ...], settings: dict[str, int], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(BlockManager, "_has_source", lambda *_: False)
+        run, sources = running(kind), 0
+        encode = run.runner.model.encode
+
+        def counting(inputs: StackInput, encode: Callable[[StackInput], Tensor] = encode) -> Tensor:
+            nonlocal sources
+            sources += len(inputs.metadata.q_lens)
+            return encode(inputs)
+
+        run.runner.recording.encode = counting  # type: ignore[attr-defined]
+        params = SamplingParams(
+            max_tokens=8, ignore_eos=True, temperature=float("num_beams" not in settings), **settings
+        )
+        for number, salt in enumerate(salts):
+            source = token_source(prompt(12, 3))
+            run.engine.add(Request(f"r{number}", kind, (START,), params, source, cache_salt=salt))
+        run.run()
+        found.append((sources, run))
+    (shared, ours), (alone, theirs) = found
+    assert (shared, alone) == (calls, len(salts) * settings.get("n", 1) if "num_beams" not in settings else 1)
+    for name, rows in ours.runner.rows.items():
+        for (place, row), (other, expected) in zip(rows, theirs.runner.rows[name], strict=True):
+            assert place == other
+            assert torch.equal(row, expected)

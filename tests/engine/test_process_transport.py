@@ -23,6 +23,7 @@ import pytest
 from model.api.engine_config import EngineConfig
 from model.api.messages import Commands, Events, ModelSpec
 from model.api.request import EncodeRequest
+from model.api.source import token_source
 from model.api.stats import Demand
 from model.client import async_engine
 from model.client.process_transport import ProcessTransport
@@ -58,7 +59,7 @@ async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and
     direct.run()
     async with served("llama-gqa", "bert", transport=ProcessTransport) as engine:
         outputs = await collect(engine.submit(requests))
-        (vector,) = await engine.encode([EncodeRequest("e", "bert", prompt(5))])
+        (vector,) = await engine.encode([EncodeRequest("e", "bert", token_source(prompt(5)))])
         for one in requests:
             assert ids_of(outputs, one.request_id) == direct.ids(one.request_id)
         assert vector.shape == (32,)

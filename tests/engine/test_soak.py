@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from model.api.request import EncodeRequest, FinishReason, Request
+from model.api.source import token_source
 from model.client.async_engine import AsyncEngine
 from tests.engine.front import async_test, ends_of, idle, ids_of, served, until
 from tests.engine.support import request
@@ -70,7 +71,9 @@ async def test_a_third_cancelled_at_random_leaves_every_block_free(kind: str) ->
         async with places:
             cancelled = chance.random() < 1 / 3
             if chance.random() < 0.2:
-                end = await encode(engine, EncodeRequest(f"e{at}", kind, prompt(chance.randint(1, 30))), cancelled)
+                end = await encode(
+                    engine, EncodeRequest(f"e{at}", kind, token_source(prompt(chance.randint(1, 30)))), cancelled
+                )
             else:
                 asked = generation(kind, f"g{at}", chance)
                 end = await generate(engine, asked, chance.randrange(8) if cancelled else None)

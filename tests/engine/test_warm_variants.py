@@ -13,10 +13,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.api.request import EncodeRequest, EncodeTask, Pooling
+from model.api.source import image_source, token_source
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
+from model.config.cache import PoolSize
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner
@@ -46,8 +48,9 @@ def serve(engine: GenerateEngine, lengths: Sequence[tuple[int, int]], kind: str,
     """Requests of so many prompt and output tokens; to a model with an encoder as sources and decoder prompts."""
     for number, (length, output) in enumerate(lengths):
         one = request(kind, f"r{number}", length, number, max_tokens=output)
-        if one.decoder_token_ids:  # a source is read whole
-            one = replace(one, prompt_token_ids=one.prompt_token_ids[:BUDGET], decoder_token_ids=(0,) * length)
+        if one.source is not None:  # which is read whole
+            source = token_source(one.source.token_ids[:BUDGET])
+            one = replace(one, prompt_token_ids=(0,) * length, source=source)
         engine.add(one)
         while not together and engine.has_work:
             engine.step()
@@ -73,7 +76,7 @@ def recorded(run: Any) -> tuple[Tensor, Any]:
 def test_traffic_launches_what_was_warmed_and_nothing_else(kind: str, kv: torch.dtype) -> None:
     model = loaded(kind, TritonBackend())
     assert model.config.decoder is not None
-    blocks = BlockManager(1500, BLOCK, prefix_caching=False)
+    blocks = BlockManager([PoolSize(1500)], BLOCK, prefix_caching=False)
     cache = KVCache(model.config.decoder, 1500, BLOCK, kv, CPU)
     with noted() as warmed:
         compile_attention(model, cache, BUDGET, CONTEXT)
@@ -91,7 +94,7 @@ def test_traffic_launches_what_was_warmed_and_nothing_else(kind: str, kv: torch.
         )
         for lengths in [(1,), (2,), (12,), (40,), (150,), (600,), (1100,), (3, 9, 200), (600, 500), (1, 1)]:
             for number, length in enumerate(lengths):
-                encode.add(EncodeRequest(f"e{number}", kind, prompt(length), EncodeTask.EMBEDDING))
+                encode.add(EncodeRequest(f"e{number}", kind, token_source(prompt(length)), EncodeTask.EMBEDDING))
             while encode.has_work:
                 encode.step()
     missed, idle = variants(seen) - variants(warmed), variants(warmed) - variants(seen)
@@ -119,10 +122,13 @@ def test_encoders_too(kind: str) -> None:
     )
     with noted() as seen:
         image = model.config.image
-        pixels = b"" if image is None else bytes(image.pixel_bytes)
         for lengths in [(1,), (2,), (12,), (40,), (longest,), (3, 9), (1, 1)]:
             for number, length in enumerate(lengths):
-                encode.add(EncodeRequest(f"e{number}", kind, prompt(length), EncodeTask.TOKENS, pixels=pixels))
+                source = token_source(prompt(length))
+                if image is not None:
+                    shape = (image.channels, image.size, image.size)
+                    source = image_source(bytes(image.pixel_bytes), shape, image.num_tokens)
+                encode.add(EncodeRequest(f"e{number}", kind, source, EncodeTask.TOKENS))
             while encode.has_work:
                 encode.step()
     assert variants(seen) == variants(warmed)
@@ -132,7 +138,7 @@ def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
     """In tiles of one query, and after it the prompt in large ones: not all in the prompt's."""
     model = loaded("llama-gqa", TritonBackend())
     assert model.config.decoder is not None
-    blocks = BlockManager(200, BLOCK)
+    blocks = BlockManager([PoolSize(200)], BLOCK)
     runner = ModelRunner(model, KVCache(model.config.decoder, 200, BLOCK, torch.float32, CPU), blocks)
     engine = GenerateEngine("llama-gqa", runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
     with noted():

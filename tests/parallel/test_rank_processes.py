@@ -23,6 +23,7 @@ from model.api.request import (
     SamplingParams,
     TokenOutput,
 )
+from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
@@ -134,7 +135,7 @@ async def check_prefixes(engine: AsyncEngine) -> None:
 
 async def check_encode(engine: AsyncEngine) -> None:
     for kind in ("llama-gqa", "bart"):
-        inputs = [EncodeRequest(f"e{i}", kind, prompt(3 + i, i), EncodeTask.EMBEDDING) for i in range(4)]
+        inputs = [EncodeRequest(f"e{i}", kind, token_source(prompt(3 + i, i)), EncodeTask.EMBEDDING) for i in range(4)]
         found = await engine.encode(inputs)
         one_rank = load(ModelSpec(kind, str(saved(kind).path), EngineConfig(**SETTINGS, kv_cache_memory=4 << 20)))
         for one in inputs:

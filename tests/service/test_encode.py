@@ -43,9 +43,9 @@ def test_inputs_of_every_kind_keep_their_order(app: App) -> None:
     for given in ("w3", ["w3", "w4 w5"], [4, 5], [[4], [5, 6]], [pair, {"text": "w1"}]):
         reply = encode(app, input=given)
         assert [item["index"] for item in reply["data"]] == list(range(len(reply["data"])))
-    paired = next(request for request in app.client.encoded if 1 in request.token_type_ids)
-    assert paired.token_ids == (1, 4, 2, 5, 2)
-    assert paired.token_type_ids == (0, 0, 0, 1, 1)
+    paired = next(request for request in app.client.encoded if 1 in request.source.token_type_ids)
+    assert paired.source.token_ids == (1, 4, 2, 5, 2)
+    assert paired.source.token_type_ids == (0, 0, 0, 1, 1)
 
 
 def test_settings_reach_the_engine(app: App) -> None:
@@ -76,9 +76,9 @@ def test_cutting_keeps_special_tokens(app: App) -> None:
     for side, kept in (("right", range(3, 11)), ("left", range(15, 23))):
         reply = encode(app, input=[text, "w1"], truncate=side)
         assert [item.get("truncated", False) for item in reply["data"]] == [True, False]
-        assert app.client.encoded[-2].token_ids == (1, *kept, 2)
+        assert app.client.encoded[-2].source.token_ids == (1, *kept, 2)
     encode(app, input=[[*range(20)]], truncate="right")
-    assert app.client.encoded[-1].token_ids == tuple(range(10))
+    assert app.client.encoded[-1].source.token_ids == tuple(range(10))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

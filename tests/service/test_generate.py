@@ -104,13 +104,14 @@ def test_an_encoder_decoder_starts_from_its_start_token(app: App) -> None:
     reply = generate(app, model="seq", decoder_prompt="xy", echo=True, return_token_ids=True, max_tokens=2)
     request = the_request(app)
     plain = byte_tokenizer().encode("xy", add_special_tokens=False).ids
-    assert request.prompt_token_ids[0] == 256
-    assert request.decoder_token_ids == (0, *plain)
+    assert request.source is not None
+    assert request.source.token_ids[0] == 256
+    assert request.prompt_token_ids == (0, *plain)
     [choice] = reply["choices"]
     assert choice["text"] == "xyhe"
     assert choice["token_ids"][:2] == list(plain)
     assert generate(app, model="seq", max_tokens=2)["choices"][0]["text"] == "he"
-    assert app.client.submitted[-1].decoder_token_ids == (0,)
+    assert app.client.submitted[-1].prompt_token_ids == (0,)
 
 
 def test_choices_of_several_prompts(app: App) -> None:
@@ -354,11 +355,11 @@ class TestTargetLanguage:
     @pytest.mark.parametrize(("code", "token"), [("fr_XX", 257), ("__de__", 258), ("de", 258)])
     def test_the_output_begins_behind_the_languages_token(self, app: App, code: str, token: int) -> None:
         generate(app, model="seq", prompt="ab", target_language=code)
-        assert app.client.submitted[-1].decoder_token_ids == (0, token)
+        assert app.client.submitted[-1].prompt_token_ids == (0, token)
 
     def test_a_decoder_prompt_comes_after_it(self, app: App) -> None:
         generate(app, model="seq", prompt="ab", target_language="fr_XX", decoder_prompt=[5, 9])
-        assert app.client.submitted[-1].decoder_token_ids == (0, 257, 5, 9)
+        assert app.client.submitted[-1].prompt_token_ids == (0, 257, 5, 9)
 
     @pytest.mark.parametrize("code", ["fr", "<s", "a", "__fr_XX__", "DE"])
     def test_what_is_no_language_token(self, app: App, code: str) -> None:

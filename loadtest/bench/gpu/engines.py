@@ -18,6 +18,7 @@ from loadtest.bench.roofline import Costs, Floor
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import Request, SamplingParams, TokenOutput
+from model.api.source import token_source
 from model.api.stats import StepStats
 from model.attention.selection import Selection, select_backend
 from model.checkpoint.folder import Checkpoint
@@ -59,10 +60,12 @@ class Ready:
         self, number: object, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False
     ) -> Request:
         start = self.model.config.decoder_start_token_id
-        begins = () if self.model.config.encoder is None or start is None else (start,)
+        ids, source = tuple(prompt), None
+        if self.model.config.encoder is not None and start is not None:
+            ids, source = (start,), token_source(ids)
         name = self.loaded.info.name
         now = time.monotonic()
-        return Request(str(number), name, tuple(prompt), params, begins, arrival_time=now, streams=streams)
+        return Request(str(number), name, ids, params, source, arrival_time=now, streams=streams)
 
     def prompt(self, rng: random.Random, count: int) -> tuple[int, ...]:
         """Ids from the upper half of the vocabulary, where nothing is special."""

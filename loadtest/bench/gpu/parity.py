@@ -24,6 +24,7 @@ from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
 from loadtest.bench.models import random_model
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, SamplingParams
+from model.api.source import token_source
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend
 from model.network.transformer import Transformer
@@ -183,7 +184,7 @@ def _encoder(bench: Bench) -> Figures:
         rng = random.Random(0)
         for number, length in enumerate((5, 200, 64, 1, 130)):
             text = ready.prompt(rng, length)
-            ready.loaded.encode.add(EncodeRequest(str(number), "bert-base", text, EncodeTask.TOKENS))
+            ready.loaded.encode.add(EncodeRequest(str(number), "bert-base", token_source(text), EncodeTask.TOKENS))
         found: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
         while ready.loaded.encode.has_work:
             for output in ready.loaded.encode.step()[0]:

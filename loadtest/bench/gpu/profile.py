@@ -44,7 +44,7 @@ def encoding(ready: Ready) -> list[Where]:
     engine = ready.loaded.encode
     return [
         (engine, "_next_batch", "schedule"),
-        (encode_engine, "packed_input", "pack"),
+        (encode_engine, "source_input", "pack"),
         (engine, "_encode", "launch"),
     ]
 

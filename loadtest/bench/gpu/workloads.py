@@ -28,6 +28,7 @@ from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
 from model.api.request import EncodeRequest, SamplingParams
+from model.api.source import token_source
 
 _DRAWN = replace(GREEDY, temperature=0.6)
 Lengths = Sequence[tuple[int, int]]
@@ -181,7 +182,7 @@ def _encodings(bench: Bench, *, name: str) -> Figures:
 
     def put(texts: int) -> None:
         for number in range(texts):
-            engine.add(EncodeRequest(str(number), name, ready.prompt(rng, length)))
+            engine.add(EncodeRequest(str(number), name, token_source(ready.prompt(rng, length))))
 
     def drain() -> None:
         while engine.has_work:

@@ -1,7 +1,8 @@
 """A step's numbers in one row of integers: filled on the host, moved to the device by one copy, read there as views.
 
-Shapes: T packed tokens of B segments, M blocks of the longest table. A step may be packed larger than it is, for a
-recorded graph whose shapes are fixed: the segments beyond have one token each, no keys, and no slot to write to.
+Shapes: T packed tokens of B segments, M blocks of the longest table, P pools of blocks. A step may be packed larger
+than it is, for a recorded graph whose shapes are fixed: the segments beyond have one token each, no keys, and no slot
+to write to.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class BatchLayout:
 
     tokens: int  # T
     segments: int  # B
-    blocks: int  # M of the self tables
-    cross_blocks: int = 0  # M of the cross tables; 0: there is no encoder
+    blocks: int  # M of the tables of tokens, which are equally long in all pools
+    source_blocks: int = 0  # M of the tables of sources; 0: there is no encoder
+    pools: int = 1  # P
 
     @classmethod
     def of(cls, steps: Sequence[ScheduledSequence]) -> BatchLayout:
@@ -36,15 +38,16 @@ class BatchLayout:
         return cls(
             tokens=sum(step.num_tokens for step in steps),
             segments=len(steps),
-            blocks=max(len(step.sequence.block_table) for step in steps),
-            cross_blocks=max(len(step.sequence.cross_block_table) for step in steps),
+            blocks=max(len(step.sequence.tables[0]) for step in steps),
+            source_blocks=max(len(step.sequence.source_tables[0]) for step in steps),
+            pools=len(steps[0].sequence.tables),
         )
 
     @property
     def sizes(self) -> list[int]:
         """Of each field of `StepBatch`, in its order."""
-        t, b = self.tokens, self.segments
-        return [t, t, t, t, b + 1, b, b * self.blocks, b, b * self.cross_blocks]
+        t, b, p = self.tokens, self.segments, self.pools
+        return [t, t, p * t, t, b + 1, b, p * b * self.blocks, b, p * b * self.source_blocks]
 
     @property
     def before_tables(self) -> int:
@@ -53,12 +56,21 @@ class BatchLayout:
 
     def split(self, flat: Tensor) -> StepBatch:
         """Views of a row of so many integers."""
-        ids, positions, slots, placeholders, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = flat.split(
+        ids, positions, slots, placeholders, cu_seqlens, kv_lens, tables, source_lens, source_tables = flat.split(
             self.sizes
         )
-        b = self.segments
-        tables, cross_tables = tables.view(b, self.blocks), cross_tables.view(b, self.cross_blocks)
-        return StepBatch(ids, positions, slots, placeholders, cu_seqlens, kv_lens, tables, cross_lens, cross_tables)
+        p, b = self.pools, self.segments
+        return StepBatch(
+            ids,
+            positions,
+            slots.view(p, self.tokens),
+            placeholders,
+            cu_seqlens,
+            kv_lens,
+            tables.view(p, b, self.blocks),
+            source_lens,
+            source_tables.view(p, b, self.source_blocks),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +79,13 @@ class StepBatch:
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    slots: Tensor  # [T] of the pool, for its keys and values
+    slots: Tensor  # [P, T] in each pool, for its keys and values
     placeholders: Tensor  # [T] row of the previous step whose token this is, not known on the host; else NO_SLOT
     cu_seqlens: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
-    tables: Tensor  # [B, M]
-    cross_lens: Tensor  # [B]
-    cross_tables: Tensor  # [B, M]
+    tables: Tensor  # [P, B, M]
+    source_lens: Tensor  # [B]
+    source_tables: Tensor  # [P, B, M]
 
 
 def pack(
@@ -91,8 +103,9 @@ def pack(
     sizes = layout.sizes
     row = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=pinned)
     flat, count = row.numpy(), layout.segments
-    ids, positions, slots, rows, cu_seqlens, kv_lens, tables, cross_lens, cross_tables = _cut(flat, sizes)
+    ids, positions, slots, rows, cu_seqlens, kv_lens, tables, source_lens, source_tables = _cut(flat, sizes)
     slots[:] = rows[:] = NO_SLOT
+    slots = slots.reshape(layout.pools, layout.tokens)
     if layout.tokens == count:  # one token each, which is what nearly all steps are
         _pack_single(steps, blocks.block_size, placeholders, (ids, positions, slots, rows))
         cu_seqlens[:] = np.arange(count + 1)
@@ -100,10 +113,16 @@ def pack(
         _pack_runs(steps, blocks.block_size, placeholders, (ids, positions, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
-    _fill_tables(tables, layout.blocks, [step.sequence.block_table for step in steps])
-    if layout.cross_blocks:
-        cross_lens[: len(steps)] = [len(step.sequence.source_ids) for step in steps]
-        _fill_tables(cross_tables, layout.cross_blocks, [step.sequence.cross_block_table for step in steps])
+    tables = tables.reshape(layout.pools, -1)
+    for pool in range(layout.pools):
+        _fill_tables(tables[pool], layout.blocks, [step.sequence.tables[pool] for step in steps])
+    if layout.source_blocks:
+        source_lens[: len(steps)] = [step.sequence.source_length for step in steps]
+        source_tables = source_tables.reshape(layout.pools, -1)
+        for pool in range(layout.pools):
+            _fill_tables(
+                source_tables[pool], layout.source_blocks, [step.sequence.source_tables[pool] for step in steps]
+            )
     return row
 
 
@@ -132,8 +151,9 @@ def _pack_single(
     count = len(steps)
     ids[:count] = [step.sequence.token_ids[step.start] for step in steps]
     positions[:count] = at = np.array([step.start for step in steps], dtype=np.int64)
-    slots[:count] = [step.sequence.block_table[step.start // size] * size for step in steps]
-    slots[:count] += at % size
+    for pool, pool_slots in enumerate(slots):
+        pool_slots[:count] = [step.sequence.tables[pool][step.start // size] * size for step in steps]
+    slots[:, :count] += at % size
     if placeholders:
         rows[:count] = [placeholders.get(id(step.sequence), NO_SLOT) for step in steps]
 
@@ -147,6 +167,7 @@ def _pack_runs(
         end, stop = begin + step.num_tokens, step.start + step.num_tokens
         ids[begin:end] = step.sequence.token_ids[step.start : stop]
         positions[begin:end] = at = np.arange(step.start, stop)
-        slots[begin:end] = step.sequence.block_table.row[at // size] * size + at % size
+        for pool_slots, table in zip(slots, step.sequence.tables, strict=True):
+            pool_slots[begin:end] = table.row[at // size] * size + at % size
         rows[end - 1] = placeholders.get(id(step.sequence), NO_SLOT)
         begin = end

@@ -78,8 +78,8 @@ class DecodeGraphs:
         self._record = record
         self.sizes = sizes_up_to(max_num_seqs)
         width = blocks.blocks_for(max_model_len)
-        cross = width if model.encoder is not None else 0
-        self._layouts = {size: BatchLayout(size, size, width, cross) for size in self.sizes}
+        source, pools = width if model.encoder is not None else 0, len(blocks.pools)
+        self._layouts = {size: BatchLayout(size, size, width, source, pools) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
         self._recorded: dict[int, tuple[Tensor, Callable[[], object]]] = {}
@@ -114,10 +114,10 @@ class DecodeGraphs:
         row = self._row[: sum(layout.sizes)]
         step, new = layout.split(row), used.split(packed)
         row[: layout.before_tables].copy_(packed[: layout.before_tables])
-        step.tables[:, : used.blocks].copy_(new.tables)
-        if layout.cross_blocks:
-            step.cross_lens.copy_(new.cross_lens)
-            step.cross_tables[:, : used.cross_blocks].copy_(new.cross_tables)
+        step.tables[..., : used.blocks].copy_(new.tables)
+        if layout.source_blocks:
+            step.source_lens.copy_(new.source_lens)
+            step.source_tables[..., : used.source_blocks].copy_(new.source_tables)
         return step
 
     @torch.inference_mode()
@@ -141,10 +141,10 @@ class DecodeGraphs:
                 device_lengths=DeviceLengths(step.cu_seqlens, lens, 1, self._longest),
             )
 
-        inputs = StackInput(step.ids, step.positions, metadata(step.kv_lens, step.tables, step.slots))
+        inputs = StackInput(step.ids, step.positions, metadata(step.kv_lens, step.tables[0], step.slots[0]))
         if self._model.encoder is None:
             return inputs, None
-        return inputs, CrossInput(metadata(step.cross_lens, step.cross_tables, None))
+        return inputs, CrossInput(metadata(step.source_lens, step.source_tables[0], None))
 
 
 def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:

@@ -22,6 +22,7 @@ from model.cache.paged import KVCache
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, StepBatch, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
+from model.engine.execution.sources import source_input
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
@@ -87,7 +88,7 @@ class ModelRunner:
         """
         steps = decodes_first(output.scheduled)
         if output.copies:
-            self.cache.copy_blocks(output.copies)
+            self.cache.copy_blocks({copy.target: copy.source for copy in output.copies})
         new_sources = [step for step in steps if step.encode_source]
         if new_sources:
             self._encode_sources(new_sources)
@@ -106,11 +107,10 @@ class ModelRunner:
         (self.model.decode if self.model.encoder is None else self.model.encode)(smallest)
 
     def _encode_sources(self, steps: Rows[ScheduledSequence]) -> None:
-        sources = [step.sequence.source_ids for step in steps]
-        encoder_output = self.model.encode(packed_input(sources, self.device, causal=False))  # [S, d]
+        sources = [step.sequence.request.source for step in steps]
+        encoder_output = self.model.encode(source_input([one for one in sources if one], self.device))  # [S, d]
         slots = chain.from_iterable(
-            self.block_manager.slots(step.sequence.cross_block_table, 0, len(source))
-            for step, source in zip(steps, sources, strict=True)
+            self.block_manager.slots(step.sequence.source_tables[0], 0, step.sequence.source_length) for step in steps
         )
         self.model.write_encoder_output(encoder_output, self.cache, self._tensor(slots))
 
@@ -138,7 +138,7 @@ class ModelRunner:
     def _cross_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> CrossInput | None:
         if self.model.encoder is None:
             return None
-        kv_lens = tuple(len(step.sequence.source_ids) for step in steps)
+        kv_lens = tuple(step.sequence.source_length for step in steps)
         return CrossInput(self._metadata(steps, kv_lens, packed, causal=False))
 
     def _metadata(
@@ -146,15 +146,15 @@ class ModelRunner:
     ) -> AttentionMetadata:
         """Of self attention, or of cross attention (not causal), over the pool."""
         q_lens = tuple(step.num_tokens for step in steps)
-        lens = packed.kv_lens if causal else packed.cross_lens
+        lens = packed.kv_lens if causal else packed.source_lens
         singles = q_lens.count(1) if max(q_lens) > 1 else 0
         return AttentionMetadata(
             q_lens=q_lens,
             kv_lens=kv_lens,
             causal=causal,
             device=self.device,
-            block_tables=packed.tables if causal else packed.cross_tables,
-            slot_mapping=packed.slots if causal else None,
+            block_tables=(packed.tables if causal else packed.source_tables)[0],
+            slot_mapping=packed.slots[0] if causal else None,
             device_lengths=DeviceLengths(
                 packed.cu_seqlens,
                 lens,

@@ -1,205 +1,284 @@
-"""Who owns which block of the KV pool, and which blocks hold tokens that may come again. Knows nothing of tensors.
+"""Gives sequences the blocks that their keys and values lie in, and finds blocks that hold them already. No tensors.
 
-Ask, then act: `can_allocate` is a pure check, `allocate` after a yes cannot fail, `free` is the only way back. A block
-is
+Ask, then act: `can_allocate` is a pure check, `allocate` after a yes cannot fail, `free` is the only way back.
 
-    free      nobody's; its content means nothing
-    used      in as many tables as its count says
-    cached    in no table, but known by the hash of its content: taken by who needs it, or evicted, oldest first
+Layers that read equally far back share a pool (`BlockPool`), and a sequence has one table of blocks in each pool, block
+i for its tokens [i * block_size, (i + 1) * block_size), and one for the cross keys and values of its source. Tables are
+equally long in all pools; in a windowed one `NULL_BLOCK` stands for the blocks that lie behind the window:
 
-The hash of a full block covers all that its keys and values depend on: the salt, the source of an encoder-decoder,
-every token up to its end (SHA-256, chained block by block). Sequences that begin the same share those blocks, also
-while they are being computed: a step writes all of its keys before it reads any, so that a block may be read in the
-step that fills it, by whoever is scheduled behind. Sequences of equal salt and source share the memory of that source
-while one of them is there. Without prefix caching all this is so among the sequences of one request, and no block is
-kept. Invariant: free + used + cached is everything, and the counts add up.
+    table    | null  null  null | read by the next token      | filled by the step |
+             0                  first_kept(computed tokens)   computed             computed + step
+
+Sequences that begin alike share full blocks, found by hash (`BlockHasher`), also while they are being computed: a step
+writes all of its keys before it reads any, so a block may be read in the step that fills it, by sequences that are
+scheduled behind. A prefix can be taken over up to a block where every pool still has what the next token reads there:
+all blocks before it, or those of the window.
+
+Sequences of equal salt and source share one set of source blocks. It is kept while any of them has not ended; when all
+of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room.
+
+Without prefix caching all sharing is among the sequences of one request, and nothing outlives them.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
-from hashlib import sha256
-from struct import pack
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from model.config.cache import PoolSize
+from model.engine.scheduling.block_hashes import BlockHasher
+from model.engine.scheduling.block_pool import NULL_BLOCK, BlockPool
 from model.engine.scheduling.sequence import SequenceState
 
 
-class BlockManager:
-    """`num_blocks` blocks of `block_size` tokens; self and cross tables draw on the same ones."""
+class BlockCopy(NamedTuple):
+    """A block that is filled with what another one of its pool holds."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
-        self.num_blocks = num_blocks
+    pool: int
+    target: int
+    source: int
+
+
+class BlockManager:
+    """The pools of one model and the tables of its sequences; the first pool is that which reads furthest back."""
+
+    def __init__(self, pools: Sequence[PoolSize], block_size: int, *, prefix_caching: bool = True) -> None:
+        self.pools = tuple(BlockPool(*size) for size in pools)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.num_queried_tokens = 0  # prompt tokens that were looked for
         self.num_hit_tokens = 0  # and found
-        self.reset()
+        # Full blocks before the one being filled that are still read; None: all.
+        self._reach = [None if pool.window is None else self.blocks_for(pool.window - 1) for pool in self.pools]
+        self._windowed = [(at, reach) for at, reach in enumerate(self._reach) if reach is not None]
+        self._hasher = BlockHasher(block_size, across_requests=prefix_caching)
+        self._sources: Counter[bytes] = Counter()  # sequences that have not ended, by salt and source
 
     def reset(self) -> None:
-        """Make every block free, whoever has it: only after what the sequences say can no longer be believed."""
-        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: the block freed last is warm
-        self._counts = [0] * self.num_blocks
-        self._hashes: dict[int, bytes] = {}  # of used and cached blocks
-        self._known: dict[bytes, int] = {}  # the block that holds it
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first
-        self._sources: dict[bytes, list[int]] = {}  # the memory of each salt and source that is in use
+        """Make every block free, whatever has it: only after what the sequences say can no longer be believed."""
+        for pool in self.pools:
+            pool.reset()
+        self._sources.clear()
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the first pool, as the next two."""
+        return self.pools[0].num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that a sequence may get: free or cached."""
-        return len(self._free) + len(self._cached)
+        return self.pools[0].num_free
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return self.pools[0].num_cached
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block of any pool is in use."""
+        return all(pool.num_free == pool.num_blocks for pool in self.pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def has_room(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Whether the sequence's blocks have room for `num_tokens` more and nobody else reads where they go."""
-        computed, table = sequence.num_computed_tokens, sequence.block_table
+        """Whether `num_tokens` more fit into the blocks of the sequence, the first of which it does not share."""
+        computed, table = sequence.num_computed_tokens, sequence.tables[0]
         if computed + num_tokens > len(table) * self.block_size or sequence.needs_source:
             return False
         index, offset = divmod(computed, self.block_size)
-        return not offset or self._counts[table[index]] == 1
+        return not offset or self.pools[0].counts[table[index]] == 1
 
     def can_allocate(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
-        return self._missing(sequence, num_tokens) + self._missing_cross(sequence) <= self.num_free
+        wanted = self._missing(sequence, num_tokens) + self._missing_source(sequence)
+        return all(wanted <= pool.num_free for pool in self.pools)
 
-    def can_admit(self, together: Rows[SequenceState]) -> bool:
+    def fitting(self, sequence: SequenceState, num_tokens: int) -> int:
+        """As many of the tokens as windowed pools have room for in this step.
+
+        Their blocks come back as the sequence goes on, so smaller steps need less; in other pools nothing does.
+        """
+        for at, _ in self._windowed:
+            free = self.pools[at].num_free - self._writes_shared(sequence) - self._missing_source(sequence)
+            room = (len(sequence.tables[0]) + free) * self.block_size - sequence.num_computed_tokens
+            num_tokens = min(num_tokens, room if free >= 0 else 0)
+        return num_tokens
+
+    def can_admit(self, together: Sequence[SequenceState]) -> bool:
         """Whether all that is known of waiting sequences fits: of one, or of the beams of a search.
 
         Blocks that they would find, or that one of them would compute for the others, are counted once.
         """
-        wanted = self._missing_cross(together[0])
-        found: set[int] = set()
-        computed: set[bytes] = set()
-        for sequence in together:
-            known = self._find(sequence)
-            found.update(known)
-            wanted += self.blocks_for(sequence.num_tokens) - len(known)
-            if len(together) > 1:  # what one of them computes is there for the others
-                missing = range(len(known), self._num_shareable(sequence))
-                wanted -= len(missing)
-                computed.update(self._extend_hashes(sequence, index) for index in missing)
-        return wanted + len(computed) <= self.num_free - sum(block in self._cached for block in found)
+        reached = [self._find(sequence) for sequence in together]
+        source = self._missing_source(together[0])
+        own = 0
+        computed: set[bytes] = set()  # by one of them for all
+        for sequence, found in zip(together, reached, strict=True):
+            own += self.blocks_for(sequence.num_tokens) - found
+            if len(together) > 1:
+                missing = range(found, self._num_shareable(sequence))
+                own -= len(missing)
+                computed.update(self._hasher.block(sequence, index) for index in missing)
+        for at, (pool, reach) in enumerate(zip(self.pools, self._reach, strict=True)):
+            wanted = own + len(computed) + self._num_evictable(at, together, reached)
+            if reach is not None:
+                wanted = min(wanted, len(together) * (reach + 1))
+            if wanted + source + self._num_evictable_source(at, together[0]) > pool.num_free:
+                return False
+        return True
 
     def reuse(self, sequence: SequenceState) -> None:
-        """Give a sequence the known blocks that go on from what it has computed, and the memory of its source where
-        that is there; they count as computed.
+        """Give a sequence the known blocks that go on from what it has computed, and the blocks of its source where
+        that is encoded; they count as computed.
         """
         begin = sequence.num_computed_tokens // self.block_size
-        found = self._find(sequence, begin)
-        for block in found:
-            self._cached.pop(block, None)
-            self._counts[block] += 1
+        reached = self._find(sequence, begin)
         if sequence.scheduled_time is None and self.prefix_caching and sequence.reuses_prefix:
             self.num_queried_tokens += sequence.num_prompt_tokens
-        if found:
-            for block in sequence.block_table[begin:]:  # begun by itself
-                self._release(block)
-            sequence.block_table[begin:] = found
-            reached = (begin + len(found)) * self.block_size
+        if reached > begin:
             if self.prefix_caching and not sequence.restarted:  # else it finds what it has computed itself
-                sequence.num_cached_tokens += reached - sequence.num_computed_tokens
-                self.num_hit_tokens += reached - sequence.num_computed_tokens
-            sequence.num_computed_tokens = reached
-            sequence.num_offered_blocks = begin + len(found)
-        if sequence.needs_source:
-            self._share_source(sequence)
+                sequence.num_cached_tokens += reached * self.block_size - sequence.num_computed_tokens
+                self.num_hit_tokens += reached * self.block_size - sequence.num_computed_tokens
+            sequence.num_computed_tokens = reached * self.block_size
+            sequence.num_offered_blocks = reached
+            self.free_behind_window(sequence)
+            for at, table in enumerate(sequence.tables):
+                self._go_on(sequence, at, table, begin, reached)
+        if sequence.needs_source and self._has_source(sequence):
+            for pool, table in zip(self.pools, sequence.source_tables, strict=True):
+                table.extend(pool.known[key] for key in self._hasher.source(sequence))
+                for block in table:
+                    pool.share(block)
+            self._use_source(sequence)
 
-    def allocate(self, sequence: SequenceState, num_tokens: int) -> dict[int, int]:
+    def _go_on(self, sequence: SequenceState, at: int, table: list[int], begin: int, reached: int) -> None:
+        """Put known blocks up to `reached` into a table, in the place of what the sequence has from `begin` on."""
+        pool, first = self.pools[at], max(begin, self._first_kept(at, reached))
+        found = [pool.known[self._hasher.block(sequence, index)] for index in range(first, reached)]
+        for block in found:
+            pool.share(block)
+        for block in pool.held(table[begin:]):
+            pool.release(block, keep=self.prefix_caching)
+        table[begin:] = [NULL_BLOCK] * (first - begin) + found
+
+    def allocate(self, sequence: SequenceState, num_tokens: int) -> list[BlockCopy]:
         """Extend the sequence's tables to hold `num_tokens` more computed tokens and its source.
 
-        Returns what must be copied before anything is written, block to fill -> block to read: the last one of the
-        table, where others have it too.
+        Returns what must be copied before anything is written: the last block, where others have it too.
         """
-        copies = {}
+        copies = []
         if self._writes_shared(sequence):
             last = sequence.num_computed_tokens // self.block_size
-            shared = sequence.block_table[last]
-            sequence.block_table[last] = self._take()
-            self._counts[shared] -= 1
-            copies[sequence.block_table[last]] = shared
-        for table, count in (
-            (sequence.block_table, self._missing(sequence, num_tokens)),
-            (sequence.cross_block_table, self._missing_cross(sequence)),
-        ):
-            table.extend(self._take() for _ in range(count))
-        if sequence.source_ids and self._is_shared(sequence):
-            self._sources.setdefault(self._root(sequence), list(sequence.cross_block_table))
+            for at, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+                copies.append(BlockCopy(at, pool.take(), table[last]))
+                pool.counts[table[last]] -= 1
+                table[last] = copies[-1].target
+        missing = self._missing(sequence, num_tokens)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            table.extend(pool.take() for _ in range(missing))
+        if sequence.needs_source:
+            keys = self._hasher.source(sequence)
+            for pool, table in zip(self.pools, sequence.source_tables, strict=True):
+                for key in keys:
+                    table.append(pool.take())
+                    pool.make_known(key, table[-1])
+            self._use_source(sequence)
         return copies
+
+    def free_behind_window(self, sequence: SequenceState) -> None:
+        """Free the blocks of windowed pools that no later token reads; nothing where there are no windows."""
+        for at, _ in self._windowed:
+            pool, table = self.pools[at], sequence.tables[at]
+            index = min(self._first_kept(at, sequence.num_computed_tokens // self.block_size), len(table))
+            while index and table[index - 1] != NULL_BLOCK:
+                index -= 1
+                pool.release(table[index], keep=self.prefix_caching)
+                table[index] = NULL_BLOCK
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let the child have the parent's blocks as well."""
-        for ours, theirs in (
-            (parent.block_table, child.block_table),
-            (parent.cross_block_table, child.cross_block_table),
-        ):
-            theirs.extend(ours)
-            for block in ours:
-                self._counts[block] += 1
+        for at, pool in enumerate(self.pools):
+            for ours, theirs in (
+                (parent.tables[at], child.tables[at]),
+                (parent.source_tables[at], child.source_tables[at]),
+            ):
+                theirs.extend(ours)
+                for block in pool.held(ours):
+                    pool.share(block)
+        if parent.uses_source:
+            self._use_source(child)
 
     def cache_full_blocks(self, sequence: SequenceState, num_tokens: int = 0) -> None:
-        """Make the full blocks known that the sequence has computed, or will have with `num_tokens` more in the step
+        """Let the full blocks be found that the sequence has computed, or will have with `num_tokens` more in the step
         that is being put together.
         """
         known = sequence.num_tokens - sequence.has_placeholder  # what the device alone knows has no hash
         full = min(sequence.num_computed_tokens + num_tokens, known) // self.block_size
         if self._is_shared(sequence):
             for index in range(sequence.num_offered_blocks, full):
-                self._make_known(self._extend_hashes(sequence, index), sequence.block_table[index])
+                digest = self._hasher.block(sequence, index)
+                for pool, table in zip(self.pools, sequence.tables, strict=True):
+                    for block in pool.held(table[index : index + 1]):
+                        pool.make_known(digest, block)
         sequence.num_offered_blocks = max(full, sequence.num_offered_blocks)
 
     def frontier(self, sequence: SequenceState) -> bytes | None:
-        """The hash of the block that a sequence will make known next; None if that is not a block of known tokens that
+        """The hash of the block that a sequence will cache next; None if that is not a block of known tokens that
         others could share.
         """
         index = sequence.num_offered_blocks
-        return self._extend_hashes(sequence, index) if index < self._num_shareable(sequence) else None
+        return self._hasher.block(sequence, index) if index < self._num_shareable(sequence) else None
 
     def frontier_found(self, sequence: SequenceState) -> bytes | None:
         """The same of a sequence without blocks, if it began now."""
-        index = len(self._find(sequence))
-        return self._extend_hashes(sequence, index) if index < self._num_shareable(sequence) else None
+        index = self._find(sequence)
+        return self._hasher.block(sequence, index) if index < self._num_shareable(sequence) else None
 
-    def unwritten(self, sequence: SequenceState) -> list[int]:
-        """Blocks of which a step that failed has left some of what others may have been promised."""
+    def forget_unwritten(self, sequence: SequenceState) -> set[tuple[int, int]]:
+        """Forget the blocks that a failed step has left some of what other sequences may have been promised.
+
+        Returns them as (pool, block); sequences that have one must compute it anew.
+        """
         begin = sequence.num_computed_tokens // self.block_size
-        return [*sequence.block_table[begin:], *sequence.cross_block_table]
+        found = set()
+        for at, pool in enumerate(self.pools):
+            for block in [*sequence.tables[at][begin:], *sequence.source_tables[at]]:
+                pool.forget(block)
+                found.add((at, block))
+        return found
 
-    def free(self, sequence: SequenceState) -> None:
+    def free(self, sequence: SequenceState, *, ended: bool = True) -> None:
         """Take all blocks of the sequence back; harmless on one that has none.
 
-        What was promised to others and is not computed is known no longer.
+        What was promised to others and is not computed is known no longer. One that has not `ended`, but was
+        preempted, still counts as a user of its source.
         """
-        table = sequence.block_table
-        for block in table[sequence.num_computed_tokens // self.block_size :]:
-            self._forget(block)
-        for block in reversed(table):  # the end of a prefix is evicted before its beginning
-            self._release(block)
-        table.clear()
-        if sequence.cross_block_table:
-            last = all(self._counts[block] == 1 for block in sequence.cross_block_table)
-            if last and self._is_shared(sequence):
-                self._sources.pop(self._root(sequence), None)
-            for block in reversed(sequence.cross_block_table):
-                self._release(block)
-            sequence.cross_block_table.clear()
+        begin = sequence.num_computed_tokens // self.block_size
+        if ended and sequence.uses_source:
+            self._leave_source(sequence)
+        for pool, table, source_table in zip(self.pools, sequence.tables, sequence.source_tables, strict=True):
+            for block in table[begin:]:
+                pool.forget(block)
+            for block in reversed(pool.held(table)):  # the end of a prefix is evicted before its beginning
+                pool.release(block, keep=self.prefix_caching)
+            table.clear()
+            for block in reversed(source_table):
+                pool.release(block, keep=self._hasher.root(sequence) in self._sources)
+            source_table.clear()
 
     def clear_cache(self) -> None:
         """Forget everything; blocks in use stay in use."""
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._hashes.clear()
-        self._known.clear()
+        for pool in self.pools:
+            pool.clear_cache()
 
     def forget(self) -> None:
-        """As if nobody had ever asked for anything: no block is known, nothing counted."""
+        """As if nothing had ever been asked for: no block is known, nothing counted."""
         self.clear_cache()
         self.num_queried_tokens = self.num_hit_tokens = 0
 
@@ -209,65 +288,26 @@ class BlockManager:
         return [table[position // size] * size + position % size for position in range(start, stop)]
 
     def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
-        """Raise `AssertionError` unless free + used + cached is everything and every count is right."""
-        owned = Counter(block for s in sequences for table in (s.block_table, s.cross_block_table) for block in table)
-        assert all(self._counts[block] == owned[block] for block in range(self.num_blocks)), "a count is wrong"
-        everything = sorted([*owned, *self._free, *self._cached])
-        assert everything == list(range(self.num_blocks)), (
-            f"blocks lost or doubled: {len(owned)} used + {len(self._free)} free + {len(self._cached)} cached "
-            f"of {self.num_blocks}"
-        )
-        assert {block: digest for digest, block in self._known.items()} == self._hashes, "hashes and blocks disagree"
-        assert self._cached.keys() <= self._hashes.keys(), "a cached block is not known"
-        shared = {block for table in self._sources.values() for block in table}
-        assert all(self._counts[block] for block in shared), "the memory of a source that nobody reads"
+        """Raise `AssertionError` unless every pool's blocks, every table and every source's users add up."""
+        everyone = list(sequences)
+        for at, pool in enumerate(self.pools):
+            tables = [table for one in everyone for table in (one.tables[at], one.source_tables[at])]
+            pool.check_invariants(Counter(block for table in tables for block in pool.held(table)))
+        for at, _ in self._windowed:
+            for one in everyone:
+                table, first = one.tables[at], self._first_kept(at, one.num_computed_tokens // self.block_size)
+                assert len(table) == len(one.tables[0]), "tables of different lengths"
+                assert NULL_BLOCK not in table[first:], "a block that the next token reads was freed"
+        users = Counter(self._hasher.root(one) for one in everyone if one.uses_source)
+        assert users == self._sources, "a source's users are counted wrong"
 
-    def _take(self) -> int:
-        """A block whose content nobody needs any more."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            del self._known[self._hashes.pop(block)]
-        self._counts[block] = 1
-        return block
-
-    def _release(self, block: int) -> None:
-        """One table less that has the block."""
-        self._counts[block] -= 1
-        if self._counts[block]:
-            return
-        if block in self._hashes and self.prefix_caching:
-            self._cached[block] = None
-        else:
-            self._forget(block)
-            self._free.append(block)
-
-    def _make_known(self, digest: bytes, block: int) -> None:
-        before = self._known.get(digest)
-        if before is not None and before in self._cached:  # nobody has it: one copy is enough
-            del self._cached[before]
-            self._forget(before)
-            self._free.append(before)
-            before = None
-        if before is None and block not in self._hashes:
-            self._known[digest] = block
-            self._hashes[block] = digest
-
-    def _forget(self, block: int) -> None:
-        if block in self._hashes:
-            del self._known[self._hashes.pop(block)]
-
-    def _share_source(self, sequence: SequenceState) -> None:
-        """Let it read the memory of its source where another's encoder has run or runs in this step."""
-        if self._is_shared(sequence):
-            table = self._sources.get(self._root(sequence), [])
-            sequence.cross_block_table.extend(table)
-            for block in table:
-                self._counts[block] += 1
+    def _first_kept(self, at: int, block: int) -> int:
+        """The first block of a pool that a token in `block` reads."""
+        reach = self._reach[at]
+        return 0 if reach is None else max(0, block - reach)
 
     def _is_shared(self, sequence: SequenceState) -> bool:
-        """Whether anybody could begin the same."""
+        """Whether any other sequence could begin the same."""
         return self.prefix_caching or sequence.params.n > 1 or sequence.params.num_beams > 1
 
     def _num_shareable(self, sequence: SequenceState) -> int:
@@ -276,46 +316,81 @@ class BlockManager:
             return 0
         return (sequence.num_tokens - 1) // self.block_size
 
-    def _find(self, sequence: SequenceState, begin: int = 0) -> list[int]:
-        """Known blocks of the sequence from its block `begin` on."""
-        found: list[int] = []
-        for index in range(begin, self._num_shareable(sequence)):
-            digest = self._extend_hashes(sequence, index)
-            if digest not in self._known:
-                break
-            found.append(self._known[digest])
-        return found
+    def _find(self, sequence: SequenceState, begin: int = 0) -> int:
+        """The last block up to which a sequence, computed up to block `begin`, could go on from known blocks."""
+        stop, reached = self._num_shareable(sequence), begin
+        if not self._windowed:
+            known = self.pools[0].known
+            for index in range(begin, stop):
+                if self._hasher.block(sequence, index) not in known:
+                    return index
+            return max(begin, stop)
+        runs = [0] * len(self.pools)  # where the known blocks that end at `index` begin, in each pool
+        for index in range(begin, stop):
+            digest = self._hasher.block(sequence, index)
+            for at, pool in enumerate(self.pools):
+                if digest not in pool.known:
+                    if pool.window is None:
+                        return reached
+                    runs[at] = index + 1
+            if all(runs[at] <= max(0, index + 1 - reach) for at, reach in self._windowed):
+                reached = index + 1
+        return reached
 
-    def _extend_hashes(self, sequence: SequenceState, index: int) -> bytes:
-        """The hash of the sequence's block `index`, those before it being known to the sequence."""
-        if index < len(sequence.block_hashes):
-            return sequence.block_hashes[index]
-        parent = sequence.block_hashes[-1] if sequence.block_hashes else self._root(sequence)
-        tokens = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
-        sequence.block_hashes.append(sha256(parent + pack(f"<{len(tokens)}q", *tokens)).digest())
-        return sequence.block_hashes[-1]
-
-    def _root(self, sequence: SequenceState) -> bytes:
-        """The hash of what all blocks of a sequence depend on before its first token: salt and source."""
-        if sequence.root_hash is None:
-            request = sequence.request
-            salt = (request.cache_salt if self.prefix_caching else request.request_id).encode()
-            source = pack(f"<{len(sequence.source_ids)}q", *sequence.source_ids)
-            sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source).digest()
-        return sequence.root_hash
+    def _num_evictable(self, at: int, together: Sequence[SequenceState], reached: Sequence[int]) -> int:
+        """Blocks of a pool that the sequences would take over up to `reached` and that only the cache has."""
+        pool = self.pools[at]
+        found = {
+            pool.known[self._hasher.block(sequence, index)]
+            for sequence, stop in zip(together, reached, strict=True)
+            for index in range(self._first_kept(at, stop), stop)
+        }
+        return sum(map(pool.is_cached, found))
 
     def _missing(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Blocks of each pool."""
         wanted = self.blocks_for(sequence.num_computed_tokens + num_tokens)
-        return max(0, wanted - len(sequence.block_table)) + self._writes_shared(sequence)
+        return max(0, wanted - len(sequence.tables[0])) + self._writes_shared(sequence)
 
     def _writes_shared(self, sequence: SequenceState) -> bool:
-        """Whether the next token goes into a block that others have too."""
+        """Whether the next token goes into a block that others have too, which is so in all pools or in none."""
+        table = sequence.tables[0]
         index, offset = divmod(sequence.num_computed_tokens, self.block_size)
-        return offset > 0 and index < len(sequence.block_table) and self._counts[sequence.block_table[index]] > 1
-
-    def _missing_cross(self, sequence: SequenceState) -> int:
-        return self.blocks_for(len(sequence.source_ids)) if self.must_encode(sequence) else 0
+        return offset > 0 and index < len(table) and self.pools[0].counts[table[index]] > 1
 
     def must_encode(self, sequence: SequenceState) -> bool:
-        """Whether the encoder has to run for a sequence: nobody's memory of the same source is there."""
-        return sequence.needs_source and not (self._is_shared(sequence) and self._root(sequence) in self._sources)
+        """Whether the encoder has to run for a sequence: its source's encoding is not there."""
+        return sequence.needs_source and not self._has_source(sequence)
+
+    def _missing_source(self, sequence: SequenceState) -> int:
+        """Blocks of each pool."""
+        return self.blocks_for(sequence.source_length) if self.must_encode(sequence) else 0
+
+    def _has_source(self, sequence: SequenceState) -> bool:
+        if self._hasher.root(sequence) not in self._sources:
+            return False
+        keys = self._hasher.source(sequence)
+        return all(key in pool.known for pool in self.pools for key in keys)
+
+    def _num_evictable_source(self, at: int, sequence: SequenceState) -> int:
+        """Blocks of a pool that hold the sequence's source and that only the cache has."""
+        if not sequence.needs_source or not self._has_source(sequence):
+            return 0
+        pool = self.pools[at]
+        return sum(pool.is_cached(pool.known[key]) for key in self._hasher.source(sequence))
+
+    def _use_source(self, sequence: SequenceState) -> None:
+        if not sequence.uses_source:
+            sequence.uses_source = True
+            self._sources[self._hasher.root(sequence)] += 1
+
+    def _leave_source(self, sequence: SequenceState) -> None:
+        """Count one user of its source less; behind the last one nothing of it is cached."""
+        root = self._hasher.root(sequence)
+        sequence.uses_source = False
+        self._sources[root] -= 1
+        if not self._sources[root]:
+            del self._sources[root]
+            for pool in self.pools:
+                for key in self._hasher.source(sequence):
+                    pool.drop(key)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from model.api.request import FinishReason, TokenLogprob
 from model.engine.scheduling.beam_search import Candidates
-from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.step_budget import (
     UNLIMITED,
@@ -44,13 +44,12 @@ class SchedulerOutput:
     """The seam between policy and tensors: all that a step computes, in packed order."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    # Block to be filled: block it is copied from, before any write.
-    copies: dict[int, int] = field(default_factory=dict)
+    copies: list[BlockCopy] = field(default_factory=list)  # before anything is written
 
     @property
     def num_tokens(self) -> int:
         """Decoder and encoder tokens of the step."""
-        return sum(s.num_tokens + len(s.sequence.source_ids) * s.encode_source for s in self.scheduled)
+        return sum(s.num_tokens + s.sequence.source_length * s.encode_source for s in self.scheduled)
 
 
 class SampledToken(NamedTuple):
@@ -112,7 +111,7 @@ class Scheduler:
             if sequence.is_prepared:
                 places -= 1
                 prompt_tokens += sequence.num_uncomputed_tokens
-                sources += [len(sequence.source_ids)] if sequence.needs_source else []
+                sources += [sequence.source_length] if sequence.needs_source else []
         first = sources[0] if sources else 0
         return StepDemand(decodes, streams, len(self.waiting), prompt_tokens, first, sum(sources))
 
@@ -156,14 +155,25 @@ class Scheduler:
                 continue
             # It nearly always does: a block takes many tokens.
             if not self.block_manager.has_room(sequence, num_tokens):
-                if not self._make_room(sequence, num_tokens):
-                    continue
-                output.copies.update(self.block_manager.allocate(sequence, num_tokens))
-            self._put(output, sequence, num_tokens)
+                num_tokens = self._continue(output, sequence, num_tokens)
+            else:
+                self._put(output, sequence, num_tokens)
             budget -= num_tokens
         # A search that was preempted because of its last beam takes the others with it.
         output.scheduled[:] = [s for s in output.scheduled if s.sequence.status is SequenceStatus.RUNNING]
         return budget, self.num_preemptions > before
+
+    def _continue(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int) -> int:
+        """Let a running sequence that lacks blocks compute so many tokens, or fewer where a windowed pool has less
+        room; how many: none if it is preempted, or is a prompt for which others in the step leave no block.
+        """
+        fitting = self.block_manager.fitting(sequence, num_tokens)
+        if not fitting and num_tokens > 1 and output.scheduled:
+            return 0
+        if not self._make_room(sequence, max(1, fitting)):
+            return 0
+        self._allocate(output, sequence, max(1, fitting))
+        return max(1, fitting)
 
     def _make_room(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Preempt the youngest until `sequence` fits; False if that was itself."""
@@ -178,7 +188,7 @@ class Scheduler:
         """Let a running sequence, or all beams of its search, wait again, without blocks."""
         for victim in self._together(sequence):
             self.running.remove(victim)
-            self.block_manager.free(victim)
+            self.block_manager.free(victim, ended=False)
             victim.restart()
             self.add(victim)
         self.num_preemptions += 1
@@ -188,6 +198,9 @@ class Scheduler:
         prompt; none for one that lets an older one compute the next of it.
         """
         uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        if self.block_manager.has_windows:
+            for sequence in self.running:
+                self.block_manager.free_behind_window(sequence)
         self._frontiers.clear()
         for place, left in enumerate(uncomputed):
             if left > 1:
@@ -220,7 +233,7 @@ class Scheduler:
             places -= sum(one.num_slots for one in together)
             begun = source_budget < most  # a source is never split: the first goes, however long
             encodes = self.block_manager.must_encode(sequence)
-            source_budget -= len(sequence.source_ids) * encodes
+            source_budget -= sequence.source_length * encodes
             if encodes and most <= 0:
                 return
             if places < 0 or not self.block_manager.can_admit(together) or (begun and source_budget < 0):
@@ -234,12 +247,19 @@ class Scheduler:
     def _begin(self, output: SchedulerOutput, sequence: SequenceState, budget: int) -> int:
         """Give a sequence that was just admitted its first tokens; how many. A beam may get none in this step."""
         self.block_manager.reuse(sequence)
-        num_tokens = 0 if self._follows(sequence) else min(sequence.num_uncomputed_tokens, budget)
-        if num_tokens:
-            encode_source = sequence.needs_source
-            output.copies.update(self.block_manager.allocate(sequence, num_tokens))
-            self._put(output, sequence, num_tokens, encode_source=encode_source)
+        if self._follows(sequence):
+            return 0
+        num_tokens = self.block_manager.fitting(sequence, min(sequence.num_uncomputed_tokens, budget))
+        if num_tokens < 1 or not self.block_manager.can_allocate(sequence, num_tokens):
+            return 0
+        self._allocate(output, sequence, num_tokens)
         return num_tokens
+
+    def _allocate(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int) -> None:
+        """Let a sequence for which there are enough blocks compute so many tokens, and have its source encoded."""
+        encode_source = sequence.needs_source
+        output.copies.extend(self.block_manager.allocate(sequence, num_tokens))
+        self._put(output, sequence, num_tokens, encode_source=encode_source)
 
     def _together(self, sequence: SequenceState) -> list[SequenceState]:
         """The sequence, or all beams of its search: they go nowhere alone."""

@@ -39,14 +39,13 @@ class SequenceState:
     """One of the `n` continuations of a request.
 
     There are no phases: each step computes some of the tokens that are not computed yet, and when none is left the
-    model says what comes next. `source_ids` is what an encoder reads, empty for a decoder-only model.
+    model says what comes next. Its tables, one in each pool of blocks, are the `BlockManager`'s to change.
     """
 
     request: Request
     index: int
     arrival: int  # order of arrival in the engine (beams: of their request)
     token_ids: list[int]
-    source_ids: tuple[int, ...]
     stop_token_ids: frozenset[int]
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -54,8 +53,9 @@ class SequenceState:
     num_offered_blocks: int = 0  # of its full blocks, offered to the cache
     root_hash: bytes | None = None  # of what its blocks depend on before its first token
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
-    block_table: BlockTable = field(default_factory=BlockTable)
-    cross_block_table: BlockTable = field(default_factory=BlockTable)
+    tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its tokens, by pool
+    source_tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its source, by pool
+    uses_source: bool = False  # it is counted among those that read its source
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -78,17 +78,19 @@ class SequenceState:
         self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
 
     @classmethod
-    def of(cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...]) -> SequenceState:
-        """The request's sequence `index`; with a decoder beginning, the prompt is the encoder's."""
-        begins = request.decoder_token_ids
+    def of(
+        cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...], num_pools: int = 1
+    ) -> SequenceState:
+        """The request's sequence `index`, with empty tables for so many pools."""
         stops = frozenset(request.params.stop_token_ids)
         return cls(
             request=request,
             index=index,
             arrival=arrival,
-            token_ids=list(begins or request.prompt_token_ids),
-            source_ids=request.prompt_token_ids if begins else (),
+            token_ids=list(request.prompt_token_ids),
             stop_token_ids=stops if request.params.ignore_eos else stops.union(eos_token_ids),
+            tables=[BlockTable() for _ in range(num_pools)],
+            source_tables=[BlockTable() for _ in range(num_pools)],
         )
 
     def searching(self) -> SequenceState:
@@ -107,7 +109,9 @@ class SequenceState:
     def fork(self, token_id: int, *, forced: bool = False) -> SequenceState:
         """The same with one token more, without blocks: a beam's continuation."""
         child = replace(self, token_ids=[*self.token_ids, token_id])
-        child.block_table, child.cross_block_table = BlockTable(), BlockTable()
+        child.tables = [BlockTable() for _ in self.tables]
+        child.source_tables = [BlockTable() for _ in self.source_tables]
+        child.uses_source = False
         child.num_prompt_tokens = self.num_prompt_tokens
         child.history = self.history.fork() if self.history is not None else None
         child.block_hashes = list(self.block_hashes)
@@ -161,8 +165,13 @@ class SequenceState:
 
     @property
     def needs_source(self) -> bool:
-        """Whether the encoder still has to run for it."""
-        return bool(self.source_ids) and not self.cross_block_table
+        """Whether it has a source and no blocks with that source's keys and values."""
+        return self.request.source is not None and not self.source_tables[0]
+
+    @property
+    def source_length(self) -> int:
+        """Positions of its source; 0 for a decoder-only model."""
+        return self.request.source.num_positions if self.request.source is not None else 0
 
     @property
     def has_placeholder(self) -> bool:

@@ -208,7 +208,7 @@ def test_classifiers_over_http() -> None:
     reply = ask(app, "POST", "/rerank", json={"query": "w1", "texts": ["w2", "w9"], "return_text": True})
     assert reply.status_code == 200, reply.text
     assert sorted(one["index"] for one in reply.json()) == [0, 1]
-    assert [one.token_type_ids for one in app.client.encoded] == [(0, 0, 0, 1, 1)] * 2
+    assert [one.source.token_type_ids for one in app.client.encoded] == [(0, 0, 0, 1, 1)] * 2
     [best, *others] = ask(app, "POST", "/predict", json={"inputs": "w1"}).json()
     assert best["label"] == "LABEL_7" and len(others) == 7
     check_accounts(app)

@@ -1,0 +1,54 @@
+"""What an encoder reads, as plain data: the token ids of a text, or the pixels of an image.
+
+A source is encoded whole. Sequences of one salt and one digest share the encoding and the cache blocks of its cross
+keys and values while any of them is there (`model.engine.scheduling.block_manager`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+
+
+class SourceKind(StrEnum):
+    """How a source becomes the rows that an encoder starts from."""
+
+    TOKENS = "tokens"  # rows of the token table
+    IMAGE = "image"  # patches, behind a learned first row
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input of an encoder; made by `token_source` or `image_source`, which compute the digest."""
+
+    kind: SourceKind
+    num_positions: int  # rows of encoder output
+    digest: bytes  # SHA-256 of everything else
+    token_ids: tuple[int, ...] = ()
+    token_type_ids: tuple[int, ...] = ()  # segments, where the model tells two texts apart; empty: all of the first
+    features: bytes = b""  # of an image: pixels of 8 bits, row-major
+    shape: tuple[int, ...] = ()  # of the features: channels, height, width
+
+
+def token_source(token_ids: tuple[int, ...], token_type_ids: tuple[int, ...] = ()) -> Source:
+    """A text as token ids, one position each."""
+    ids, types = (array("q", one).tobytes() for one in (token_ids, token_type_ids))
+    digest = _digest(SourceKind.TOKENS, ids, types)
+    return Source(SourceKind.TOKENS, len(token_ids), digest, token_ids, token_type_ids)
+
+
+def image_source(pixels: bytes, shape: tuple[int, int, int], num_positions: int) -> Source:
+    """An image of `shape` (channels, height, width) with 8 bits a channel, `num_positions` rows once it is encoded."""
+    digest = _digest(SourceKind.IMAGE, array("q", shape).tobytes(), pixels)
+    return Source(SourceKind.IMAGE, num_positions, digest, features=pixels, shape=shape)
+
+
+def _digest(kind: SourceKind, *parts: bytes) -> bytes:
+    """SHA-256 over the kind and the parts, each behind its length: no border can be moved."""
+    state = sha256(kind.encode())
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()

@@ -1,0 +1,39 @@
+"""Sources as what the network reads: packed token ids, or normalised pixels and as many positions as they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.api.source import Source, SourceKind
+from model.media.images import ImageProcessing
+from model.network.inputs import StackInput, packed_input
+from model.system.transfer import device_tensor, to_device
+
+
+def source_input(
+    sources: Sequence[Source], device: torch.device, *, causal: bool = False, images: ImageProcessing | None = None
+) -> StackInput:
+    """One segment for each source, all of one kind; `images`: how the pixels of a model that reads them are scaled.
+
+    `causal` is a decoder that encodes.
+    """
+    if sources[0].kind is SourceKind.IMAGE:
+        assert images is not None
+        inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)
+        return replace(inputs, pixels=_pixels(sources, device, images))
+    types = None
+    if any(any(source.token_type_ids) for source in sources):
+        types = [source.token_type_ids or (0,) * source.num_positions for source in sources]
+    return packed_input([source.token_ids for source in sources], device, causal=causal, token_types=types)
+
+
+def _pixels(sources: Sequence[Source], device: torch.device, images: ImageProcessing) -> Tensor:
+    """Normalised images `[B, C, S, S]`."""
+    raw = torch.frombuffer(bytearray(b"".join(source.features for source in sources)), dtype=torch.uint8)
+    pixels = to_device(raw, device).view(len(sources), *sources[0].shape)
+    scale, shift = (device_tensor(values, device, torch.float32) for values in (images.scale, images.shift))
+    return pixels * scale[:, None, None] + shift[:, None, None]

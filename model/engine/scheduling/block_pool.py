@@ -1,0 +1,115 @@
+"""The blocks of one pool: which are free, used or cached, and what the known ones hold. No sequences, no tensors."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+NULL_BLOCK = 0  # of a windowed pool: stands in tables for what lies behind the window; zeros, never handed out
+
+
+class BlockPool:
+    """`num_blocks` blocks for layers that read `window` tokens back, or everything (None). A block is
+
+    free      in no table; its content means nothing
+    used      in as many tables as its count says
+    cached    in no table, but known by the hash of its content: taken by a sequence that needs that content, or
+              evicted, the least recently used first
+    """
+
+    def __init__(self, num_blocks: int, window: int | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.window = window
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block free."""
+        first = 0 if self.window is None else NULL_BLOCK + 1
+        self._free = list(range(first + self.num_blocks - 1, first - 1, -1))  # a stack: the block freed last is warm
+        self.counts = [0] * (first + self.num_blocks)
+        self.known: dict[bytes, int] = {}  # the block that holds what has this hash
+        self._hashes: dict[int, bytes] = {}  # of used and cached blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken: free or cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def held(self, table: list[int]) -> list[int]:
+        """The blocks of a table; those behind the window are none."""
+        return table if self.window is None else [block for block in table if block != NULL_BLOCK]
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def take(self) -> int:
+        """A block whose content nobody needs any more."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self.known[self._hashes.pop(block)]
+        self.counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Count one table more that has the used or cached block."""
+        self._cached.pop(block, None)
+        self.counts[block] += 1
+
+    def release(self, block: int, *, keep: bool) -> None:
+        """Count one table less; behind the last one a known block is cached, if `keep` says so, else it is free."""
+        self.counts[block] -= 1
+        if self.counts[block]:
+            return
+        if keep and block in self._hashes:
+            self._cached[block] = None
+        else:
+            self.forget(block)
+            self._free.append(block)
+
+    def make_known(self, digest: bytes, block: int) -> None:
+        """Let a used block be found by the hash of its content, unless another used one is."""
+        before = self.known.get(digest)
+        if before is not None and before in self._cached:  # nobody has it: one copy is enough
+            self.drop(digest)
+            before = None
+        if before is None and block not in self._hashes:
+            self.known[digest] = block
+            self._hashes[block] = digest
+
+    def forget(self, block: int) -> None:
+        """Let a used block be found no longer."""
+        if block in self._hashes:
+            del self.known[self._hashes.pop(block)]
+
+    def drop(self, digest: bytes) -> None:
+        """Free the block with this hash if it is cached."""
+        block = self.known.get(digest)
+        if block is not None and block in self._cached:
+            del self._cached[block]
+            self.forget(block)
+            self._free.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget all content; blocks in use stay in use."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._hashes.clear()
+        self.known.clear()
+
+    def check_invariants(self, owned: Counter[int]) -> None:
+        """Raise `AssertionError` unless free + used + cached is everything; `owned`: tables that have each block."""
+        first = len(self.counts) - self.num_blocks
+        blocks = range(first, first + self.num_blocks)
+        assert all(self.counts[block] == owned[block] for block in blocks), "a count is wrong"
+        assert sorted([*owned, *self._free, *self._cached]) == list(blocks), (
+            f"blocks lost or doubled: {len(owned)} used + {len(self._free)} free + {len(self._cached)} cached "
+            f"of {self.num_blocks}"
+        )
+        assert {block: digest for digest, block in self.known.items()} == self._hashes, "hashes and blocks disagree"
+        assert self._cached.keys() <= self._hashes.keys(), "a cached block is not known"
