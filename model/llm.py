@@ -43,9 +43,10 @@ class LLM:
     """
 
     def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:
-        self.checkpoint = read_checkpoint(path)
+        engine = engine or EngineConfig()
+        self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
         self.tokenizer = Tokenizer.from_folder(path)
-        loaded = load(ModelSpec(path.name, str(path), engine or EngineConfig()))
+        loaded = load(ModelSpec(path.name, str(path), engine))
         self.info = loaded.info
         self._loaded = loaded
         self._generate = loaded.generate

@@ -38,6 +38,7 @@ class EngineConfig:
 
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"
+    pickle: bool = True  # read weights from pytorch_model.bin where there are no safetensors; nothing in it is run
     quantization: str = "none"  # of the stacks' weight matrices and the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights

@@ -15,12 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from model.api.request import Pooling
 from model.checkpoint.generation_config import GENERATION_SETTINGS, not_served, sampling_defaults, token_id_settings
+from model.checkpoint.state_dict import read_state_dict
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import config_from_raw
 from model.media.images import ImageProcessing, read_image_processing
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there; each may be in shards behind an index
+_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")  # to be named in a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,11 @@ class Checkpoint:
     not_served: tuple[str, ...] = ()  # settings of generation_config.json that would change outputs and are passed over
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Describe the folder `path`; raises `ConfigError`."""
+def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
+    """Describe the folder `path`; raises `ConfigError`.
+
+    Without `pickle`, weights are taken from safetensors alone, and not from pytorch_model.bin.
+    """
     if not path.is_dir():
         raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder")
     raw = read_json(path / "config.json", required=True)
@@ -49,7 +54,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if raw.get("force_bos_token_to_be_generated") and not newer:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
     generation = {key: raw[key] for key in GENERATION_SETTINGS if key in raw} | newer
-    files = _weight_files(path)
+    files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
     config = config_from_raw({**raw, **token_id_settings(generation)}, tensor_names(files))
     try:
         pooling, normalize = _pooling(path, config)
@@ -95,6 +100,9 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str]:
     """Names of all stored tensors; reads headers only."""
     names: set[str] = set()
     for file in files:
+        if file.suffix == ".bin":
+            names.update(tensor.name for tensor in read_state_dict(file))
+            continue
         try:
             with safe_open(file, framework="numpy") as tensors:
                 names.update(tensors.keys())
@@ -146,27 +154,29 @@ def _modules(path: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigError(f"{path.name}: {index.name}: weight_map must map tensor names to file names")
-        names = sorted(set(weight_map.values()))
-        files = [path / name for name in names]
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ConfigError(f"{path.name}: the index names files outside the folder: {', '.join(outside)}")
-        missing = [file.name for file in files if not file.is_file()]
-        if missing or not files:
-            raise ConfigError(f"{path.name}: the index names shards that are missing: {', '.join(missing) or 'none'}")
-        return tuple(files)
-    if (path / "model.safetensors").is_file():
-        return (path / "model.safetensors",)
-    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        raise ConfigError(
-            f"{path.name}: {', '.join(pickles)}: pickled weights can run code when they are read and are refused; "
-            "convert them to model.safetensors with the library that wrote them"
-        )
-    raise ConfigError(f"{path.name}: no model.safetensors and no model.safetensors.index.json")
+def _weight_files(path: Path, served: tuple[str, ...]) -> tuple[Path, ...]:
+    for name in served:
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            return _shards(index)
+        if (path / name).is_file():
+            return (path / name,)
+    others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_SUFFIXES)
+    found = f"; {', '.join(others)} cannot be read" if others else ""
+    raise ConfigError(f"{path.name}: no {' and no '.join(served)}, whole or in shards with an index{found}")
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    """The files that an index names; raises `ConfigError` where one is missing or outside of the folder."""
+    folder = index.parent
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{folder.name}: {index.name}: weight_map must map tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ConfigError(f"{folder.name}: the index names files outside the folder: {', '.join(outside)}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise ConfigError(f"{folder.name}: the index names shards that are missing: {', '.join(missing) or 'none'}")
+    return tuple(folder / name for name in names)

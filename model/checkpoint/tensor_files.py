@@ -1,4 +1,4 @@
-"""Stored tensors, read from safetensors files a few rows at a time.
+"""Stored tensors, read from files of safetensors or of `torch.save` a few rows at a time.
 
 Nothing is mapped into memory: what is read goes into one buffer, which the next read overwrites, so a process holds
 what it keeps and a few megabytes. The `safetensors` package checks the headers; what is read here is what they say.
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from model.checkpoint.state_dict import read_state_dict
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
@@ -42,6 +43,7 @@ class StoredTensor:
     kind: str  # as safetensors calls the dtype
     shape: Shape
     offset: int  # of its first byte in the file
+    strides: Shape | None = None  # in elements, where rows do not follow each other without gaps
 
     @property
     def holds_numbers(self) -> bool:
@@ -63,6 +65,11 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def _header(path: Path) -> Iterator[StoredTensor]:
+    if path.suffix == ".bin":
+        for saved in read_state_dict(path):
+            strides = None if saved.is_contiguous else saved.strides
+            yield StoredTensor(path, saved.name, saved.kind, saved.shape, saved.offset, strides)
+        return
     try:
         with safe_open(path, framework="numpy"):  # every offset is then within the file, and has its tensor's size
             pass
@@ -101,6 +108,9 @@ class TensorReader:
         What is yielded is valid until the next is asked for.
         """
         stored = self._tensors[name]
+        if stored.strides is not None:
+            yield first, self._gathered(stored, width, first, last)
+            return
         row_bytes = width * stored.dtype.itemsize
         step = max(1, BUFFER_BYTES // max(1, row_bytes))
         for begin in range(first, last, step):
@@ -113,7 +123,7 @@ class TensorReader:
         """As `rows`, of neighbouring columns alone; the others are not read unless that would save nothing."""
         size = self._tensors[name].dtype.itemsize
         run = (wanted.stop - wanted.start) * size
-        if run < _MIN_RUN or run == width * size:
+        if run < _MIN_RUN or run == width * size or self._tensors[name].strides is not None:
             yield from ((begin, rows[:, wanted]) for begin, rows in self.rows(name, width, first, last))
             return
         step = max(1, BUFFER_BYTES // run)
@@ -130,6 +140,14 @@ class TensorReader:
         for begin, rows in self.columns(name, width, wanted, first, last):
             found[begin - first : begin - first + len(rows)] = rows
         return found
+
+    def _gathered(self, stored: StoredTensor, width: int, first: int, last: int) -> Tensor:
+        """Rows of a tensor that was saved transposed, or as a part of another: all of it is read at once."""
+        assert stored.strides is not None
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
+        data = self._room(extent * stored.dtype.itemsize)
+        self._read(stored, 0, data)
+        return data.view(stored.dtype).as_strided(stored.shape, stored.strides).reshape(-1, width)[first:last]
 
     def _room(self, size: int) -> Tensor:
         if len(self._buffer) < size:

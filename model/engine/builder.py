@@ -86,7 +86,7 @@ class LoadedModel:
 def load(spec: ModelSpec) -> LoadedModel:
     """Read the folder and build its engines; raises `ConfigError` if it cannot be served as asked."""
     began = time.monotonic()
-    checkpoint = read_checkpoint(Path(spec.path))
+    checkpoint = read_checkpoint(Path(spec.path), pickle=spec.engine.pickle)
     device = resolve_device(spec.engine.device)
     dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
     _check_ranks(spec.engine, checkpoint.config, device)

@@ -89,7 +89,7 @@ def _served(spec: ModelSpec) -> ServedModel:
     folder = Path(spec.path)
     return ServedModel(
         spec.name,
-        read_checkpoint(folder),
+        read_checkpoint(folder, pickle=spec.engine.pickle),
         Tokenizer.from_folder(folder),
         spec.engine,
         ChatTemplate.from_folder(folder),

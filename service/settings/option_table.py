@@ -266,6 +266,15 @@ OPTIONS: tuple[Option, ...] = (
         per_model=True,
     ),
     Option(
+        "pickle",
+        boolean,
+        _ENGINE.pickle,
+        "take weights from safetensors alone, not from pytorch_model.bin (of which nothing is run)",
+        "BOOL",
+        "pytorch_model.bin is read where there are no safetensors",
+        per_model=True,
+    ),
+    Option(
         "prefix_caching",
         boolean,
         _ENGINE.prefix_caching,

@@ -163,15 +163,6 @@ def test_integer_tensors_are_refused(tmp_path: Path) -> None:
         read_and_load(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "last.ckpt"])
-def test_pickles_are_refused_by_name_and_never_opened(name: str, tmp_path: Path) -> None:
-    folder = copied("llama", tmp_path)
-    (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(ConfigError, match=name):
-        read_checkpoint(folder)
-
-
 def _drop_shard(folder: Path) -> None:
     next(iter(sorted(folder.glob("model-*.safetensors")))).unlink()
 
