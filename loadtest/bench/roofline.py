@@ -19,7 +19,7 @@ from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
-from model.linear.native import PackedLinear
+from model.linear.native import packed_linear
 from model.native.library import Kind, Library, native
 
 _READ_BYTES = 512 << 20  # far beyond every cache
@@ -57,7 +57,7 @@ def _kernels(number_format: str) -> dict[str, Callable[[], object]]:
             a = rows.to(getattr(torch, name))
             found[f"torch {name}"] = partial(torch.matmul, a, a)
         if isinstance(library, Library):
-            found[f"native {name}"] = partial(PackedLinear(library, rows, None, kind), rows)
+            found[f"native {name}"] = partial(packed_linear(library, rows, None, kind), rows)
     return found
 
 

@@ -1,11 +1,12 @@
 """Which part of every parameter a rank holds, as data (Shoeybi et al. 2019, section 3). Pure; opens no file, no torch.
 
 Matrices that make heads or MLP columns are split by rows, those that read them by columns: between the two a rank needs
-nothing of the others, and a sum over ranks ends each sublayer. The token table and the head are split by vocabulary.
-What is not in `_SPLITS` (norms, positions, classifiers, biases of sums) every rank holds whole.
+nothing of the others, and a sum over ranks ends each sublayer. How a projection is split stands in its `LinearSpec`
+(`model.linear.base`). The token table and the head are split by vocabulary. What is neither split by a spec nor in
+`_SPLITS` (norms, positions, classifiers, biases of sums) every rank holds whole.
 
 A rank's network is the same network of a smaller configuration (`Shard.config`); only its sums are not its own
-(`model.network.sharded`).
+(`model.network.transformer`).
 """
 
 from __future__ import annotations
@@ -22,22 +23,13 @@ Shape = tuple[int, ...]
 Range = tuple[int, int]
 Index = tuple[slice, ...]
 
-# Parameter, the dimension that is split, and what lies along it: parts one after the other, each split for itself.
-_SPLITS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    ("*.attn.qkv.*", 0, ("queries", "keys", "keys")),
-    ("*.attn.out.weight", 1, ("queries",)),
-    ("*.attn.offset", 0, ("heads",)),
-    ("*.cross.q.*", 0, ("queries",)),
-    ("*.cross.kv.*", 0, ("keys", "keys")),
-    ("*.cross.out.weight", 1, ("queries",)),
-    ("*.mlp.up.*", 0, ("columns",)),  # gated: twice, [gate; up]
-    ("*.mlp.down.weight", 1, ("columns",)),
-    ("*.bias.weight", 1, ("heads",)),  # T5's buckets
-    ("*.relative.project.weight", 0, ("queries",)),
-    ("*.relative.*_offset", 0, ("heads",)),
-    ("*.relative.segments", 1, ("heads",)),
-    ("tokens.weight", 0, ("vocabulary",)),
-    ("head.*", 0, ("vocabulary",)),
+# Parameters that ranks divide beside the projections: the dimension that is split, and the things along it.
+_SPLITS: tuple[tuple[str, int, str], ...] = (
+    ("*.attn.offset", 0, "heads"),
+    ("*.bias.weight", 1, "heads"),  # T5's buckets
+    ("*.relative.*_offset", 0, "heads"),
+    ("*.relative.segments", 1, "heads"),
+    ("tokens.weight", 0, "vocabulary"),
 )
 
 
@@ -92,22 +84,15 @@ class Shard:
         first, last = self.rank * count // self.size, (self.rank + 1) * count // self.size
         return (first, max(last, first + 1)) if count else (0, 0)
 
-    def shard_slice(self, config: ModelConfig, name: str, shape: Shape) -> ShardSlice | None:
-        """Of the parameter `name`, whose whole shape is given; None: all of it."""
-        found = next(((dim, kinds) for pattern, dim, kinds in _SPLITS if fnmatchcase(name, pattern)), None)
+    def shard_slice(self, config: ModelConfig, name: str) -> ShardSlice | None:
+        """Of the parameter `name`, which is no projection's; None: all of it."""
+        found = next(((dim, things) for pattern, dim, things in _SPLITS if fnmatchcase(name, pattern)), None)
         if found is None or self.size == 1:
             return None
-        dim, kinds = found
-        parts = [_part(config, name, kind) for kind in kinds]
-        length = sum(count * width for count, width in parts)
-        ranges = []
-        for repeat in range(shape[dim] // length):
-            begin = repeat * length
-            for count, width in parts:
-                first, last = self.shard_range(count)
-                ranges.append((begin + first * width, begin + last * width))
-                begin += count * width
-        return ShardSlice(dim, tuple(ranges))
+        dim, things = found
+        if things == "vocabulary":
+            return ShardSlice(dim, (self.shard_range(config.embedding.vocab_size),))
+        return ShardSlice(dim, (self.shard_range(_layer_of(config, name).mixer.num_heads),))
 
     def _layer(self, layer: LayerConfig) -> LayerConfig:
         first, last = self.shard_range(layer.feed_forward.intermediate_size)
@@ -151,20 +136,6 @@ def cuts(shape: Shape, rows: Range, shard_slice: ShardSlice | None) -> Iterator[
             source, target = slice(first, last), slice(filled, filled + last - first)
             yield (slice(0, stop - start), *whole, source), (slice(start, stop), *whole, target)
         filled += last - first
-
-
-def _part(config: ModelConfig, name: str, kind: str) -> tuple[int, int]:
-    """(how many things are shared out, elements of one)."""
-    if kind == "vocabulary":
-        return config.embedding.vocab_size, 1
-    layer = _layer_of(config, name)
-    attention = layer.cross if ".cross." in name and layer.cross is not None else layer.mixer
-    return {
-        "queries": (attention.num_heads, attention.head_dim),
-        "keys": (attention.num_kv_heads, attention.head_dim),
-        "heads": (attention.num_heads, 1),
-        "columns": (layer.feed_forward.intermediate_size, 1),
-    }[kind]
 
 
 def _layer_of(config: ModelConfig, name: str) -> LayerConfig:

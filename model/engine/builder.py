@@ -29,7 +29,6 @@ from model.engine.gpu_memory import Card, CudaMemory, pool_memory
 from model.engine.memory_plan import (
     Context,
     KVLayout,
-    NumberFormat,
     fit_context,
     kv_bytes_per_token,
     kv_dtype,
@@ -41,13 +40,16 @@ from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import warm_up
 from model.errors import ConfigError
-from model.linear.native import PackedLinear
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
 from model.native.library import Kind
+from model.network.build import plain_parameters
 from model.network.native_scratch import planned_scratch
-from model.network.native_stack import NativeStack, Packing, pack_model
+from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
 from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
 from model.network.weights import load_model
+from model.parallel.group import Group
 from model.parallel.rank0 import Rank0Cache, Rank0Transformer, load_rank0
 from model.system import fallbacks
 from model.system.devices import resolve_device
@@ -100,8 +102,9 @@ def load(spec: ModelSpec) -> LoadedModel:
         logger.warning(
             "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
-    pool = _plan_for_cpu(spec, checkpoint, selection, dtype, limits, most) if device.type == "cpu" else None
-    model = _load_model(spec, checkpoint, selection, dtype, device, most)
+    linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
+    pool = _plan_for_cpu(spec, checkpoint, linear, limits, most) if device.type == "cpu" else None
+    model = _load_model(spec, checkpoint, selection, linear, most)
     loaded = assemble(spec, checkpoint, model, selection, pool)
     loaded.info.load_seconds = time.monotonic() - began
     return loaded
@@ -114,9 +117,7 @@ def assemble(
     dtype, device = model.dtype, next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
     context = max_context(spec.engine, checkpoint.config, limits)
-    packing = packing_of(spec.engine, selection)
-    if packing is not None:
-        pack_model(model, packing.library, packing.kind, batch_invariant=packing.batch_invariant)
+    attach_native_stacks(model)
     encode = EncodeEngine(
         spec.name,
         model,
@@ -168,12 +169,20 @@ def _check_fallbacks(engine: EngineConfig, slow: tuple[str, ...]) -> None:
         raise ConfigError(f"slow_fallbacks is refuse, and {slow[0]}")
 
 
-def packing_of(engine: EngineConfig, selection: Selection) -> Packing | None:
-    """How matrices are packed for the native stacks; None where those do not run."""
-    if selection.library is None:
-        return None
-    kind = Kind.INT8 if engine.quantization == "int8" else None
-    return Packing(selection.library, kind, engine.batch_invariant)
+def linears_of(
+    engine: EngineConfig, config: ModelConfig, selection: Selection, dtype: torch.dtype, device: torch.device
+) -> LinearFactory:
+    """What makes the projections of a model here: in which number format, in C or by torch, over how many ranks."""
+    if selection.library is not None:
+        return native_linears(
+            config,
+            dtype,
+            selection.library,
+            quantized=engine.quantization == "int8",
+            batch_invariant=engine.batch_invariant,
+        )
+    ranks = engine.tensor_parallel_size
+    return LinearFactory(dtype, device, collective=Group(Shard(0, ranks), device) if ranks > 1 else None)
 
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
@@ -184,8 +193,8 @@ def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
 
 def weight_bytes(model: Transformer) -> int:
     """What the model takes, packed matrices as they are and a tied table twice where the head has a packed copy."""
-    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
-    return packed + sum(p.numel() * p.element_size() for p in model.parameters())
+    plain = sum(parameter.nbytes for parameter in plain_parameters(model).values())
+    return plain + sum(linear.nbytes for linear in linears(model))
 
 
 def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
@@ -208,35 +217,24 @@ def _select(engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> S
 
 
 def _plan_for_cpu(
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    selection: Selection,
-    dtype: torch.dtype,
-    limits: BatchLimits,
-    context: int,
+    spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory, limits: BatchLimits, context: int
 ) -> int:
     """Bytes of each rank's KV pool; raises `ConfigError` where the model does not fit, before a weight is read."""
-    kept = NumberFormat(dtype, selection.library is not None, spec.engine.quantization == "int8")
     scratch = 0
-    if selection.library is not None:
-        kind, rows = Kind.INT8 if kept.int8 else None, limits.max_num_batched_tokens
-        scratch = planned_scratch(selection.library, checkpoint.config, dtype, kind, rows=rows, context=context)
-    return plan_memory(spec.name, spec.engine, checkpoint, kept, limits, available_memory(), scratch)
+    if linear.library is not None:
+        kind, rows = Kind.INT8 if linear.quantized else None, limits.max_num_batched_tokens
+        config, dtype = checkpoint.config, linear.dtype
+        scratch = planned_scratch(linear.library, config, dtype, kind, rows=rows, context=context)
+    return plan_memory(spec.name, spec.engine, checkpoint, linear, limits, available_memory(), scratch)
 
 
 def _load_model(
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    selection: Selection,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
+    spec: ModelSpec, checkpoint: Checkpoint, selection: Selection, linear: LinearFactory, max_model_len: int
 ) -> Transformer:
     """The network, or rank 0 of it with the others beside it."""
-    size = spec.engine.tensor_parallel_size
-    if size == 1:
-        return load_model(checkpoint, selection.backend, dtype, device, packing_of(spec.engine, selection))
-    return load_rank0(spec.name, checkpoint, selection.backend, dtype, device, size=size, max_model_len=max_model_len)
+    if linear.collective is None:
+        return load_model(checkpoint, selection.backend, linear)
+    return load_rank0(spec.name, checkpoint, selection.backend, linear, max_model_len=max_model_len)
 
 
 def _rank_processes(model: Transformer) -> RankProcesses | None:
@@ -252,6 +250,8 @@ def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selectio
                 f"quantization {engine.quantization}: the native kernels do not compute the {' and the '.join(left)} "
                 f"of {config.model_type}, whose matrices would stay as they are; leave it at none for this model"
             )
+        if left and engine.batch_invariant:
+            raise ConfigError(f"batch_invariant: the native kernels do not compute {config.model_type}")
         return
     if engine.quantization != "none":
         raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")

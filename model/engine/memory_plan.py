@@ -10,7 +10,7 @@ is what was asked for, or the longest that the pool holds. What does not fit is 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,39 +20,20 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_files import read_headers
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
+from model.engine.dtypes import choose_dtype
 from model.errors import ConfigError
-from model.linear.native import packed_bytes
-from model.native.library import KINDS, Kind
-from model.network.build import build_model, parameter_shapes
-from model.network.native_stack import NativeStack, packable_names
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
+from model.network.build import build_model, plain_parameters, tensor_shapes
+from model.network.native_stack import NativeStack, native_linears
 from model.network.parameter_counts import part_of
-from model.network.weights import (
-    kept_table_dtype,
-    largest_in_flight,
-    plan_tensors,
-)
+from model.network.weights import TOKEN_TABLE, kept_table_dtype, largest_in_flight, plan_tensors
 from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
 MIN_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
+_NATIVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class NumberFormat:
-    """How weights are kept: in a dtype, packed for C or not, its matrices quantised or not."""
-
-    dtype: torch.dtype
-    packed: bool
-    int8: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        """Of packed matrices."""
-        return Kind.INT8 if self.int8 else KINDS[self.dtype]
-
-    def __str__(self) -> str:
-        return "quantization int8" if self.int8 else f"dtype {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +48,25 @@ class WeightPlan:
         return sum(self.parts.values())
 
 
-def plan_weights(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard | None = None) -> WeightPlan:
-    """What weights will take; raises `CheckpointError` where the files' tensors are not the network's."""
-    whole = build_model(checkpoint.config, ReferenceBackend())
+def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
+    """What the weights of a network, or of one rank of it, will take with the projections that `linear` makes.
+
+    Raises `CheckpointError` where the files' tensors are not the network's.
+    """
+    config, backend = checkpoint.config, ReferenceBackend()
+    model = whole = build_model(config, backend, replace(linear, collective=None))
+    if linear.collective is not None:
+        model = build_model(config, backend, linear)
     stored = read_headers(checkpoint.weight_files)
-    plan = plan_tensors(checkpoint.config, stored, parameter_shapes(whole))
-    model = whole if shard is None else build_model(shard.config(checkpoint.config), ReferenceBackend())
-    matrices = packable_names(model) if kept.packed else set()
-    table = kept_table_dtype(stored, plan, kept.dtype) if kept.packed else kept.dtype
-    shapes = parameter_shapes(model)
+    plan = plan_tensors(config, stored, tensor_shapes(whole))
+    table = kept_table_dtype(stored, plan, linear)
     parts: Counter[str] = Counter()
-    for name, shape in shapes.items():
-        owner, _, role = name.rpartition(".")
-        if owner in matrices and role == "weight":
-            parts[part_of(name)] += packed_bytes(shape[0], shape[1], kept.kind, bias=f"{owner}.bias" in shapes)
-        elif owner not in matrices:
-            dtype = table if name == "tokens.weight" else kept.dtype
-            parts[part_of(name)] += torch.Size(shape).numel() * dtype.itemsize
-    head = model.config.head
-    if kept.packed and head is not None and head.tied:  # the table is kept for the embeddings, and packed for the head
-        rows, width = shapes["tokens.weight"]
-        parts["head"] += packed_bytes(rows, width, kept.kind, bias=head.bias)
-    return WeightPlan(dict(parts), largest_in_flight(stored, plan))
+    for name, parameter in plain_parameters(model).items():
+        dtype = table if name == TOKEN_TABLE else linear.dtype
+        parts[part_of(name)] += parameter.numel() * dtype.itemsize
+    for projection in linears(model):  # a tied head has its own copy of the table where it is packed
+        parts[part_of(projection.spec.name)] += projection.nbytes
+    return WeightPlan({part: size for part, size in parts.items() if size}, largest_in_flight(stored, plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +160,7 @@ def plan_memory(
     name: str,
     engine: EngineConfig,
     checkpoint: Checkpoint,
-    kept: NumberFormat,
+    linear: LinearFactory,
     limits: BatchLimits,
     available: int,
     scratch: int = 0,
@@ -192,18 +170,17 @@ def plan_memory(
     `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`).
     """
     config, ranks = checkpoint.config, engine.tensor_parallel_size
-    shard = Shard(0, ranks) if ranks > 1 else None
-    weights = plan_weights(checkpoint, kept, shard)
+    weights = plan_weights(checkpoint, linear)
     if ranks * (weights.total + weights.buffer) > available:
         raise ConfigError(
-            f"{name}: its weights take {gib(ranks * weights.total)} as {kept}, of {gib(available)} that are available; "
-            + _formats_that_fit(checkpoint, kept, shard, available // ranks)
+            f"{name}: its weights take {gib(ranks * weights.total)} as {linear}, "
+            f"of {gib(available)} that are available; " + _formats_that_fit(checkpoint, linear, available // ranks)
         )
     left = max(0, available - ranks * weights.total - scratch)
     pool = plan_pool(engine, left)
     if not config.can_generate:
         return 0
-    kv = KVLayout.of(engine, config, kept.dtype)
+    kv = KVLayout.of(engine, config, linear.dtype)
     try:
         context = fit_context(engine, max_context(engine, config, limits), kv, pool)
     except ConfigError as error:
@@ -217,17 +194,29 @@ def plan_memory(
     return pool
 
 
-def _formats_that_fit(checkpoint: Checkpoint, kept: NumberFormat, shard: Shard | None, available: int) -> str:
+def _formats_that_fit(checkpoint: Checkpoint, linear: LinearFactory, available: int) -> str:
     """Other ways to keep the weights, for the end of an error; what this machine cannot do is not among them."""
-    others = [NumberFormat(torch.bfloat16, kept.packed)]
-    if kept.packed and can_quantise(checkpoint.config):
-        others.append(NumberFormat(torch.bfloat16 if has_fast_bf16() else torch.float32, packed=True, int8=True))
-    sizes = {str(other): plan_weights(checkpoint, other, shard).total for other in others if other != kept}
+    others = [replace(linear, dtype=torch.bfloat16)]
+    if linear.native:
+        others = [native_linears(checkpoint.config, torch.bfloat16, linear.library)]
+        if can_quantise(checkpoint.config):
+            dtype = torch.bfloat16 if has_fast_bf16() else torch.float32
+            others.append(native_linears(checkpoint.config, dtype, linear.library, quantized=True))
+    sizes = {str(other): plan_weights(checkpoint, other).total for other in others if str(other) != str(linear)}
     fitting = [f"{other} ({gib(size)})" for other, size in sizes.items() if size < available]
     if fitting:
         return f"what would fit: {', '.join(fitting)}"
     least = min(sizes, key=lambda other: sizes[other], default=None)
     return "no number format fits" + (f", {least} takes {gib(sizes[least])}" if least is not None else "")
+
+
+def cpu_formats(config: ModelConfig) -> dict[str, LinearFactory]:
+    """The number formats in which the native stacks compute a model, to plan with, by name."""
+    formats = {name: native_linears(config, dtype, None) for name, dtype in _NATIVE_DTYPES.items()}
+    if can_quantise(config):
+        own = choose_dtype("auto", config, torch.device("cpu")).dtype
+        formats["int8"] = native_linears(config, own, None, quantized=True)
+    return formats
 
 
 def can_quantise(config: ModelConfig) -> bool:

@@ -75,7 +75,7 @@ def attention_maps(path: Path, text: str) -> list[AttentionMap]:
     if not 0 < len(encoded.ids) <= longest:
         raise ConfigError(f"the text has {len(encoded.ids)} tokens; attention is shown for 1 to {longest}")
     backend = RecordingBackend()
-    model = load_model(checkpoint, backend, torch.float32, _CPU)
+    model = load_model(checkpoint, backend)
     names = [tokenizer.token_text(token) for token in encoded.ids]
     if model.encoder is None:
         model.decode(packed_input([encoded.ids], _CPU, causal=True))

@@ -1,12 +1,15 @@
-"""Matrices packed once for the C products; and a layer that stands where an `nn.Linear` stood."""
+"""Projections in C, whose matrices are packed into panels while their weights are read."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from model.config.formats import NumberFormat, NumberKind
+from model.config.sharding import Index
+from model.linear.base import Linear, LinearSpec, Part
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import PackedMatrix
 from model.system.huge_pages import reserve
@@ -14,77 +17,117 @@ from model.system.huge_pages import reserve
 PANEL_WIDTH = 16  # outputs of a panel
 _STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together, in 4 bytes
 _DEPTHS = {Kind.F32: 1, Kind.BF16: 32, Kind.INT8: 64}  # k is padded to a multiple: a row of a tile
+_KERNELS = {
+    NumberFormat(NumberKind.FLOAT32, NumberKind.FLOAT32): Kind.F32,
+    NumberFormat(NumberKind.BFLOAT16, NumberKind.BFLOAT16): Kind.BF16,
+    NumberFormat(NumberKind.INT8, NumberKind.INT8): Kind.INT8,
+}
 
 
-def packed_bytes(n: int, k: int, kind: Kind, *, bias: bool) -> int:
-    """What a matrix `[n, k]` takes once it is packed."""
-    sizes = (_data_bytes(n, k, kind), 4 * _padded(n) * bias, 8 * _padded(n) * (kind is Kind.INT8))
-    return sum(sizes)
-
-
-def _padded(n: int) -> int:
-    return n + -n % PANEL_WIDTH
-
-
-def _data_bytes(n: int, k: int, kind: Kind) -> int:
-    return _padded(n) * (k + -k % _DEPTHS[kind]) * 4 // _STEPS[kind]
-
-
-class PackedLinear(nn.Module):
+class NativeLinear(Linear):
     """`x W^T + b` by the C product, which computes in float32 or, of bfloat16 matrices, as the CPU can.
 
     AMX tiles, where there are any, multiply every number of rows: they sum bfloat16 in another order than the vectors,
     and a row's bits must not depend on how many there are. Sums of integers are exact either way.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        weight: Tensor,
-        bias: Tensor | None,
-        kind: Kind | None = None,
-    ) -> None:
-        """Of a weight `[n, k]`; one on the meta device gives room that `pack_rows` and `set_bias` fill."""
-        super().__init__()
-        self.library = library
-        self.dtype = weight.dtype  # of the network, which a quantised matrix does not have
-        n, k = weight.shape
-        self.kind = KINDS[weight.dtype] if kind is None else kind
-        self.matrix = PackedMatrix(int(self.kind), n, k)
-        self.matrix.tiles = library.tiles
-        self._kept = {"data": reserve(_data_bytes(n, k, self.kind))}  # zero where no row and no column will be
-        if bias is not None:
-            self._kept["bias"] = torch.zeros(_padded(n))
-        if self.kind is Kind.INT8:
-            self._kept |= {"scale": torch.zeros(_padded(n)), "row_sums": torch.zeros(_padded(n), dtype=torch.int32)}
-        for name, tensor in self._kept.items():
-            setattr(self.matrix, name, tensor.data_ptr())
-        if not weight.is_meta:
-            self.pack_rows(0, weight.detach())
-            if bias is not None:
-                self.set_bias(0, bias.detach())
+    def __init__(self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None) -> None:
+        """`dtype` is the network's, which weights are rounded to before they are packed.
 
-    def pack_rows(self, first: int, rows: Tensor) -> None:
-        """Fill the rows `[count, k]` from `first` on; they may come in any order, each one once."""
-        if rows.shape[1] != self.matrix.k or not 0 <= first <= first + len(rows) <= self.matrix.n:
-            raise ValueError(f"rows {first} to {first + len(rows)} of {rows.shape[1]} are not the matrix's")
+        Without a library it can only be asked for its size.
+        """
+        super().__init__(spec, dtype, torch.device("cpu"))
+        self.library = library
+        self.kind = kind
+        self._matrix = PackedMatrix(int(kind), spec.num_outputs, spec.inputs)
+        self.arrays: dict[str, Tensor] = {}  # the bytes that the fields of `matrix` point to
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The packed matrix as C reads it; its memory is reserved when it is first asked for."""
+        if not self.arrays:
+            assert self.library is not None, f"{self.spec.name} was only planned"
+            self._matrix.tiles = self.library.tiles
+            # All are zero where no row and no column will be.
+            self.arrays = {name: reserve(size) for name, size in self._sizes().items()}
+            for name, array in self.arrays.items():
+                setattr(self._matrix, name, array.data_ptr())
+        return self._matrix
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Pack rows, or take values of the bias."""
+        self._check(name, into, values)
+        first, last = into[0].start, into[0].stop
+        if values.dtype is not torch.bfloat16:  # which becomes float32 on the way, without loss
+            values = values.to(self.dtype)
+        matrix = self.matrix
+        if name == self.spec.weight:
+            self._pack(matrix, first, values)
+        else:
+            self.arrays["bias"].view(torch.float32)[first:last] = values
+
+    def _check(self, name: str, into: Index, values: Tensor) -> None:
+        rows, *rest = self.tensors()[name].shape
+        first, last = into[0].start, into[0].stop
+        if len(into) > 1 or not 0 <= first <= last <= rows or tuple(values.shape) != (last - first, *rest):
+            raise ValueError(f"rows {first} to {last} of {list(values.shape[1:])} are not those of {name}")
+
+    def _pack(self, matrix: PackedMatrix, first: int, rows: Tensor) -> None:
         if self.kind is Kind.BF16 or rows.dtype not in KINDS:
             rows = rows.to(torch.bfloat16 if self.kind is Kind.BF16 else torch.float32)
-        self.library.pack_rows(self.matrix, first, rows if rows.stride(1) == 1 else rows.contiguous())
-
-    def set_bias(self, first: int, values: Tensor) -> None:
-        """Fill the bias from `first` on."""
-        self._kept["bias"][first : first + len(values)] = values
+        assert self.library is not None
+        self.library.pack_rows(matrix, first, rows if rows.stride(1) == 1 else rows.contiguous())
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._kept.values())
+        return sum(self._sizes().values())
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, k] -> [T, n] in the dtype of x
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of each array."""
+        spec = self.spec
+        outputs, inputs = _round_up(spec.num_outputs, PANEL_WIDTH), _round_up(spec.inputs, _DEPTHS[self.kind])
+        sizes = {"data": outputs * inputs * 4 // _STEPS[self.kind]}
+        if spec.bias:
+            sizes["bias"] = 4 * outputs
+        if self.kind is Kind.INT8:
+            sizes |= {"scale": 4 * outputs, "row_sums": 4 * outputs}
+        return sizes
+
+    def forward(self, x: Tensor) -> Tensor:
         rows = x.float().contiguous()
-        out = torch.empty(rows.shape[0], self.matrix.n)
+        out = torch.empty(rows.shape[0], self.spec.num_outputs)
+        assert self.library is not None
         self.library.run_linear(self.matrix, rows, out)
         return out.to(x.dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+    def _apply(self, fn: Any, recurse: bool = True) -> NativeLinear:
         raise RuntimeError("packed weights stay where they are")
+
+
+def packed_matrix(linear: Linear) -> PackedMatrix:
+    """The matrix of a projection that C computes."""
+    if not isinstance(linear, NativeLinear):
+        raise TypeError(f"{linear.spec.name} is not packed: C has no matrix of it")
+    return linear.matrix
+
+
+def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dtype, library: Library | None) -> Linear:
+    """A projection whose numbers are kept and multiplied as `number_format` says."""
+    return NativeLinear(spec, _KERNELS[number_format], dtype, library)
+
+
+def packed_linear(
+    library: Library, weight: Tensor, bias: Tensor | None = None, kind: Kind | None = None
+) -> NativeLinear:
+    """The projection of a matrix `[n, k]` that is in memory; `kind` None keeps its dtype."""
+    n, k = weight.shape
+    spec = LinearSpec("matrix", k, (Part(n),), bias=bias is not None)
+    linear = NativeLinear(spec, KINDS[weight.dtype] if kind is None else kind, weight.dtype, library)
+    linear.fill("matrix.weight", (slice(0, n),), weight.detach())
+    if bias is not None:
+        linear.fill("matrix.bias", (slice(0, n),), bias.detach())
+    return linear
+
+
+def _round_up(size: int, step: int) -> int:
+    return size + -size % step

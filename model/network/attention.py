@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from model.attention.base import ScoreBias
 from model.cache.paged import LayerCache
 from model.config.layer import AttentionConfig, RotaryConfig
+from model.linear.base import LinearSpec, Part, Split
+from model.linear.factory import LinearFactory
 from model.network.fused_ops import rotate_both
 from model.network.norms import build_norm
 from model.network.step_context import StepContext
@@ -16,11 +18,12 @@ from model.network.step_context import StepContext
 class SelfAttention(nn.Module):
     """Multi-head attention of a sequence to itself; q, k and v come from one matrix `[q; k; v]`."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias)
-        self.out = nn.Linear(config.query_size, hidden_size, bias=config.out_bias)
+        queries, keys = Part(config.num_heads, config.head_dim), Part(config.num_kv_heads, config.head_dim)
+        self.qkv = linear(LinearSpec("qkv", hidden_size, (queries, keys, keys), config.qkv_bias, Split.OUTPUTS))
+        self.out = linear(_output(config, hidden_size))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
         if config.qk_norm is not None:
             self.q_norm = build_norm(config.qk_norm, config.head_dim)
@@ -50,12 +53,13 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Multi-head attention of the decoder to the encoder's memory, whose keys and values are computed once."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
-        self.q = nn.Linear(hidden_size, config.query_size, bias=config.qkv_bias)
-        self.kv = nn.Linear(hidden_size, 2 * config.kv_size, bias=config.qkv_bias)
-        self.out = nn.Linear(config.query_size, hidden_size, bias=config.out_bias)
+        queries, keys = Part(config.num_heads, config.head_dim), Part(config.num_kv_heads, config.head_dim)
+        self.q = linear(LinearSpec("q", hidden_size, (queries,), config.qkv_bias, Split.OUTPUTS))
+        self.kv = linear(LinearSpec("kv", hidden_size, (keys, keys), config.qkv_bias, Split.OUTPUTS))
+        self.out = linear(_output(config, hidden_size))
 
     def project(self, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[S, K, D]` of the memory `[S, d]`."""
@@ -67,3 +71,8 @@ class CrossAttention(nn.Module):
         q = self.q(x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
         k, v = self.project(step.cross.encoder_output) if step.cross.encoder_output is not None else (None, None)
         return self.out(step.backend.forward(q, k, v, cache, step.cross.metadata, self.config).flatten(1))
+
+
+def _output(config: AttentionConfig, hidden_size: int) -> LinearSpec:
+    """The projection of what the heads have read."""
+    return LinearSpec("out", config.query_size, (Part(hidden_size),), config.out_bias, Split.INPUTS)

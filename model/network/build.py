@@ -1,59 +1,43 @@
-"""Builds a network without storage for its weights: a whole one, or one rank's part of it.
-
-A rank's part is the same network, smaller, whose sums go over all ranks: two sums a layer, behind attention and MLP
-(three with cross attention), and one behind the token table. Hidden states are then whole and equal on every rank
-(Shoeybi et al. 2019, figure 3). Logits are put together from each rank's part of the vocabulary.
-"""
+"""Builds a network without storage for its weights, and says which tensors fill it."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from model.attention.base import AttentionBackend
 from model.config.model import ModelConfig
-from model.config.sharding import Shard
-from model.linear.parallel import RowLinear
-from model.network.embeddings import VocabularyEmbedding
-from model.network.layer import Layer
+from model.config.sharding import Shape, Shard, ShardSlice
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
 from model.network.transformer import Transformer
-from model.parallel.group import Group
+
+FLOAT32 = LinearFactory()
 
 
-def build_model(config: ModelConfig, backend: AttentionBackend) -> Transformer:
-    """The network without storage: every parameter is on torch's meta device."""
+def build_model(config: ModelConfig, backend: AttentionBackend, linear: LinearFactory = FLOAT32) -> Transformer:
+    """The network, or one rank's part of it, without storage: every parameter is on torch's meta device."""
     with torch.device("meta"):
-        return Transformer(config, backend)
+        return Transformer(config, backend, linear)
 
 
-def parameter_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Norms, tables and whatever else is not part of a projection."""
+    owned = {id(parameter) for linear in linears(model) for parameter in linear.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in owned}
 
 
-class ShardedTransformer(Transformer):
-    """One rank. Every rank must make the same calls in the same order; `config` is the whole model's."""
-
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, group: Group) -> None:
-        shard = group.shard
-        super().__init__(shard.config(config), backend)
-        self.config = config
-        self.group = group
-        vocabulary = config.embedding.vocab_size
-        self.vocabulary = [Shard(rank, shard.size).shard_range(vocabulary) for rank in range(shard.size)]
-        if self.tokens is not None:
-            self.tokens = VocabularyEmbedding(self.tokens, self.vocabulary[shard.rank], group)
-        for module in list(self.modules()):
-            if isinstance(module, Layer):
-                module.attn.out = RowLinear(module.attn.out, group)
-                module.mlp.down = RowLinear(module.mlp.down, group)
-                if module.cross is not None:
-                    module.cross.out = RowLinear(module.cross.out, group)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.group.concatenate(super().logits(hidden), self.vocabulary)
+def tensor_shapes(model: Transformer) -> dict[str, Shape]:
+    """Every tensor that fills the network."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in plain_parameters(model).items()}
+    for linear in linears(model):
+        shapes |= {name: tensor.shape for name, tensor in linear.tensors().items()}
+    return shapes
 
 
-def build_shard(config: ModelConfig, backend: AttentionBackend, group: Group) -> ShardedTransformer:
-    """One rank's network without storage, as `model.network.build.build_model`."""
-    with torch.device("meta"):
-        return ShardedTransformer(config, backend, group)
+def shard_slices(whole: Transformer, shard: Shard) -> dict[str, ShardSlice | None]:
+    """What a rank keeps of each tensor that fills the whole network; None: all of it."""
+    slices = {name: shard.shard_slice(whole.config, name) for name in plain_parameters(whole)}
+    for linear in linears(whole):
+        slices |= {name: linear.spec.shard_slice(shard, tensor) for name, tensor in linear.tensors().items()}
+    return slices

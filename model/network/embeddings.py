@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from model.config.model import ImageConfig, PositionConfig
 from model.config.sharding import Range
+from model.linear.base import LinearSpec, Part
+from model.linear.factory import LinearFactory
+from model.linear.parallel import Collective
 from model.network.rotary import inverse_frequencies
-from model.parallel.group import Group
 
 
 class LearnedPositions(nn.Module):
@@ -55,32 +57,31 @@ class TokenTable(nn.Embedding):
         return vectors if self.vector_dtype is None else vectors.to(self.vector_dtype)
 
 
-class PatchEmbedding(nn.Module):
-    """Images to token vectors: one matrix over the flattened patches, behind a learned first token."""
+class VocabularyTable(TokenTable):
+    """A token table of which this rank has the rows `[first, last)`; the sum over ranks is the whole table's vector."""
 
-    def __init__(self, config: ImageConfig, size: int) -> None:
-        super().__init__()
-        self.patch = config.patch
-        self.first = nn.Parameter(torch.empty(size))
-        self.project = nn.Linear(config.patch_elements, size)
-
-    def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * (1 + patches), E]
-        patches = nn.functional.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # [B, N, C * P * P]
-        first = self.first.expand(len(pixels), 1, -1)
-        return torch.cat((first, self.project(patches)), dim=1).flatten(0, 1)
-
-
-class VocabularyEmbedding(nn.Embedding):
-    """A token table of which a rank has the rows `[first, last)`."""
-
-    def __init__(self, table: nn.Embedding, rows: Range, group: Group) -> None:
-        # The weight is given because drawing one on the meta device would load torch's compiler.
-        super().__init__(table.num_embeddings, table.embedding_dim, _weight=table.weight.detach())
+    def __init__(self, rows: Range, size: int, collective: Collective) -> None:
+        super().__init__(rows[1] - rows[0], size)
         self.first = rows[0]
-        self.group = group
+        self.collective = collective
 
     def forward(self, ids: Tensor) -> Tensor:  # [T] -> [T, E]
         rows = ids - self.first
         elsewhere = (rows < 0) | (rows >= self.num_embeddings)
         vectors = super().forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)
-        return self.group.sum(vectors)
+        return self.collective.sum(vectors)
+
+
+class PatchEmbedding(nn.Module):
+    """Images to token vectors: one matrix over the flattened patches, behind a learned first token."""
+
+    def __init__(self, config: ImageConfig, size: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.patch = config.patch
+        self.first = nn.Parameter(torch.empty(size))
+        self.project = linear(LinearSpec("project", config.patch_elements, (Part(size),)))
+
+    def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * (1 + patches), E]
+        patches = nn.functional.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # [B, N, C * P * P]
+        first = self.first.expand(len(pixels), 1, -1)
+        return torch.cat((first, self.project(patches)), dim=1).flatten(0, 1)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.paged import LayerCache
 from model.config.layer import BucketBiasConfig, LayerConfig, XLNetRelativeConfig
+from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
 from model.network.fused_ops import add_norm
 from model.network.mlp import MLP
@@ -18,27 +19,27 @@ from model.network.step_context import StepContext
 class Layer(nn.Module):
     """`x = post(x + output(sublayer(pre(x))))` for attention, cross attention and MLP (`model.config.layer.Norms`)."""
 
-    def __init__(self, config: LayerConfig, hidden_size: int, *, causal: bool) -> None:
+    def __init__(self, config: LayerConfig, hidden_size: int, linear: LinearFactory, *, causal: bool) -> None:
         super().__init__()
         self.config = config
         self.hidden_size = hidden_size
         norms = iter(config.norms)
         position = config.mixer.position
         self.attn_norms = SublayerNorms(next(norms), hidden_size)
-        self.attn = SelfAttention(config.mixer, hidden_size)
+        self.attn = SelfAttention(config.mixer, hidden_size, linear.within("attn"))
         self.bias: BucketBias | None = None  # of this layer alone
         if isinstance(position, BucketBiasConfig) and not position.shared:
             self.bias = BucketBias(position, config.mixer.num_heads, bidirectional=not causal)
         self.shares_bias = isinstance(position, BucketBiasConfig) and position.shared
         self.relative: RelativeBias | None = None
         if isinstance(position, XLNetRelativeConfig):
-            self.relative = RelativeBias(config.mixer, hidden_size)
+            self.relative = RelativeBias(config.mixer, hidden_size, linear.within("relative"))
         self.cross: CrossAttention | None = None
         if config.cross is not None:
             self.cross_norms = SublayerNorms(next(norms), hidden_size)
-            self.cross = CrossAttention(config.cross, hidden_size)
+            self.cross = CrossAttention(config.cross, hidden_size, linear.within("cross"))
         self.mlp_norms = SublayerNorms(next(norms), hidden_size)
-        self.mlp = MLP(config.feed_forward, hidden_size)
+        self.mlp = MLP(config.feed_forward, hidden_size, linear.within("mlp"))
 
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
         norms = self.attn_norms

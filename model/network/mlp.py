@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config.layer import Activation, MLPConfig
+from model.linear.base import LinearSpec, Part, Split
+from model.linear.factory import LinearFactory
 from model.network.fused_ops import gated
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -23,12 +25,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """`down(act(up(x)))`; gated: `down(act(gate(x)) * up(x))` with gate and up in one matrix."""
 
-    def __init__(self, config: MLPConfig, hidden_size: int) -> None:
+    def __init__(self, config: MLPConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.gated = config.gated
         self.activation = ACTIVATIONS[config.activation]
-        self.up = nn.Linear(hidden_size, config.intermediate_size * (2 if config.gated else 1), bias=config.bias)
-        self.down = nn.Linear(config.intermediate_size, hidden_size, bias=config.bias)
+        columns = (Part(config.intermediate_size),) * (2 if config.gated else 1)
+        self.up = linear(LinearSpec("up", hidden_size, columns, config.bias, Split.OUTPUTS))
+        down = LinearSpec("down", config.intermediate_size, (Part(hidden_size),), config.bias, Split.INPUTS)
+        self.down = linear(down)
 
     def forward(self, x: Tensor) -> Tensor:  # [T, d] -> [T, d]
         hidden = self.up(x)

@@ -1,15 +1,14 @@
-"""A stack whose layers run in C: its weights packed, its steps described, one call for all layers.
+"""A stack whose layers run in C: its parameters as C reads them, its steps described, one call for all layers.
 
-The network's own modules stay the definition: this reads their parameters, puts packed matrices in the place of theirs,
-and gives the same rows up to rounding. What it cannot compute (XLNet's positions, a memory without a cache) the modules
-still do, over the same packed matrices.
+The network's own modules stay the definition: this reads their norms and packed matrices, and gives the same rows up to
+rounding. What it cannot compute (XLNet's positions, an encoder's output without a cache) the modules still do, over the
+same packed matrices.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 
 from model.attention.native import fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
+from model.config.formats import NumberFormat, NumberKind
 from model.config.layer import BucketBiasConfig, LayerConfig, RotaryConfig, XLNetRelativeConfig
-from model.config.model import StackConfig
-from model.errors import ConfigError
-from model.linear.native import PackedLinear
-from model.native.library import ACTIVATIONS, KINDS, Kind, Library
+from model.config.model import ModelConfig, StackConfig
+from model.linear.factory import LinearFactory
+from model.linear.native import packed_matrix
+from model.native.library import ACTIVATIONS, KINDS, Library
 from model.native.structures import (
     AttentionLayer,
     KVPages,
@@ -50,87 +50,42 @@ _SELF, _CROSS, _NONE = 0, 1, -1  # indices into a step's segments, rotary tables
 _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How matrices are packed: `kind` INT8 quantises them, None keeps the network's dtype.
+def native_linears(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    library: Library | None,
+    *,
+    quantized: bool = False,
+    batch_invariant: bool = False,
+) -> LinearFactory:
+    """Makes the projections of a network whose stacks run in C; without a library, to ask for their sizes.
 
-    `batch_invariant`: no product is left to torch, whose order of additions depends on the number of rows.
+    C computes the layers of stacks that it covers, and the head; `quantized` keeps both in 8 bits. `batch_invariant`
+    leaves no product over rows of several segments to torch, whose order of additions depends on their number.
     """
-
-    library: Library
-    kind: Kind | None = None
-    batch_invariant: bool = False
-
-
-def pack_model(
-    model: Transformer, library: Library, kind: Kind | None = None, *, batch_invariant: bool = False
-) -> None:
-    """Let the stacks and the head of a loaded model run in C; see `Packing`.
-
-    What was packed while it was loaded stays so. Raises `ConfigError` for a model that is not computed in C throughout.
-    """
-    packing = Packing(library, kind, batch_invariant)
-    pack_linears(model, packing)
-    for stack in (model.encoder, model.decoder):
-        if stack is not None and NativeStack.unsupported(stack.config) is None:
-            stack.native = NativeStack(stack, library, kind)
+    kind = NumberKind(str(dtype).removeprefix("torch."))
+    own = NumberFormat(kind, kind)
+    number_format = NumberFormat(NumberKind.INT8, NumberKind.INT8) if quantized else own
+    stacks = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is None]
+    native = [(name, number_format) for name in (*(f"{stack}.layers.*" for stack in stacks), "head")]
     if batch_invariant:
-        _pack_projections(model, library)
+        native += [(f"{module}.project", own) for module in (*stacks, "patches")]
+    return LinearFactory(dtype, native=tuple(native), library=library)
 
 
-def pack_linears(model: Transformer, packing: Packing) -> None:
-    """Replace the matrices that C multiplies with by packed ones; of a network on the meta device, by room for them."""
-    for stack in (model.encoder, model.decoder):
-        if stack is not None and NativeStack.unsupported(stack.config) is None:
-            _pack_stack(stack, packing.library, packing.kind)
-    head, table = model.head, model.tokens
-    if head is not None and table is not None and head.packed is None:
-        head.pack(packing.library, table.weight, packing.kind)
-
-
-def _pack_stack(stack: Stack, library: Library, kind: Kind | None) -> None:
-    for owner, name in packable(stack):
-        linear = getattr(owner, name)
-        if isinstance(linear, nn.Linear):
-            setattr(owner, name, PackedLinear(library, linear.weight, linear.bias, kind))
-
-
-def packable(stack: Stack) -> Iterator[tuple[nn.Module, str]]:
-    """The linear layers of a stack that runs in C: the module that has one, and the name that it has there."""
-    for layer in stack.distinct_layers:
-        yield from ((layer.attn, "qkv"), (layer.attn, "out"), (layer.mlp, "up"), (layer.mlp, "down"))
-        if layer.cross is not None:
-            yield from ((layer.cross, "q"), (layer.cross, "kv"), (layer.cross, "out"))
-
-
-def packable_names(model: Transformer) -> set[str]:
-    """What `pack_linears` would replace in a network that is not packed, by the names of the modules."""
-    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    found = {
-        getattr(*place)
-        for stack in stacks
-        if NativeStack.unsupported(stack.config) is None
-        for place in packable(stack)
-    }
-    return {name for name, module in model.named_modules() if module in found or module is model.head}
-
-
-def _pack_projections(model: Transformer, library: Library) -> None:
-    """Those of embeddings or patches, which meet the rows of all segments at once."""
-    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    if any(stack.native is None for stack in stacks):
-        raise ConfigError(f"batch_invariant: the native kernels do not compute {model.config.model_type}")
-    for module in list(model.modules()):
-        project = getattr(module, "project", None)
-        if isinstance(project, nn.Linear):
-            module.project = PackedLinear(library, project.weight, project.bias)
+def attach_native_stacks(model: Transformer) -> None:
+    """Let C compute the layers of a loaded model's stacks, where it covers them and has packed their matrices."""
+    library = model.linear.library
+    if library is not None:
+        for stack in (model.encoder, model.decoder):
+            if stack is not None and NativeStack.unsupported(stack.config) is None:
+                stack.runner = NativeStack(stack, library)
 
 
 class NativeStack:
-    """The layers of one stack and its final norm; packs the matrices that are not packed yet."""
+    """The layers of one stack and its final norm, over the packed matrices of its projections."""
 
-    def __init__(self, stack: Stack, library: Library, kind: Kind | None = None) -> None:
-        _pack_stack(stack, library, kind)
+    def __init__(self, stack: Stack, library: Library) -> None:
         self.library = library
         self.stack = stack
         self._kept: list[Tensor] = []
@@ -139,7 +94,7 @@ class NativeStack:
         self._biases: list[Tensor] = []  # `[H, width]` of each table
         self._layers = [self._layer(layer) for layer in stack.distinct_layers]
         self._data = stack_structure(stack.config, self._layers)
-        self._data.dtype = KINDS[_packed(stack.distinct_layers[0].mlp, "up").dtype]
+        self._data.dtype = KINDS[stack.distinct_layers[0].mlp.up.dtype]
         self._data.tiles = library.tiles
         self._data.final = self._norm(stack.final_norm)
 
@@ -190,16 +145,16 @@ class NativeStack:
         attn.norms = self._norms(layer.attn_norms)
         if layer.config.mixer.qk_norm is not None:
             attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
-        attn.input, attn.output = _packed(layer.attn, "qkv").matrix, _packed(layer.attn, "out").matrix
+        attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
         if layer.bias is not None:  # a table of its own
             attn.score_bias = len(self._bias_tables)
             self._bias_tables.append(layer.bias)
         if layer.cross is not None:
             data.cross.norms = self._norms(layer.cross_norms)
-            data.cross.input = _packed(layer.cross, "q").matrix
-            data.cross.output = _packed(layer.cross, "out").matrix
+            data.cross.input = packed_matrix(layer.cross.q)
+            data.cross.output = packed_matrix(layer.cross.out)
         mlp.norms = self._norms(layer.mlp_norms)
-        mlp.up, mlp.down = _packed(layer.mlp, "up").matrix, _packed(layer.mlp, "down").matrix
+        mlp.up, mlp.down = packed_matrix(layer.mlp.up), packed_matrix(layer.mlp.down)
         return data
 
     def _norms(self, norms: NormModules) -> SublayerNorms:
@@ -259,9 +214,3 @@ def stack_structure(config: StackConfig, layers: Sequence[LayerData]) -> StackDa
     """A stack over the structures of its distinct layers, which must stay where they are."""
     pointers = (ctypes.POINTER(LayerData) * config.num_layers)(*(ctypes.pointer(layers[i]) for i in config.weights_of))
     return StackData(hidden=config.hidden_size, num_layers=config.num_layers, layers=pointers)
-
-
-def _packed(owner: nn.Module, name: str) -> PackedLinear:
-    packed = getattr(owner, name)
-    assert isinstance(packed, PackedLinear), f"{name} is not packed"
-    return packed

@@ -12,6 +12,8 @@ from model.config.layer import (
     AttentionConfig,
     BucketBiasConfig,
 )
+from model.linear.base import LinearSpec, Part, Split
+from model.linear.factory import LinearFactory
 
 
 class BucketBias(nn.Module):
@@ -79,11 +81,11 @@ class RelativeBias(nn.Module):
     its distance to each key, and `(q - u + w) . s` for one of two vectors s: same segment or another.
     """
 
-    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
         heads = (config.num_heads, config.head_dim)
         self.config = config
-        self.project = nn.Linear(hidden_size, config.query_size, bias=False)
+        self.project = linear(LinearSpec("project", hidden_size, (Part(*heads),), bias=False, split=Split.OUTPUTS))
         self.position_offset = nn.Parameter(torch.empty(heads))
         self.segment_offset = nn.Parameter(torch.empty(heads))
         self.segments = nn.Parameter(torch.empty(2, *heads))

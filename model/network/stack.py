@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.config.layer import BucketBiasConfig
 from model.config.model import EmbeddingConfig, PositionKind, StackConfig
+from model.linear.base import LinearSpec, Part
+from model.linear.factory import LinearFactory
 from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
 from model.network.inputs import CrossInput, StackInput
 from model.network.layer import Layer
-from model.network.native_stack import NativeStack
 from model.network.norms import build_norm
 from model.network.score_bias import BucketBias
 from model.network.step_context import StepContext
 
 
+class StackRunner(Protocol):
+    """Computes the layers of a stack in the place of its modules."""
+
+    def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
+        """Whether it can compute a step with this cache and encoder output."""
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, d] float32, contiguous
+        context: StepContext,
+        cache: KVCache | None,
+        layers: range,
+    ) -> None:
+        """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
+
+
 class Stack(nn.Module):
     """Embedded tokens through `num_layers` layers."""
 
-    def __init__(self, config: StackConfig, embedding: EmbeddingConfig) -> None:
+    def __init__(self, config: StackConfig, embedding: EmbeddingConfig, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
         size = embedding.embedding_size
@@ -28,13 +47,17 @@ class Stack(nn.Module):
         added = config.token_types and not config.has_xlnet_layers
         self.types = TokenTable(config.token_types, size) if added else None
         self.embed_norm = build_norm(config.embed_norm, size)
-        self.project = nn.Linear(size, config.hidden_size) if size != config.hidden_size else nn.Identity()
+        self.project: nn.Module = nn.Identity()
+        if size != config.hidden_size:
+            self.project = linear(LinearSpec("project", size, (Part(config.hidden_size),)))
         self.bias = _shared_bias(config)
-        layers = (Layer(layer, config.hidden_size, causal=config.causal) for layer in config.distinct_layers)
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(
+            Layer(layer, config.hidden_size, linear.within(f"layers.{index}"), causal=config.causal)
+            for index, layer in enumerate(config.distinct_layers)
+        )
         self.final_norm = build_norm(config.final_norm, config.hidden_size)
         self._weights_of = config.weights_of
-        self.native: NativeStack | None = None  # what runs the layers in C once their weights are packed
+        self.runner: StackRunner | None = None  # what computes the layers instead, attached once weights are there
 
     @property
     def distinct_layers(self) -> list[Layer]:
@@ -82,8 +105,8 @@ class StackPass:
         self.layers_done = 0
         self._stack, self._cache = stack, cache
         x = stack.embed(tokens, inputs)
-        self._native = stack.native if stack.native is not None and stack.native.covers(cache, cross) else None
-        self._x = x if self._native is None else x.float().contiguous()
+        self._runner = stack.runner if stack.runner is not None and stack.runner.covers(cache, cross) else None
+        self._x = x if self._runner is None else x.float().contiguous()
         self._step = StepContext(inputs, backend, cross, self._x.dtype, stack.bias)
 
     @property
@@ -94,8 +117,8 @@ class StackPass:
         """Compute the next so many layers, or all that are left."""
         first = self.layers_done
         self.layers_done += min(layers, self.layers_left)
-        if self._native is not None:
-            self._native(self._x, self._step, self._cache, range(first, self.layers_done))
+        if self._runner is not None:
+            self._runner(self._x, self._step, self._cache, range(first, self.layers_done))
             return
         for index in range(first, self.layers_done):
             self._layer(index)

@@ -14,32 +14,72 @@ from model.cache.paged import KVCache
 from model.config.model import (
     ClassifierInput,
     ModelConfig,
+    StackConfig,
 )
-from model.network.embeddings import PatchEmbedding, TokenTable
-from model.network.heads import Classifier, Head
+from model.config.sharding import Shard
+from model.linear.base import Linear, LinearSpec, Part, Split
+from model.linear.factory import LinearFactory
+from model.network.embeddings import PatchEmbedding, TokenTable, VocabularyTable
+from model.network.heads import Classifier
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack, StackPass
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder or both over one token table."""
+    """Encoder, decoder or both over one token table.
+
+    `config` is the whole model's. One of several ranks holds the same network, smaller: its sums over ranks (behind
+    attention, cross attention, MLP and token table) make hidden states whole and equal on every rank, and its logits
+    are put together from each rank's part of the vocabulary (Shoeybi et al. 2019, figure 3). Then every rank must make
+    the same calls in the same order.
+    """
 
     can_pause = True  # passes may be interrupted between layers
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
         self.backend = backend
-        size = config.embedding.embedding_size
-        vocab = config.embedding.vocab_size
-        self.tokens: nn.Embedding | None = TokenTable(vocab, size) if vocab else None
-        self.patches = PatchEmbedding(config.image, size) if config.image is not None else None
-        self.encoder = Stack(config.encoder, config.embedding) if config.encoder is not None else None
-        self.decoder = Stack(config.decoder, config.embedding) if config.decoder is not None else None
+        self.linear = linear
+        own = linear.shard.config(config)  # what this rank holds
+        size, collective = config.embedding.embedding_size, linear.collective
+        vocabulary = [
+            Shard(rank, linear.shard.size).shard_range(config.embedding.vocab_size) for rank in range(linear.shard.size)
+        ]
+        self.vocabulary = vocabulary  # of each rank
+        self.tokens: TokenTable | None = None
+        if config.embedding.vocab_size and collective is not None:
+            self.tokens = VocabularyTable(vocabulary[linear.shard.rank], size, collective)
+        elif config.embedding.vocab_size:
+            self.tokens = TokenTable(config.embedding.vocab_size, size)
+        self.patches = (
+            PatchEmbedding(config.image, size, linear.within("patches")) if config.image is not None else None
+        )
+        self.encoder = self._stack("encoder", own.encoder)
+        self.decoder = self._stack("decoder", own.decoder)
         hidden_size = next(reversed(config.stacks.values())).hidden_size
-        self.head = Head(config, hidden_size) if config.head is not None else None
-        self.classifier = Classifier(config.classifier, hidden_size) if config.classifier is not None else None
-        self.pooler = nn.Linear(hidden_size, hidden_size) if config.pooler else None
+        self.head = self._head(own, hidden_size) if config.head is not None else None
+        self.classifier: Classifier | None = None
+        if config.classifier is not None:
+            self.classifier = Classifier(config.classifier, hidden_size, linear.within("classifier"))
+        self.pooler = linear(LinearSpec("pooler", hidden_size, (Part(hidden_size),))) if config.pooler else None
+
+    def _stack(self, name: str, config: StackConfig | None) -> Stack | None:
+        return Stack(config, self.config.embedding, self.linear.within(name)) if config is not None else None
+
+    def _head(self, config: ModelConfig, hidden_size: int) -> Linear:
+        """Hidden states to logits; the matrix is the token table where they are tied."""
+        head, table = config.head, self.tokens
+        assert head is not None and table is not None
+        spec = LinearSpec(
+            "head",
+            hidden_size,
+            (Part(config.embedding.vocab_size),),
+            head.bias,
+            Split.OUTPUTS,
+            tied_to="tokens.weight" if head.tied else None,
+        )
+        return self.linear(spec, lambda: table.weight)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,9 +124,10 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary `[N, V]` of hidden states `[N, d]`."""
-        assert self.head is not None
-        assert self.tokens is not None
-        return self.head(hidden, self.tokens.weight)
+        assert self.head is not None and self.config.head is not None
+        scale, collective = self.config.head.scale, self.linear.collective
+        logits = self.head(hidden * scale if scale != 1.0 else hidden)
+        return logits if collective is None else collective.concatenate(logits, self.vocabulary)
 
     def pool(self, first: Tensor) -> Tensor:
         """The pooler's `tanh(W x + b)` of first tokens `[B, d]`."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -21,16 +22,16 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.load_plan import plan_load
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, read_headers
 from model.config.model import ModelConfig
-from model.config.sharding import WHOLE, Index, Shard, ShardSlice, cuts, local_shape
+from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
 from model.families import FAMILIES
 from model.families.table.rules import Shape, WeightRule
-from model.linear.native import PackedLinear
-from model.network.build import build_model, parameter_shapes
-from model.network.embeddings import TokenTable
-from model.network.native_stack import Packing, pack_linears
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
+from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
 from model.network.transformer import Transformer
 
+TOKEN_TABLE = "tokens.weight"
 PROGRESS_SECONDS = 5.0  # between two words of how far loading is
 
 logger = logging.getLogger(__name__)
@@ -38,50 +39,29 @@ logger = logging.getLogger(__name__)
 Network = TypeVar("Network", bound=Transformer)
 
 
-def load_model(
-    checkpoint: Checkpoint,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-    packing: Packing | None = None,
-) -> Transformer:
-    """The checkpoint's network with its weights; raises `CheckpointError` listing every tensor that does not fit.
-
-    With `packing` the matrices that C multiplies with are packed as they are read.
-    """
-    return load_weights(build_model(checkpoint.config, backend), checkpoint, dtype, device, packing=packing)
+def load_model(checkpoint: Checkpoint, backend: AttentionBackend, linear: LinearFactory = FLOAT32) -> Transformer:
+    """The checkpoint's network with its weights; raises `CheckpointError` listing every tensor that does not fit."""
+    return load_weights(build_model(checkpoint.config, backend, linear), checkpoint)
 
 
-def load_weights(
-    model: Network,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Shard = WHOLE,
-    packing: Packing | None = None,
-) -> Network:
-    """Fill a network without storage, which is the checkpoint's or `shard`'s part of it; raises `CheckpointError`.
+def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
+    """Fill a network without storage, which is the checkpoint's or a rank's part of it; raises `CheckpointError`.
 
     Of tensors that are stored as they are kept, only the part that is kept is read.
     """
-    config = checkpoint.config
-    shapes = parameter_shapes(model if shard == WHOLE else build_model(config, model.backend))
+    config, linear = checkpoint.config, model.linear
+    alone = linear.shard == WHOLE
+    whole = model if alone else build_model(config, model.backend, replace(linear, collective=None))
+    shapes, slices = tensor_shapes(whole), shard_slices(whole, linear.shard)
     stored = read_headers(checkpoint.weight_files)
     plan = plan_tensors(config, stored, shapes)
-    table_dtype = dtype
-    if packing is not None:
-        pack_linears(model.to(dtype), packing)
-        table_dtype = kept_table_dtype(stored, plan, dtype)
-    if table_dtype is not dtype and isinstance(model.tokens, TokenTable):
-        model.tokens.vector_dtype = dtype
-    places = _Places(model, dtype, table_dtype, device)
+    filler = _Filler(model, kept_table_dtype(stored, plan, linear))
     progress = _Progress(checkpoint.path.name, {name: tensor.shape for name, tensor in stored.items()})
     with TensorReader(stored) as reader:
         for name, rule in plan:
-            whole = shapes[rule.target]
-            _fill(places, reader, name, rule, whole, shard.shard_slice(config, rule.target, whole))
+            _fill(filler, reader, name, rule, shapes[rule.target], slices[rule.target])
             progress.read(name)
-    model.load_state_dict(places.state, assign=True)
+    filler.finish()
     return model.requires_grad_(False).eval()
 
 
@@ -104,44 +84,48 @@ def largest_in_flight(stored: Mapping[str, StoredTensor], plan: Sequence[tuple[s
 
 
 def kept_table_dtype(
-    stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, WeightRule]], dtype: torch.dtype
+    stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, WeightRule]], linear: LinearFactory
 ) -> torch.dtype:
-    """Of a token table that nothing multiplies with: as it is stored where that takes less and loses nothing."""
-    kinds = [stored[name].dtype for name, rule in plan if rule.target == "tokens.weight" and not rule.duplicate]
-    narrow = dtype is torch.float32 and kinds and all(kind in (torch.bfloat16, torch.float16) for kind in kinds)
-    return kinds[0] if narrow else dtype
+    """Of the token table: where C has its own copy, as it is stored if that takes less and loses nothing."""
+    kinds = [stored[name].dtype for name, rule in plan if rule.target == TOKEN_TABLE and not rule.duplicate]
+    narrow = linear.dtype is torch.float32 and kinds and all(kind in (torch.bfloat16, torch.float16) for kind in kinds)
+    return kinds[0] if linear.native and narrow else linear.dtype
 
 
-class _Places:
-    """Where what is read goes: parameters, each made when its first rows come, and packed matrices."""
+class _Filler:
+    """Puts what is read where it is kept: into projections, and into parameters made when their first rows come."""
 
-    def __init__(self, model: Transformer, dtype: torch.dtype, table_dtype: torch.dtype, device: torch.device) -> None:
-        self.state: dict[str, Tensor] = {}
-        self._dtype = dtype
+    def __init__(self, model: Transformer, table_dtype: torch.dtype) -> None:
+        self._model = model
         self._table_dtype = table_dtype
-        self._device = device
-        self._packed: dict[str, Callable[[int, Tensor], None]] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, PackedLinear):
-                of = name.removesuffix(".packed")  # the head's matrix stands beside the head's own parameters
-                self._packed |= {f"{of}.weight": module.pack_rows, f"{of}.bias": module.set_bias}
-        if model.config.head is not None and model.config.head.tied and "head.weight" in self._packed:
-            self._packed["tokens.weight"] = self._packed.pop("head.weight")
+        self._linears = {name: linear for linear in linears(model) for name in linear.tensors()}
+        self._shapes = {name: parameter.shape for name, parameter in plain_parameters(model).items()}
+        self._parameters: dict[str, Tensor] = {}
 
-    def put(self, name: str, shape: Shape, into: Index, values: Tensor) -> None:
-        """`values` at `into` of the parameter `name`, of which `shape` is kept."""
-        pack = self._packed.get(name)
-        if pack is not None:  # bfloat16 becomes float32 on the way, without loss
-            pack(into[0].start, values if values.dtype is torch.bfloat16 else values.to(self._dtype))
-        if pack is None or name == "tokens.weight":
-            if name not in self.state:
-                dtype = self._table_dtype if name == "tokens.weight" else self._dtype
-                self.state[name] = torch.empty(shape, dtype=dtype, device=self._device)
-            self.state[name][into].copy_(values)
+    def put(self, name: str, into: Index, values: Tensor) -> None:
+        """`values` at `into` of the tensor `name`; a table that a head is tied to may fill both."""
+        if name in self._linears:
+            self._linears[name].fill(name, into, values)
+        if name in self._shapes:
+            if name not in self._parameters:
+                linear = self._model.linear
+                dtype = self._table_dtype if name == TOKEN_TABLE else linear.dtype
+                self._parameters[name] = torch.empty(self._shapes[name], dtype=dtype, device=linear.device)
+            self._parameters[name][into].copy_(values)
 
     def holds(self, name: str, into: Index, values: Tensor) -> bool:
         """Whether `values` are what is there, in the dtype that it is kept in."""
-        return torch.equal(self.state[name][into], values.to(self._device, self.state[name].dtype))
+        there = self._parameters[name]
+        return torch.equal(there[into], values.to(there.device, there.dtype))
+
+    def finish(self) -> None:
+        """Hand the parameters over, and let every projection finish."""
+        model = self._model
+        model.load_state_dict(self._parameters, strict=False, assign=True)  # projections have theirs already
+        if model.tokens is not None and self._table_dtype is not model.linear.dtype:
+            model.tokens.vector_dtype = model.linear.dtype
+        for linear in linears(model):
+            linear.finish()
 
 
 class _Progress:
@@ -190,15 +174,15 @@ def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def _fill(
-    places: _Places, reader: TensorReader, name: str, rule: WeightRule, whole: Shape, shard_slice: ShardSlice | None
+    filler: _Filler, reader: TensorReader, name: str, rule: WeightRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> None:
     """Put what `rule` takes of the stored tensor `name` into a `shard_slice` of its target, whose shape is `whole`."""
     shape = local_shape(whole, shard_slice)
     for into, values in _parts(reader, name, rule, whole, shard_slice):
         values = values.reshape(*(index.stop - index.start for index in into), *shape[len(into) :])
         if not rule.duplicate:
-            places.put(rule.target, shape, into, values)
-        elif not places.holds(rule.target, into, values):
+            filler.put(rule.target, into, values)
+        elif not filler.holds(rule.target, into, values):
             raise CheckpointError(f"{rule.source} differs from the tensor that it is tied to")
 
 

@@ -20,9 +20,9 @@ from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.model import ModelConfig, StackConfig
-from model.config.sharding import Shard
-from model.network.build import ShardedTransformer
+from model.linear.factory import LinearFactory
 from model.network.inputs import CrossInput, StackInput
+from model.network.transformer import Transformer
 from model.network.weights import load_weights
 from model.parallel.group import Group
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from model.parallel.rank_processes import RankProcesses
 
 
-class Rank0Transformer(ShardedTransformer):
+class Rank0Transformer(Transformer):
     """Rank 0 of a model: a Transformer to whom it asks, whole hidden states and logits of the whole vocabulary."""
 
     can_pause = False  # the other ranks are told whole passes
 
     def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, group: Group, rank_processes: RankProcesses
+        self, config: ModelConfig, backend: AttentionBackend, linear: LinearFactory, rank_processes: RankProcesses
     ) -> None:
-        super().__init__(config, backend, group)
+        super().__init__(config, backend, linear)
         self.rank_processes = rank_processes
         self.gpu_memory: list[tuple[int, int]] = []  # (free, total) bytes of each other rank's GPU
 
@@ -92,30 +92,28 @@ def load_rank0(
     name: str,
     checkpoint: Checkpoint,
     backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
+    linear: LinearFactory,
     *,
-    size: int,
     max_model_len: int,
 ) -> Rank0Transformer:
-    """Rank 0 of `size` with its share of the weights, all others started and connected.
+    """Rank 0 of the group in `linear` with its share of the weights, all others started and connected.
 
     Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not come up.
     """
     from model.parallel.messages import Load, dtype_name
     from model.parallel.rank_processes import RankProcesses  # a bare machine with one rank needs no msgspec
 
-    shard = Shard(0, size)
-    group = Group(shard, device)
+    group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
+    assert isinstance(group, Group)
     loads = [
-        Load(str(checkpoint.path), max_model_len, dtype_name(dtype), str(rank_device(device, rank)), backend.name)
-        for rank in range(1, size)
+        Load(path, max_model_len, dtype, str(rank_device(group.device, rank)), backend.name)
+        for rank in range(1, group.shard.size)
     ]
     rank_processes = RankProcesses(name, group, loads)
     try:
         with torch.device("meta"):
-            model = Rank0Transformer(checkpoint.config, backend, group, rank_processes)
-        load_weights(model, checkpoint, dtype, device, shard)
+            model = Rank0Transformer(checkpoint.config, backend, linear, rank_processes)
+        load_weights(model, checkpoint)
         model.gpu_memory = rank_processes.connect()
     except BaseException:
         rank_processes.close()

@@ -23,8 +23,9 @@ from model.attention.selection import select_backend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
-from model.network.build import ShardedTransformer, build_shard
-from model.network.weights import load_weights
+from model.linear.factory import LinearFactory
+from model.network.transformer import Transformer
+from model.network.weights import load_model
 from model.parallel.group import Group
 from model.parallel.messages import (
     Answer,
@@ -49,7 +50,8 @@ class RankWorker:
         self._rendezvous = rendezvous
         self._shard = shard
         self._decoder = msgspec.msgpack.Decoder(Message)
-        self._model: ShardedTransformer | None = None
+        self._group: Group | None = None
+        self._model: Transformer | None = None
         self._cache: KVCache | None = None
 
     def run(self) -> None:
@@ -73,23 +75,22 @@ class RankWorker:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._shard.size))
         group = Group(self._shard, device)
         backend = select_backend(device, dtype, load.attention_backend).backend
-        model = build_shard(checkpoint.config, backend, group)
-        self._model = load_weights(model, checkpoint, dtype, device, self._shard)
+        self._model = load_model(checkpoint, backend, LinearFactory(dtype, device, collective=group))
+        self._group = group
         self._answer()
         group.connect(self._rendezvous)
         self._answer(*(torch.cuda.mem_get_info(device) if device.type == "cuda" else ()))
 
     def _make_pool(self, pool: Pool) -> None:
-        assert self._model is not None and self._model.decoder is not None
-        config, device = self._model.decoder.config, self._model.group.device
+        assert self._group is not None and self._model is not None and self._model.decoder is not None
+        config, device = self._model.decoder.config, self._group.device
         self._cache = KVCache(config, pool.num_blocks, pool.block_size, dtype_of(pool.dtype), device)
         self._answer()
 
     @torch.inference_mode()
     def _call(self, call: Call) -> None:
-        model, cache = self._model, self._cache
-        assert model is not None
-        group = model.group
+        model, cache, group = self._model, self._cache, self._group
+        assert model is not None and group is not None
         arguments: list[Any] = unpacked(call, receive_tensors(call, group), group.device)
         if call.name == "decode":
             inputs, cached, cross = arguments

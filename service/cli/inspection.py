@@ -12,8 +12,7 @@ from rich.table import Table
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.engine.dtypes import choose_dtype
-from model.engine.memory_plan import KVLayout, NumberFormat, can_quantise, plan_weights
+from model.engine.memory_plan import KVLayout, WeightPlan, cpu_formats, plan_weights
 from model.errors import ConfigError
 from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 
@@ -141,22 +140,15 @@ class _Plan:
 
 def _plans(checkpoint: Checkpoint, memory: int) -> dict[str, _Plan]:
     """By the headers of the files, for the native stacks, as an engine plans it before it reads a weight."""
-    own = choose_dtype("auto", checkpoint.config, torch.device("cpu")).dtype
-    formats = {
-        "float32": NumberFormat(torch.float32, packed=True),
-        "bfloat16": NumberFormat(torch.bfloat16, packed=True),
-    }
-    if can_quantise(checkpoint.config):
-        formats["int8"] = NumberFormat(own, packed=True, int8=True)  # matrices alone
-    return {name: _plan(checkpoint, kept, memory) for name, kept in formats.items()}
+    formats = cpu_formats(checkpoint.config).items()
+    return {name: _plan(checkpoint, plan_weights(checkpoint, kept), kept.dtype, memory) for name, kept in formats}
 
 
-def _plan(checkpoint: Checkpoint, kept: NumberFormat, memory: int) -> _Plan:
+def _plan(checkpoint: Checkpoint, weights: WeightPlan, dtype: torch.dtype, memory: int) -> _Plan:
     config, engine = checkpoint.config, EngineConfig()
-    weights = plan_weights(checkpoint, kept)
     if not config.can_generate:
         return _Plan(weights.parts, weights.buffer, 0, None, None)
-    kv, most = KVLayout.of(engine, config, kept.dtype), config.max_positions
+    kv, most = KVLayout.of(engine, config, dtype), config.max_positions
     fits = kv.context_in(memory)
     return _Plan(
         weights.parts,

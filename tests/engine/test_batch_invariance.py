@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -14,7 +13,8 @@ from model.api.source import token_source
 from model.attention import selection
 from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError
-from model.linear.native import PackedLinear
+from model.linear.float import FloatLinear
+from model.linear.native import NativeLinear
 from model.native.library import Kind, Library, native
 from tests.engine.support import mixed
 from tests.model.checkpoints import prompt, saved
@@ -124,5 +124,5 @@ def test_what_is_said_to_be_int8_has_its_matrices_in_int8(kind: str) -> None:
     assert model.info.dtype == "int8"
     for stack in (network.encoder, network.decoder):
         for module in [] if stack is None else stack.modules():
-            assert not isinstance(module, nn.Linear)
-            assert not isinstance(module, PackedLinear) or module.matrix.dtype == Kind.INT8
+            assert not isinstance(module, FloatLinear)
+            assert not isinstance(module, NativeLinear) or module.matrix.dtype == Kind.INT8

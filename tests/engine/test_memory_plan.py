@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,53 @@ from model.api.request import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.tensor_files import TensorReader
+from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine import builder
 from model.engine.builder import load, weight_bytes
 from model.engine.memory_plan import (
     Context,
     KVLayout,
-    NumberFormat,
     fit_context,
     max_context,
     plan_memory,
     plan_weights,
 )
 from model.errors import CheckpointError, ConfigError
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
+from model.linear.native import NativeLinear
 from model.llm import LLM
-from model.native.library import Kind
-from model.network.build import build_shard
-from model.network.native_stack import Packing, pack_model
-from model.network.weights import load_model, load_weights
+from model.native.library import Library
+from model.network.native_stack import native_linears
+from model.network.transformer import Transformer
+from model.network.weights import load_model
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, KINDS, copied, native_backends, prompt, saved
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, sparse_checkpoint
 
 GIB = 1 << 30
 Large = dict[str, Checkpoint]
-FORMATS = [
-    NumberFormat(torch.float32, packed=False),
-    NumberFormat(torch.bfloat16, packed=False),
-    *(
-        NumberFormat(dtype, packed=True, int8=int8)
-        for dtype in (torch.float32, torch.bfloat16)
-        for int8 in (False, True)
-    ),
-]
-WIDE = NumberFormat(torch.float32, packed=True)
-PACKED_INT8 = NumberFormat(torch.bfloat16, packed=True, int8=True)
+Format = Callable[[ModelConfig, Library | None], LinearFactory]
+
+
+def torchs(dtype: torch.dtype) -> Format:
+    return lambda config, library: LinearFactory(dtype)
+
+
+def packed(dtype: torch.dtype, *, quantized: bool = False) -> Format:
+    return lambda config, library: native_linears(config, dtype, library, quantized=quantized)
+
+
+WIDE, PACKED_INT8 = packed(torch.float32), packed(torch.bfloat16, quantized=True)
+FORMATS = {
+    "dtype float32": torchs(torch.float32),
+    "dtype bfloat16": torchs(torch.bfloat16),
+    "dtype float32 packed": WIDE,
+    "dtype bfloat16 packed": packed(torch.bfloat16),
+    "float32, quantization int8": packed(torch.float32, quantized=True),
+    "bfloat16, quantization int8": PACKED_INT8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +73,30 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
     return {name: read_checkpoint(sparse_checkpoint(folder / name, raw)) for name, raw in shapes.items()}
 
 
-@pytest.mark.parametrize("kept", FORMATS, ids=lambda kept: f"{kept}{' packed' * kept.packed}")
+def held(model: Transformer) -> int:
+    """Bytes that are really there."""
+    projections = [linear for linear in linears(model) if isinstance(linear, NativeLinear)]
+    arrays = [array for projection in projections for array in projection.arrays.values()]
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *arrays])
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_take_what_was_planned_to_the_byte(kind: str, kept: NumberFormat) -> None:
-    if kept.packed and not native_backends():
+def test_weights_take_what_was_planned_to_the_byte(kind: str, name: str) -> None:
+    if FORMATS[name] not in (FORMATS["dtype float32"], FORMATS["dtype bfloat16"]) and not native_backends():
         pytest.skip("there is no GCC here")
     checkpoint = read_checkpoint(saved(kind).path)
-    packing = None
-    if kept.packed:
-        packing = Packing(native_backends()[0].library, Kind.INT8 if kept.int8 else None)
-    model = load_model(checkpoint, SdpaBackend(), kept.dtype, CPU, packing)
-    if packing is not None:
-        pack_model(model, packing.library, packing.kind)
-    assert plan_weights(checkpoint, kept).total == weight_bytes(model)
+    library = native_backends()[0].library if native_backends() else None
+    model = load_model(checkpoint, SdpaBackend(), FORMATS[name](checkpoint.config, library))
+    planned = plan_weights(checkpoint, FORMATS[name](checkpoint.config, None)).total
+    assert planned == weight_bytes(model) == held(model)
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "t5-gated-untied", "gpt2"])
 def test_a_rank_takes_what_was_planned_for_it(kind: str) -> None:
-    checkpoint, shard = read_checkpoint(saved(kind).path), Shard(0, 2)
-    model = build_shard(checkpoint.config, SdpaBackend(), Group(shard, CPU))
-    load_weights(model, checkpoint, torch.float32, CPU, shard)
-    assert plan_weights(checkpoint, NumberFormat(torch.float32, packed=False), shard).total == weight_bytes(model)
+    checkpoint, linear = read_checkpoint(saved(kind).path), LinearFactory(collective=Group(Shard(0, 2), CPU))
+    model = load_model(checkpoint, SdpaBackend(), linear)
+    assert plan_weights(checkpoint, linear).total == weight_bytes(model) == held(model)
 
 
 def test_missing_tensors_show_in_the_plan(tmp_path: Path) -> None:
@@ -88,16 +104,16 @@ def test_missing_tensors_show_in_the_plan(tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(CheckpointError, match=r"missing: .*layers\.2\."):
-        plan_weights(read_checkpoint(folder), FORMATS[0])
+        plan_weights(read_checkpoint(folder), LinearFactory())
 
 
-def planned(checkpoint: Checkpoint, kept: NumberFormat, available: float, **settings: Any) -> int:
+def planned(checkpoint: Checkpoint, kept: Format, available: float, **settings: Any) -> int:
     engine = EngineConfig(device="cpu", **settings)
-    return plan_memory("m", engine, checkpoint, kept, engine.limits(), int(available))
+    return plan_memory("m", engine, checkpoint, kept(checkpoint.config, None), engine.limits(), int(available))
 
 
 def test_a_pool_is_made_of_what_the_weights_will_leave(large: Large) -> None:
-    weights = plan_weights(large["4B"], PACKED_INT8).total
+    weights = plan_weights(large["4B"], PACKED_INT8(large["4B"].config, None)).total
     assert 4.7e9 < weights < 4.9e9
     assert planned(large["4B"], PACKED_INT8, 24e9) == GIB
     assert planned(large["4B"], PACKED_INT8, weights + 2 * GIB) == GIB // 2
@@ -109,8 +125,8 @@ def test_a_pool_is_made_of_what_the_weights_will_leave(large: Large) -> None:
     [
         ("8B", WIDE, 24, {}, r"m: its weights take 29\.\d+ GiB as dtype float32, of 22\.35 GiB that are available; "
          r"what would fit: dtype bfloat16 \(15\.\d+ GiB\), quantization int8 \(\d\.\d+ GiB\)"),
-        ("8B", NumberFormat(torch.bfloat16, packed=True), 12, {}, r"what would fit: quantization int8 \("),
-        ("8B", NumberFormat(torch.float32, packed=False), 12, {}, r"no number format fits, dtype bfloat16 takes 15\."),
+        ("8B", packed(torch.bfloat16), 12, {}, r"what would fit: quantization int8 \("),
+        ("8B", torchs(torch.float32), 12, {}, r"no number format fits, dtype bfloat16 takes 15\."),
         ("8B", PACKED_INT8, 6, {}, "as quantization int8, .* no number format fits"),
         ("4B", PACKED_INT8, 24, {"max_model_len": 40_960}, r"m: the KV pool has room for 455 blocks, but one request "
          r"of max_model_len 40960 needs 2560 \(5760 MiB\): raise kv_cache_memory or lower max_model_len, 7280 fits"),
@@ -120,7 +136,7 @@ def test_a_pool_is_made_of_what_the_weights_will_leave(large: Large) -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_what_would_is_named(
-    name: str, kept: NumberFormat, gigabytes: float, settings: dict[str, Any], message: str, large: Large
+    name: str, kept: Format, gigabytes: float, settings: dict[str, Any], message: str, large: Large
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(large[name], kept, gigabytes * 1e9, **settings)
@@ -129,7 +145,7 @@ def test_what_does_not_fit_is_refused_and_what_would_is_named(
 def test_int8_is_not_named_where_it_would_be_refused() -> None:
     xlnet = read_checkpoint(saved("xlnet").path)
     with pytest.raises(ConfigError, match=r"what would fit: dtype bfloat16 \([^,]*$"):
-        planned(xlnet, WIDE, plan_weights(xlnet, WIDE).total)
+        planned(xlnet, WIDE, plan_weights(xlnet, WIDE(xlnet.config, None)).total)
 
 
 def test_the_longest_context_that_fits_is_served_and_said() -> None:

@@ -19,14 +19,17 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
 from model.native.library import Library, native
-from model.network.native_stack import pack_model
+from model.network.build import plain_parameters
+from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 
@@ -249,11 +252,31 @@ def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
 
 
 def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The kind's checkpoint through our own loader; packed where the backend runs whole stacks."""
-    model = load_model(read_checkpoint(saved(kind).path), backend or SdpaBackend(), dtype, CPU)
+    """The kind's checkpoint through our own loader; in C where the backend runs whole stacks."""
+    checkpoint = read_checkpoint(saved(kind).path)
     if isinstance(backend, NativeBackend):
-        pack_model(model, backend.library)
+        return load_native(checkpoint, backend.library, dtype)
+    return load_model(checkpoint, backend or SdpaBackend(), LinearFactory(dtype))
+
+
+def load_native(
+    checkpoint: Checkpoint, library: Library, dtype: torch.dtype = torch.float32, *, quantized: bool = False
+) -> Transformer:
+    """The network of a checkpoint in C."""
+    linear = native_linears(checkpoint.config, dtype, library, quantized=quantized)
+    model = load_model(checkpoint, NativeBackend(library), linear)
+    attach_native_stacks(model)
     return model
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Fill a stack or network, whatever makes its projections, with the parameters of one that torch computes."""
+    parameters = {name: parameter.detach() for name, parameter in source.named_parameters()}
+    for linear in linears(target):
+        for name in linear.tensors():
+            linear.fill(name, (slice(0, len(parameters[name])),), parameters[name])
+        linear.finish()
+    target.load_state_dict({name: parameters[name] for name in plain_parameters(target)}, strict=False, assign=True)
 
 
 def native_backends() -> tuple[NativeBackend, ...]:

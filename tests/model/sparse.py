@@ -10,7 +10,7 @@ from typing import Any
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.load_plan import wanted_shape
 from model.families import FAMILIES, config_from_raw
-from model.network.build import build_model, parameter_shapes
+from model.network.build import build_model, tensor_shapes
 
 _BYTES = {"F32": 4, "BF16": 2}
 
@@ -43,7 +43,7 @@ QWEN3_8B = qwen3(4096, 12_288, 36, 32, tied=False)
 def sparse_checkpoint(folder: Path, raw: dict[str, Any], kind: str = "BF16") -> Path:
     """The folder, with every number zero."""
     config = config_from_raw(raw)
-    shapes = parameter_shapes(build_model(config, ReferenceBackend()))
+    shapes = tensor_shapes(build_model(config, ReferenceBackend()))
     header, end = {}, 0
     for rule in FAMILIES[config.model_type].rules(config):
         shape = wanted_shape(rule, shapes)

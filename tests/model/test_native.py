@@ -23,7 +23,8 @@ from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.layer import Activation, AttentionConfig
-from model.linear.native import PackedLinear, packed_bytes
+from model.linear.base import LinearSpec, Part
+from model.linear.native import NativeLinear, packed_linear
 from model.native import build
 from model.native import library as native_library
 from model.native.library import Kind, Library
@@ -38,11 +39,12 @@ from model.native.structures import (
     Stack,
     Step,
 )
+from model.network.build import build_model
 from model.network.inputs import packed_input
 from model.network.native_scratch import planned_scratch
-from model.network.native_stack import pack_model
+from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.weights import load_model
-from tests.model.checkpoints import CPU, loaded, native_backends, prompt, saved
+from tests.model.checkpoints import CPU, copy_weights, load_native, loaded, native_backends, prompt, saved
 from tests.model.parity import hidden_states, ours_and_theirs
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
 
@@ -66,7 +68,7 @@ def test_products_equal_torchs(
 ) -> None:
     torch.manual_seed(0)
     exact = nn.Linear(k, n, bias=biased).requires_grad_(False)
-    packed = PackedLinear(library(), exact.weight.to(dtype), exact.bias, kind)
+    packed = packed_linear(library(), exact.weight.to(dtype), exact.bias, kind)
     x = torch.randn(19, k)
     expected = exact(x)
     assert (packed(x) - expected).abs().max() < of_largest * expected.abs().max()
@@ -97,19 +99,19 @@ def test_rows_are_packed_bit_for_bit_whatever_their_order_and_number(
     n: int, k: int, kind: Kind, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    weight, bias = (torch.randn(n, k) * torch.randn(n, 1).exp()).to(dtype), torch.randn(n)
+    weight, bias = (torch.randn(n, k) * torch.randn(n, 1).exp()).to(dtype), torch.randn(n).to(dtype)
     weight[0], weight[-1, k // 2] = 0, 1e-38  # a row of nothing, and next to nothing
-    expected = packed_by_torch(weight, kind) | {"bias": pad(bias, (0, -n % 16))}
+    expected = packed_by_torch(weight, kind) | {"bias": pad(bias.float(), (0, -n % 16))}
     cuts = [0, *sorted({n // 3, n // 2 + 1, n - 1} - {0}), n]
-    pieces = PackedLinear(library(), torch.empty(n, k, dtype=dtype, device="meta"), bias, kind)
+    pieces = NativeLinear(LinearSpec("matrix", k, (Part(n),)), kind, dtype, library())
     for first, last in reversed(list(pairwise(cuts))):
-        pieces.pack_rows(first, weight.T.contiguous().T[first:last])
-        pieces.set_bias(first, bias[first:last])
-    for packed in (pieces, PackedLinear(library(), weight, bias, kind)):
-        assert packed._kept.keys() == expected.keys()
+        pieces.fill("matrix.weight", (slice(first, last),), weight.T.contiguous().T[first:last])
+        pieces.fill("matrix.bias", (slice(first, last),), bias[first:last])
+    for packed in (pieces, packed_linear(library(), weight, bias, kind)):
+        assert packed.arrays.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert torch.equal(packed._kept[name].view(tensor.dtype), tensor), name
-        assert packed.nbytes == packed_bytes(n, k, kind, bias=True)
+            assert torch.equal(packed.arrays[name].view(tensor.dtype), tensor), name
+        assert packed.nbytes == sum(tensor.nbytes for tensor in expected.values())
 
 
 @needs_native
@@ -117,7 +119,7 @@ def test_rows_are_packed_bit_for_bit_whatever_their_order_and_number(
 @pytest.mark.parametrize(("n", "k"), SHAPES_OF_MATRICES)
 def test_a_row_does_not_depend_on_its_neighbours(n: int, k: int, kind: Kind) -> None:
     torch.manual_seed(0)
-    packed, x = PackedLinear(library(), torch.randn(n, k), None, kind), torch.randn(33, k)
+    packed, x = packed_linear(library(), torch.randn(n, k), None, kind), torch.randn(33, k)
     together = packed(x)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17):
         assert torch.equal(packed(x[:rows]), together[:rows])
@@ -127,9 +129,9 @@ def test_a_row_does_not_depend_on_its_neighbours(n: int, k: int, kind: Kind) -> 
 @needs_native
 def test_control_a_changed_weight_changes_its_output_alone() -> None:
     weight, x = torch.randn(20, 30), torch.randn(2, 30)
-    before = PackedLinear(library(), weight, None)(x)
+    before = packed_linear(library(), weight, None)(x)
     weight[17, 29] += 1.0
-    after = PackedLinear(library(), weight, None)(x)
+    after = packed_linear(library(), weight, None)(x)
     changed = (before != after).any(dim=0)
     assert changed.nonzero().flatten().tolist() == [17]
 
@@ -140,7 +142,7 @@ def test_control_a_changed_weight_changes_its_output_alone() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_spoils_its_row_alone(kind: Kind, at: int, bad: float) -> None:
     torch.manual_seed(0)
-    packed, x = PackedLinear(library(), torch.randn(20, 37), None, kind), torch.randn(9, 37)
+    packed, x = packed_linear(library(), torch.randn(20, 37), None, kind), torch.randn(9, 37)
     clean = packed(x)
     x[4, at] = bad
     spoilt = packed(x)
@@ -245,11 +247,12 @@ def test_no_activation_hides_what_is_no_number(kind: str, activation: Activation
         lambda layer: replace(layer, feed_forward=replace(layer.feed_forward, activation=activation))
     )
     changed = replace(checkpoint, config=replace(checkpoint.config, decoder=stack))
-    model = load_model(changed, SdpaBackend(), torch.float32, CPU)
-    assert model.decoder is not None
+    exact = load_model(changed, SdpaBackend())
     with torch.no_grad():
-        model.decoder.layer(0).mlp.up.weight[0] = float("nan")
-    pack_model(model, library())
+        exact.get_parameter("decoder.layers.0.mlp.up.weight")[0] = float("nan")
+    model = build_model(changed.config, SdpaBackend(), native_linears(changed.config, torch.float32, library()))
+    copy_weights(exact, model)
+    attach_native_stacks(model)
     assert hidden_states(model)[0][0].isnan().all()
 
 
@@ -261,9 +264,9 @@ import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
 import torch
 from model.native.library import native
-from model.linear.native import PackedLinear
+from model.linear.native import packed_linear
 torch.manual_seed(0)
-packed, x = PackedLinear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
+packed, x = packed_linear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
 torch.set_num_threads(1)
 alone = packed(x)
 for threads in (2, 3, 7):
@@ -280,8 +283,8 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(threads: int, code: 
 import os
 import torch
 from model.native.library import native
-from model.linear.native import PackedLinear
-packed, x = PackedLinear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
+from model.linear.native import packed_linear
+packed, x = packed_linear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
 torch.set_num_threads(2)
 before = packed(x)
 if os.fork():
@@ -501,8 +504,7 @@ def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) 
 def test_scratch_is_what_was_planned_from_the_configuration(
     kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(read_checkpoint(saved(kind).path), native_backends()[0], dtype, CPU)
-    pack_model(model, library(), how)
+    model = load_native(read_checkpoint(saved(kind).path), library(), dtype, quantized=how is Kind.INT8)
     monkeypatch.setattr(library(), "_scratch", threading.local())
     rows = 48
     inputs = packed_input([prompt(rows)], CPU, causal=model.encoder is None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from model.attention.reference import ReferenceBackend
+from model.config.formats import NumberFormat, NumberKind
 from model.config.layer import (
     Activation,
     AttentionConfig,
@@ -22,11 +23,12 @@ from model.config.layer import (
     RotaryConfig,
 )
 from model.config.model import EmbeddingConfig, StackConfig
+from model.linear.factory import LinearFactory
 from model.native.library import Kind, Library
 from model.network.inputs import packed_input
 from model.network.native_stack import NativeStack
 from model.network.stack import Stack
-from tests.model.checkpoints import CPU, native_backends
+from tests.model.checkpoints import CPU, copy_weights, native_backends
 from tests.model.tiled import REFUSED, emulated, needs_vectors
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -56,7 +58,7 @@ def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none"
     )
     layer = LayerConfig(attention, MLPConfig(70, Activation.GELU), (Norms(pre=norm),) * 2)
     config = StackConfig((layer, layer), HIDDEN, causal=False, final_norm=norm)
-    stack = Stack(config, EmbeddingConfig(0, HIDDEN))
+    stack = Stack(config, EmbeddingConfig(0, HIDDEN), LinearFactory())
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.normal_(std=2 * HIDDEN**-0.5 if parameter.dim() > 1 else 1.0)
@@ -64,9 +66,13 @@ def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none"
 
 
 def native_of(stack: Stack, kind: Kind | None = None, library: Library | None = None) -> Stack:
-    packed = deepcopy(stack)
+    dtype = next(stack.parameters()).dtype
+    number = NumberKind(str(dtype).removeprefix("torch.")) if kind is None else NumberKind.INT8
     library = library or native_backends()[0].library
-    packed.native = NativeStack(packed, library, kind)
+    linear = LinearFactory(dtype, native=(("*", NumberFormat(number, number)),), library=library)
+    packed = Stack(stack.config, EmbeddingConfig(0, HIDDEN), linear)
+    copy_weights(stack, packed)
+    packed.runner = NativeStack(packed, library)
     return packed
 
 

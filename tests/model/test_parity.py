@@ -109,7 +109,7 @@ class TestAgainstTorchTransformer:
     KIND = "marian-unscaled-relu"
 
     def test_encoder_and_decoder_states(self) -> None:
-        model = load_model(read_checkpoint(saved(self.KIND).path), SdpaBackend(), torch.float32, CPU)
+        model = load_model(read_checkpoint(saved(self.KIND).path), SdpaBackend())
         theirs = _torch_transformer(model)
         source, begin = prompt(17), prompt(11, seed=3)
         with torch.inference_mode():

@@ -14,7 +14,7 @@ from model.attention.base import AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
 from model.config.layer import AttentionConfig
-from model.linear.native import PackedLinear
+from model.linear.native import packed_linear
 from model.native import build
 from model.native.build import Built, build_portable, prebuilt
 from model.native.levels import LEVELS, Level, fitting
@@ -173,7 +173,7 @@ def test_products_equal_torchs_whatever_the_neighbours(
 ) -> None:
     torch.manual_seed(0)
     exact, x = nn.Linear(k, n).requires_grad_(False), torch.randn(33, k)
-    packed = PackedLinear(portable, exact.weight, exact.bias, kind)
+    packed = packed_linear(portable, exact.weight, exact.bias, kind)
     together, expected = packed(x), exact(x)
     assert (together - expected).abs().max() < of_largest * expected.abs().max()
     for rows in (1, 2, 3, 4, 5, 7, 17):

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from model.attention.native import NativeBackend
 from model.checkpoint.folder import read_checkpoint
-from model.linear.native import PackedLinear
+from model.linear.native import NativeLinear, packed_linear
 from model.native.build import Built, build_portable
 from model.native.library import Kind, Library
-from model.network.native_stack import pack_model
 from model.network.transformer import Transformer
-from model.network.weights import load_model
-from tests.model.checkpoints import CPU, native_backends, saved
+from tests.model.checkpoints import load_native, native_backends, saved
 from tests.model.parity import ours_and_theirs
 from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc, needs_vectors, real, temporary_folder
 
@@ -46,10 +44,10 @@ def with_real_tiles() -> Library:
     return library
 
 
-def both(n: int, k: int, kind: Kind, library: Library | None = None) -> tuple[PackedLinear, PackedLinear]:
+def both(n: int, k: int, kind: Kind, library: Library | None = None) -> tuple[NativeLinear, NativeLinear]:
     """One matrix that may use tiles and the same that may not."""
     weight, bias = torch.randn(n, k), torch.randn(n)
-    tiles, vectors = (PackedLinear(library or emulated(), weight, bias, kind) for _ in range(2))
+    tiles, vectors = (packed_linear(library or emulated(), weight, bias, kind) for _ in range(2))
     vectors.matrix.tiles = 0
     return tiles, vectors
 
@@ -58,7 +56,7 @@ def both(n: int, k: int, kind: Kind, library: Library | None = None) -> tuple[Pa
 def test_bfloat16_products_are_exact_up_to_their_sums(n: int, k: int, threads: None) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(n, k), torch.randn(n)
-    packed = PackedLinear(emulated(), weight, bias, Kind.BF16)
+    packed = packed_linear(emulated(), weight, bias, Kind.BF16)
     for rows in ROWS:
         x = torch.randn(rows, k)
         exact = torch.nn.functional.linear(x.bfloat16().double(), weight.bfloat16().double(), bias.double())
@@ -92,7 +90,7 @@ def test_a_row_in_tiles_does_not_depend_on_its_neighbours(
     n: int, k: int, kind: Kind, make: Callable[[], Library], threads: None
 ) -> None:
     torch.manual_seed(0)
-    packed, x = PackedLinear(make(), torch.randn(n, k), torch.randn(n), kind), torch.randn(90, k)
+    packed, x = packed_linear(make(), torch.randn(n, k), torch.randn(n), kind), torch.randn(90, k)
     together = packed(x)
     for rows in ROWS:
         assert torch.equal(packed(x[:rows]), together[:rows])
@@ -119,7 +117,7 @@ def by_the_manual(x: Tensor, weight: Tensor) -> Tensor:
 def test_every_bit_is_what_the_manual_says(scale: float) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 100) * scale, torch.randn(35, 100) * max(scale, 2.0**-64)
-    ours = PackedLinear(emulated(), weight, None, Kind.BF16)(x)
+    ours = packed_linear(emulated(), weight, None, Kind.BF16)(x)
     theirs = by_the_manual(x.bfloat16(), weight.bfloat16())
     assert torch.equal(ours, theirs)
     assert bool(theirs.any()) == (scale > 2.0**-125)
@@ -129,7 +127,7 @@ def test_every_bit_is_what_the_manual_says(scale: float) -> None:
 @pytest.mark.parametrize("row", [0, 16, 31, 34])  # 34: only the last tile's, which begins at 19
 def test_what_is_no_number_spoils_its_row_alone(kind: Kind, row: int) -> None:
     torch.manual_seed(0)
-    packed, x = PackedLinear(emulated(), torch.randn(20, 37), None, kind), torch.randn(35, 37)
+    packed, x = packed_linear(emulated(), torch.randn(20, 37), None, kind), torch.randn(35, 37)
     clean = packed(x)
     x[row, 36] = float("nan")
     spoilt = packed(x)
@@ -141,7 +139,7 @@ def test_what_is_no_number_spoils_its_row_alone(kind: Kind, row: int) -> None:
 def test_a_weight_that_is_no_number_spoils_its_output_alone() -> None:
     weight = torch.randn(40, 30)
     weight[17, 29] = float("nan")
-    spoilt = PackedLinear(emulated(), weight, None, Kind.BF16)(torch.randn(33, 30)).isnan()
+    spoilt = packed_linear(emulated(), weight, None, Kind.BF16)(torch.randn(33, 30)).isnan()
     assert spoilt.all(dim=0).nonzero().flatten().tolist() == spoilt.any(dim=0).nonzero().flatten().tolist() == [17]
 
 
@@ -149,9 +147,7 @@ def with_and_without(kind: str, quantise: Kind | None, dtype: torch.dtype) -> tu
     """Packed logits, scores or states of a model by tiles and by vectors."""
 
     def made(library: Library) -> Transformer:
-        model = load_model(read_checkpoint(saved(kind).path), NativeBackend(library), dtype, CPU)
-        pack_model(model, library, quantise)
-        return model
+        return load_native(read_checkpoint(saved(kind).path), library, dtype, quantized=quantise is Kind.INT8)
 
     return ours_and_theirs(kind, made(emulated()))[0], ours_and_theirs(kind, made(emulated(*REFUSED)))[0]
 
@@ -216,9 +212,9 @@ def test_real_tiles_compute_as_emulated_or_leave_the_vectors_where_the_cpu_has_n
     torch.manual_seed(0)
     weight, x = torch.randn(40, 100), torch.randn(70, 100)
     for kind in (Kind.BF16, Kind.INT8):
-        like = PackedLinear(emulated(), weight, None, kind)
+        like = packed_linear(emulated(), weight, None, kind)
         like.matrix.tiles &= library.tiles
-        ours, theirs = PackedLinear(library, weight, None, kind)(x), like(x)
+        ours, theirs = packed_linear(library, weight, None, kind)(x), like(x)
         exact = kind is Kind.INT8 or not library.tiles  # a CPU may add as it likes
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 2e-6 * float(theirs.abs().max()))
 

@@ -15,7 +15,7 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.errors import CheckpointError
 from model.network.weights import load_model, stored_tensors
-from tests.model.checkpoints import CPU, prompt
+from tests.model.checkpoints import prompt
 from tests.model.parity import encoder_decoder_logits
 
 VOCAB, SIZE = 61, 24
@@ -63,7 +63,7 @@ def saved(folder: Path, *, tied: bool, **arguments: object) -> Translator:
 @torch.inference_mode()
 def test_logits_are_the_modules(tmp_path: Path, tied: bool, arguments: dict[str, object]) -> None:
     module = saved(tmp_path, tied=tied, **arguments)
-    model = load_model(read_checkpoint(tmp_path), SdpaBackend(), torch.float32, CPU)
+    model = load_model(read_checkpoint(tmp_path), SdpaBackend())
     sources = [tuple(token % VOCAB for token in prompt(length, 1)) for length in (7, 3, 12)]
     begins = [(1, *(token % VOCAB for token in prompt(length, 2))) for length in (4, 9, 1)]
     theirs = [module(torch.tensor([s]), torch.tensor([b]))[0] for s, b in zip(sources, begins, strict=True)]
@@ -72,7 +72,7 @@ def test_logits_are_the_modules(tmp_path: Path, tied: bool, arguments: dict[str,
 
 def test_it_is_stored_as_it_came(tmp_path: Path) -> None:
     module = saved(tmp_path, tied=False)
-    model = load_model(read_checkpoint(tmp_path), SdpaBackend(), torch.float32, CPU)
+    model = load_model(read_checkpoint(tmp_path), SdpaBackend())
     stored = dict(stored_tensors(model))
     assert stored.keys() == module.state_dict().keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in module.state_dict().items())
@@ -85,4 +85,4 @@ def test_rows_of_the_wrong_number_are_named(tmp_path: Path) -> None:
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{name}: found \[71, 24\], expected \[72, 24\]"):
-        load_model(read_checkpoint(tmp_path), SdpaBackend(), torch.float32, CPU)
+        load_model(read_checkpoint(tmp_path), SdpaBackend())

@@ -16,13 +16,16 @@ from model.checkpoint import tensor_files
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.tensor_files import TensorReader, read_headers
 from model.errors import CheckpointError
-from model.linear.native import PackedLinear
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
+from model.linear.native import NativeLinear
 from model.native.library import Kind
-from model.network.native_stack import Packing, pack_linears, pack_model
+from model.network.build import build_model
+from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.system.host_memory import available_memory
-from tests.model.checkpoints import CPU, KINDS, copied, native_backends, saved
+from tests.model.checkpoints import KINDS, copied, copy_weights, load_native, native_backends, saved
 from tests.model.parity import hidden_states
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, qwen3, sparse_checkpoint
 
@@ -31,9 +34,9 @@ needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC
 
 def contents(model: Transformer) -> dict[str, torch.Tensor]:
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            found |= {f"{name}: {part}": tensor for part, tensor in module._kept.items()}
+    for linear in linears(model):
+        if isinstance(linear, NativeLinear):
+            found |= {f"{linear.spec.name}: {part}": array for part, array in linear.arrays.items()}
     return found
 
 
@@ -53,11 +56,12 @@ def stored_as(dtype: torch.dtype, kind: str, into: Path) -> Path:
 def test_packed_as_they_are_read_or_afterwards_weights_are_the_same(
     kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, packing = read_checkpoint(saved(kind).path), Packing(native_backends()[0].library, how)
-    afterwards = load_model(checkpoint, SdpaBackend(), dtype, CPU)
-    pack_linears(afterwards, packing)
+    checkpoint, library = read_checkpoint(saved(kind).path), native_backends()[0].library
+    linear = native_linears(checkpoint.config, dtype, library, quantized=how is Kind.INT8)
+    afterwards = build_model(checkpoint.config, SdpaBackend(), linear)
+    copy_weights(load_model(checkpoint, SdpaBackend(), LinearFactory(dtype)), afterwards)
     monkeypatch.setattr(tensor_files, "BUFFER_BYTES", 1000)  # a few rows at a time
-    expected, found = contents(afterwards), contents(load_model(checkpoint, SdpaBackend(), dtype, CPU, packing))
+    expected, found = contents(afterwards), contents(load_model(checkpoint, SdpaBackend(), linear))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
@@ -71,11 +75,12 @@ def test_a_token_table_stored_in_16_bits_stays_so_and_nothing_changes(
     kind: str, how: Kind | None, stored: torch.dtype, tmp_path: Path
 ) -> None:
     backend = native_backends()[0]
-    checkpoint, packing = read_checkpoint(stored_as(stored, kind, tmp_path)), Packing(backend.library, how)
-    models = [load_model(checkpoint, backend, torch.float32, CPU, given) for given in (packing, None)]
-    for model in models:
-        pack_model(model, backend.library, how)
-    narrow, wide = models
+    checkpoint = read_checkpoint(stored_as(stored, kind, tmp_path))
+    narrow = load_native(checkpoint, backend.library, quantized=how is Kind.INT8)
+    wide = build_model(checkpoint.config, backend, narrow.linear)
+    copy_weights(load_model(checkpoint, backend), wide)
+    attach_native_stacks(wide)
+    models = (narrow, wide)
     assert narrow.tokens is not None and narrow.tokens.weight.dtype is stored and narrow.dtype is torch.float32
     ours, theirs = (torch.cat(hidden_states(model)[0]) for model in models)
     assert torch.equal(ours, theirs)

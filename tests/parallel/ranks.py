@@ -7,13 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
-
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
-from model.network.build import ShardedTransformer, build_shard
-from model.network.weights import load_weights
+from model.linear.factory import LinearFactory
+from model.network.transformer import Transformer
+from model.network.weights import load_model
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
 
@@ -39,7 +38,6 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
         os.close(rendezvous)
 
 
-def load_rank(kind: str, group: Group) -> ShardedTransformer:
+def load_rank(kind: str, group: Group) -> Transformer:
     checkpoint = read_checkpoint(saved(kind).path)
-    model = build_shard(checkpoint.config, SdpaBackend(), group)
-    return load_weights(model, checkpoint, torch.float32, CPU, group.shard)
+    return load_model(checkpoint, SdpaBackend(), LinearFactory(collective=group))

@@ -19,8 +19,9 @@ from model.config.model import ModelConfig
 from model.config.sharding import Shard, ShardSlice, cuts, local_shape
 from model.engine.builder import load
 from model.errors import ConfigError
-from model.network.build import build_model, build_shard, parameter_shapes
-from model.network.weights import load_weights
+from model.linear.factory import LinearFactory
+from model.network.build import build_model, shard_slices, tensor_shapes
+from model.network.weights import load_model
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
 
@@ -36,55 +37,51 @@ def config_of(kind: str) -> ModelConfig:
 @pytest.mark.parametrize("kind", SPLIT_KINDS)
 def test_pieces_of_all_ranks_cover_every_parameter_and_fit_their_networks(kind: str, size: int) -> None:
     config = config_of(kind)
-    whole = parameter_shapes(build_model(config, SdpaBackend()))
+    network = build_model(config, SdpaBackend())
+    whole = tensor_shapes(network)
     seen = {name: [0] * shape[0] for name, shape in whole.items()}
     copies = max(1, size // KV_HEADS[kind]) if kind in KV_HEADS else 1
     for rank in range(size):
         shard = Shard(rank, size)
-        pieces = {name: shard.shard_slice(config, name, shape) for name, shape in whole.items()}
-        local = parameter_shapes(build_shard(config, SdpaBackend(), Group(shard, CPU)))
+        pieces = shard_slices(network, shard)
+        local = tensor_shapes(build_model(config, SdpaBackend(), LinearFactory(collective=Group(shard, CPU))))
         assert {name: local_shape(shape, pieces[name]) for name, shape in whole.items()} == local
         for name, shard_slice in pieces.items():
             if shard_slice is not None and shard_slice.dim == 0:
                 for start, stop in shard_slice.ranges:
                     seen[name][start:stop] = [count + 1 for count in seen[name][start:stop]]
     for name, counts in seen.items():
-        if Shard(0, size).shard_slice(config, name, whole[name]) is not None and set(counts) != {0}:
+        if pieces[name] is not None and set(counts) != {0}:
             assert set(counts) <= {1, copies}, name
             assert 0 not in counts, name
 
 
 def test_fused_matrices_are_split_part_by_part() -> None:
-    config = config_of("llama-gqa")  # 4 heads and 2 of keys, of 8; 48 columns
+    network = build_model(config_of("llama-gqa"), SdpaBackend())  # 4 heads and 2 of keys, of 8; 48 columns
+    of_two, of_four = ([shard_slices(network, Shard(rank, size)) for rank in range(size)] for size in (2, 4))
     name = "decoder.layers.1"
-    assert Shard(1, 2).shard_slice(config, f"{name}.attn.qkv.weight", (64, 32)) == ShardSlice(
-        0, ((16, 32), (40, 48), (56, 64))
-    )
-    assert Shard(1, 2).shard_slice(config, f"{name}.mlp.up.weight", (96, 32)) == ShardSlice(0, ((24, 48), (72, 96)))
-    assert Shard(1, 2).shard_slice(config, f"{name}.attn.out.weight", (32, 32)) == ShardSlice(1, ((16, 32),))
+    assert of_two[1][f"{name}.attn.qkv.weight"] == ShardSlice(0, ((16, 32), (40, 48), (56, 64)))
+    assert of_two[1][f"{name}.mlp.up.weight"] == ShardSlice(0, ((24, 48), (72, 96)))
+    assert of_two[1][f"{name}.attn.out.weight"] == ShardSlice(1, ((16, 32),))
     # 97 tokens do not split evenly
-    assert Shard(0, 2).shard_slice(config, "tokens.weight", (97, 32)) == ShardSlice(0, ((0, 48),))
-    assert Shard(1, 2).shard_slice(config, "tokens.weight", (97, 32)) == ShardSlice(0, ((48, 97),))
+    assert of_two[0]["tokens.weight"] == of_two[0]["head.weight"] == ShardSlice(0, ((0, 48),))
+    assert of_two[1]["tokens.weight"] == of_two[1]["head.weight"] == ShardSlice(0, ((48, 97),))
     # Two ranks have each head of keys, the one that their queries look at.
-    assert Shard(1, 4).shard_slice(config, f"{name}.attn.qkv.weight", (64, 32)) == ShardSlice(
-        0, ((8, 16), (32, 40), (48, 56))
-    )
-    assert Shard(2, 4).shard_slice(config, f"{name}.attn.qkv.weight", (64, 32)) == ShardSlice(
-        0, ((16, 24), (40, 48), (56, 64))
-    )
+    assert of_four[1][f"{name}.attn.qkv.weight"] == ShardSlice(0, ((8, 16), (32, 40), (48, 56)))
+    assert of_four[2][f"{name}.attn.qkv.weight"] == ShardSlice(0, ((16, 24), (40, 48), (56, 64)))
 
 
 @pytest.mark.parametrize(
-    "name", ["decoder.layers.0.attn_norms.pre.weight", "decoder.final_norm.weight", "pooler.weight"]
+    "name", ["encoder.layers.0.attn_norms.post.weight", "encoder.layers.0.mlp.down.bias", "pooler.weight"]
 )
 def test_what_is_not_split_is_whole_on_every_rank(name: str) -> None:
-    assert Shard(1, 2).shard_slice(config_of("llama-gqa"), name, (32,)) is None
+    assert shard_slices(build_model(config_of("bert"), SdpaBackend()), Shard(1, 2))[name] is None
 
 
 def test_one_rank_holds_all() -> None:
     config = config_of("bart")
     assert Shard().config(config) == config
-    assert Shard().shard_slice(config, "tokens.weight", (97, 32)) is None
+    assert Shard().shard_slice(config, "tokens.weight") is None
 
 
 def test_cuts_of_a_tensor_that_fills_a_part_of_a_parameter() -> None:
@@ -111,8 +108,7 @@ def test_a_rank_reads_only_its_part_of_the_files(kind: str, monkeypatch: pytest.
 
     monkeypatch.setattr(TensorReader, "_read", counted)
     checkpoint, shard = read_checkpoint(saved(kind).path), Shard(1, 2)
-    model = build_shard(checkpoint.config, SdpaBackend(), Group(shard, CPU))
-    load_weights(model, checkpoint, torch.float32, CPU, shard)
+    model = load_model(checkpoint, SdpaBackend(), LinearFactory(collective=Group(shard, CPU)))
     assert sum(read.values()) == sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -85,7 +85,7 @@ def test_what_is_saved_is_loaded_again(raw: dict[str, object], tmp_path: Path) -
     rng = random.Random(0)
     tokenizer = vocabulary.normalize_tokenizer([pairs.sample(rng, held_out=False) for _ in range(50)], 400)
     folder = recipes.save(tmp_path / "saved", model, raw, {"do_sample": False}, tokenizer)
-    loaded = load_model(read_checkpoint(folder), SdpaBackend(), torch.float32, CPU)
+    loaded = load_model(read_checkpoint(folder), SdpaBackend())
     for (name, ours), (_, theirs) in zip(stored_tensors(model), stored_tensors(loaded), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
 

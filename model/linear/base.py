@@ -1,0 +1,146 @@
+"""Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it.
+
+`LinearFactory` makes each `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in
+any order, and finished. No module is replaced later: number format, packing and ranks are the `Linear`'s own affair.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from model.config.sharding import Index, Shape, Shard, ShardSlice
+
+
+class Split(Enum):
+    """How ranks divide a projection (Shoeybi et al. 2019, section 3)."""
+
+    WHOLE = "whole"  # every rank has all of it
+    OUTPUTS = "outputs"  # a rank computes some of the outputs of every part
+    INPUTS = "inputs"  # a rank reads some of the inputs; the sum over ranks is the output
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Outputs that are fused with others into one matrix: `count` units (heads, columns) of `width` outputs each.
+
+    Ranks divide the units; no unit is cut.
+    """
+
+    count: int
+    width: int = 1
+
+    @property
+    def outputs(self) -> int:
+        return self.count * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A projection `x W^T + b`: where it is in the network, its sizes, its fused parts, how ranks divide it.
+
+    `tied_to` names the tensor elsewhere in the network that serves as W too.
+    """
+
+    name: str  # as in decoder.layers.0.attn.qkv
+    inputs: int
+    outputs: tuple[Part, ...]
+    bias: bool = True
+    split: Split = Split.WHOLE
+    tied_to: str | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(part.outputs for part in self.outputs)
+
+    @property
+    def weight(self) -> str:
+        """The name of the tensor W."""
+        return self.tied_to or f"{self.name}.weight"
+
+    def shard_slice(self, shard: Shard, tensor: TensorShape) -> ShardSlice | None:
+        """What `shard` keeps of a tensor of this projection, whose sizes are the whole model's; None: all of it."""
+        if shard.size == 1:
+            return None
+        if self.split is Split.OUTPUTS and tensor.outputs is not None:
+            return ShardSlice(tensor.outputs, tuple(self._output_ranges(shard)))
+        if self.split is Split.INPUTS and tensor.inputs is not None:
+            return ShardSlice(tensor.inputs, (shard.shard_range(self.inputs),))
+        return None
+
+    def _output_ranges(self, shard: Shard) -> Iterator[tuple[int, int]]:
+        begin = 0
+        for part in self.outputs:
+            first, last = shard.shard_range(part.count)
+            yield begin + first * part.width, begin + last * part.width
+            begin += part.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """The shape of a tensor that fills a `Linear`, and which dimensions run over its outputs and its inputs."""
+
+    shape: Shape
+    outputs: int | None = None
+    inputs: int | None = None
+
+
+class Linear(nn.Module):
+    """`x W^T + b` of rows x, `[T, inputs]` to `[T, outputs]` in the dtype of x.
+
+    What is torch's parameters here is made when its first rows come, in `dtype` and on `device`; before that, and in a
+    network that is only planned, nothing takes memory.
+    """
+
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        """The tensors that fill it, by their names in the network."""
+        spec = self.spec
+        found = {spec.weight: TensorShape((spec.num_outputs, spec.inputs), outputs=0, inputs=1)}
+        if spec.bias:
+            found[f"{spec.name}.bias"] = TensorShape((spec.num_outputs,), outputs=0)
+        return found
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Put `values` at `into` of the tensor `name`; each place is filled once."""
+        self.parameter(name)[into].copy_(values)
+
+    def parameter(self, name: str) -> Tensor:
+        """The parameter that is filled as `name`, made if it is not there yet."""
+        own = name.rpartition(".")[2]
+        parameter = self._parameters[own]
+        assert parameter is not None
+        if parameter.is_meta:
+            made = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+            parameter = self._parameters[own] = nn.Parameter(made, requires_grad=False)
+        return parameter.detach()
+
+    def finish(self) -> None:
+        """Do what can only be done once every tensor is there."""
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes once it is filled."""
+        return sum(parameter.numel() for parameter in self.parameters()) * self.dtype.itemsize
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+def linears(module: nn.Module) -> Iterator[Linear]:
+    """All projections within a module; what a `Linear` itself is made of is not among them."""
+    for child in module.children():
+        if isinstance(child, Linear):
+            yield child
+        else:
+            yield from linears(child)

@@ -1,0 +1,67 @@
+"""The one place where projections are made: which number format, which kernels, over which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from model.config.formats import NumberFormat, NumberKind
+from model.config.sharding import WHOLE, Shard
+from model.linear.base import Linear, LinearSpec, Split
+from model.linear.float import FloatLinear, TiedLinear
+from model.linear.native import native_linear
+from model.linear.parallel import Collective, ParallelLinear
+from model.native.library import Library
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LinearFactory:
+    """Makes every `Linear` of a network; by default torch's, in float32 on the CPU."""
+
+    dtype: torch.dtype = torch.float32  # of the network: of what is not quantised, and of hidden states
+    device: torch.device = CPU
+    native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: patterns of names, the first that fits
+    library: Library | None = None  # None, with `native`: for sizes alone
+    collective: Collective | None = None  # the ranks that share the network; None: there is one
+    prefix: str = ""  # of the names in the specs that it is given
+
+    def __call__(self, spec: LinearSpec, tied: Callable[[], Tensor] | None = None) -> Linear:
+        """The projection that `spec` asks for; `tied` gives the tensor that `spec.tied_to` names."""
+        spec = replace(spec, name=self.prefix + spec.name)
+        if spec.split is Split.INPUTS and self.collective is not None:
+            return ParallelLinear(spec, self._local(replace(spec, bias=False), tied), self.collective)
+        return self._local(spec, tied)
+
+    def _local(self, spec: LinearSpec, tied: Callable[[], Tensor] | None) -> Linear:
+        """What this rank computes by itself."""
+        for pattern, number_format in self.native:
+            if fnmatchcase(spec.name, pattern):
+                return native_linear(number_format, spec, self.dtype, self.library)
+        if spec.tied_to is None:
+            return FloatLinear(spec, self.dtype, self.device)
+        assert tied is not None
+        return TiedLinear(spec, self.dtype, self.device, tied)
+
+    def within(self, name: str) -> LinearFactory:
+        """The same for the projections of the module `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any matrix is kept in fewer bits than the network computes in."""
+        return any(number_format.weight is NumberKind.INT8 for _, number_format in self.native)
+
+    def __str__(self) -> str:
+        """The number format by the setting that asks for it."""
+        return "quantization int8" if self.quantized else f"dtype {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def shard(self) -> Shard:
+        """Which rank the network is for."""
+        return WHOLE if self.collective is None else self.collective.shard
