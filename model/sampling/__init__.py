@@ -1,1 +1,1 @@
-"""The next token of each sequence: penalties, cuts, random draws, top-k."""
+"""Sampling of next tokens from logits: penalties, masks, truncation, random sampling, top-k."""

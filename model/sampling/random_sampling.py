@@ -1,12 +1,12 @@
-"""A token for each row of logits by its temperature and cuts: top-k, top-p, min-p, typical-p.
+"""Random sampling of tokens with temperature and truncation: top-k, top-p, min-p, typical-p.
 
-Each row falls on one uniform number, by inversion of its cumulative distribution in the vocabulary's order (Devroye
-1986, section II.2), so a row depends on nothing but itself. The first three cuts leave what is at least as likely as
-some token; tokens as likely as that one stay too. Which one it is, a short head of the likeliest nearly always tells;
-where it does not, a longer one is taken, at last all values in order. On a GPU one kernel does all of it for all rows
-(`model.sampling.triton_sampling`); what is here is its oracle, and what rows with typical-p go through everywhere.
+Each row is sampled from one uniform number by inversion of its cumulative distribution, in the vocabulary's order
+(Devroye 1986, section II.2), so the result of a row depends only on that row. Top-k, top-p and min-p keep the tokens
+whose score reaches a threshold, ties included. The threshold is nearly always found in the H highest scores (the head);
+otherwise a longer head is taken, and at last all scores are sorted. On a GPU one Triton kernel does all of this for
+all rows (`model.sampling.triton_sampling`). This module is its reference, and samples rows with typical-p everywhere.
 
-Shapes: B rows, V tokens, H of the head.
+Shapes: B rows, V tokens, H tokens of the head.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from model.api.request import SamplingParams
 from model.system import fallbacks
 from model.system.transfer import device_tensor
 
-HEADS = (64, 1024)  # tokens looked at before the whole vocabulary is put in order
-_BLOCK = 256  # weights added up together
-_LEAF = 32  # tokens of which only the likeliest is compared at first
-_MANY_KERNELS = "tokens are drawn in many kernels"
-_CHUNK = 1 << 20  # scores worked on at a time, so that they stay in the CPU's cache
+HEADS = (64, 1024)  # sizes of the head, tried before the whole vocabulary is sorted
+_BLOCK = 256  # weights summed together
+_GROUP = 32  # tokens of which only the maximum is compared at first
+_FALLBACK = "tokens are drawn in many kernels"
+_CHUNK = 1 << 20  # scores of a chunk of rows, which fits in the CPU's cache
 
 
 def sample_into(
     tokens: Tensor, logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> None:
-    """Draw for `rows` of logits `[B, V]`, of any float type, into those places of tokens `[B]`."""
-    left: Sequence[int] = range(len(rows))
+    """Sample a token for each of `rows` of logits `[B, V]`, of any float type, into those elements of tokens `[B]`."""
+    remaining: Sequence[int] = range(len(rows))
     kernel = _kernel(logits.device)
     if kernel is not None:
-        taken = [i for i in left if kernel.covers(params[i])]
-        if taken and _launched(kernel, logits, tokens, *([of[i] for i in taken] for of in (rows, params, uniforms))):
-            left = [i for i in left if not kernel.covers(params[i])]
-    if left:
-        at = device_tensor([rows[i] for i in left], logits.device, torch.int64)
-        scores = logits if len(left) == len(logits) else logits[at]
-        tokens[at] = sample_rows(scores.float(), [params[i] for i in left], [uniforms[i] for i in left])
+        covered = [i for i in remaining if kernel.covers(params[i])]
+        if covered and _try_launch(
+            kernel, logits, tokens, *([v[i] for i in covered] for v in (rows, params, uniforms))
+        ):
+            remaining = [i for i in remaining if not kernel.covers(params[i])]
+    if remaining:
+        at = device_tensor([rows[i] for i in remaining], logits.device, torch.int64)
+        scores = logits if len(remaining) == len(logits) else logits[at]
+        tokens[at] = sample_rows(scores.float(), [params[i] for i in remaining], [uniforms[i] for i in remaining])
 
 
 def _kernel(device: torch.device) -> ModuleType | None:
-    """What draws in one launch; None where that does not work."""
-    if device.type != "cuda" or fallbacks.noted(_MANY_KERNELS) or not _has_triton(device):
+    """Return the module of the Triton kernel; None on a CPU and after a failed launch."""
+    if device.type != "cuda" or fallbacks.noted(_FALLBACK) or not _has_triton(device):
         return None
     from model.sampling import triton_sampling
 
@@ -62,24 +64,24 @@ def _has_triton(device: torch.device) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _launched(kernel: ModuleType, *arguments: object) -> bool:
-    """Whether that worked; if not, it is not tried again."""
+def _try_launch(kernel: ModuleType, *arguments: object) -> bool:
+    """Launch the kernel and return whether that worked; after a failure it is not launched again."""
     try:
         kernel.launch_sampling(*arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        fallbacks.note(_MANY_KERNELS, error)
+        fallbacks.note(_FALLBACK, error)
         return False
     return True
 
 
 def sample_rows(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    """Token ids `[B]` of logits `[B, V]`; `uniforms` are the rows' uniform numbers in [0, 1)."""
+    """Sample token ids `[B]` from logits `[B, V]`; `uniforms` are the rows' uniform numbers in [0, 1)."""
     size = max(1, _CHUNK // logits.shape[1]) if logits.device.type == "cpu" else len(params)
-    parts = range(0, len(params), size)
-    drawn = [_sample_chunk(logits[i : i + size], params[i : i + size], uniforms[i : i + size]) for i in parts]
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+    starts = range(0, len(params), size)
+    tokens = [_sample_chunk(logits[i : i + size], params[i : i + size], uniforms[i : i + size]) for i in starts]
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
 def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
@@ -87,16 +89,16 @@ def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], uniforms: Se
     scaled = logits / _column([p.temperature for p in params], device, torch.float32)
     scaled -= scaled.amax(dim=-1, keepdim=True)
     weights = scaled.exp()
-    cut = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
-    if len(cut) == len(params):
-        weights = _cut(scaled, weights, params)
-    elif cut:
-        at = device_tensor(cut, device, torch.int64)
-        weights[at] = _cut(scaled[at], weights[at], [params[i] for i in cut])
+    truncated = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+    if len(truncated) == len(params):
+        weights = _truncate(scaled, weights, params)
+    elif truncated:
+        at = device_tensor(truncated, device, torch.int64)
+        weights[at] = _truncate(scaled[at], weights[at], [params[i] for i in truncated])
     typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
     if typical:
         at = device_tensor(typical, device, torch.int64)
-        weights[at] = _typical(weights[at], _column([params[i].typical_p for i in typical], device))
+        weights[at] = _truncate_typical(weights[at], _column([params[i].typical_p for i in typical], device))
     return _invert(weights, _column(uniforms, device))
 
 
@@ -105,96 +107,106 @@ def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = 
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Where the points `[B, 1]` fall in weights `[B, V]`: first among blocks of tokens, then in the block."""
-    blocks = _blocks(weights, _BLOCK, 0.0)
-    sums = blocks.sum(dim=-1).double()
-    mass = sums.cumsum(dim=-1)
-    target = uniforms * mass[:, -1:]
-    block = _reach(mass, target)  # [B, 1]
-    before = mass.gather(1, block) - sums.gather(1, block)
+    """Return the tokens `[B]` at which the cumulative sums of weights `[B, V]` pass `uniforms` `[B, 1]`.
+
+    The block of tokens is found first, then the token within the block.
+    """
+    blocks = _split_blocks(weights, _BLOCK, 0.0)
+    block_sums = blocks.sum(dim=-1).double()
+    cumulative = block_sums.cumsum(dim=-1)
+    target = uniforms * cumulative[:, -1:]
+    block = _first_above(cumulative, target)  # [B, 1]
+    before = cumulative.gather(1, block) - block_sums.gather(1, block)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=-1)
-    return (block * _BLOCK + _reach(inside, target - before))[:, 0]
+    return (block * _BLOCK + _first_above(inside, target - before))[:, 0]
 
 
-def _reach(mass: Tensor, target: Tensor) -> Tensor:
-    """Where cumulative `mass` `[B, N]` passes `target` `[B, 1]`: `[B, 1]`, always a place that adds to it."""
-    last = (mass < mass[:, -1:]).sum(dim=-1, keepdim=True)
-    return torch.minimum(torch.searchsorted(mass, target, right=True), last)
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Return the first index `[B, 1]` at which `cumulative` `[B, N]` exceeds `target` `[B, 1]`.
+
+    It is never an index behind the last weight above 0, whatever the rounding.
+    """
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
-def _cut(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The weights without what top-k, top-p and min-p leave out; `scaled` is 0 at each row's likeliest token."""
+def _truncate(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Set weights to 0 that top-k, top-p or min-p remove; `scaled` scores are 0 at each row's maximum."""
     device = scaled.device
-    least = _column([p.min_p for p in params], device, torch.float32).log()  # -inf: off
-    ordered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0]
-    if ordered:
-        at = device_tensor(ordered, device, torch.int64)
-        found = _least_likely(scaled[at], weights[at], [params[i] for i in ordered])
-        least[at] = torch.maximum(least[at], found)
-    return weights.masked_fill_(scaled < least, 0.0)
+    threshold = _column([p.min_p for p in params], device, torch.float32).log()  # -inf: off
+    by_rank = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0]
+    if by_rank:
+        at = device_tensor(by_rank, device, torch.int64)
+        lowest = _lowest_kept(scaled[at], weights[at], [params[i] for i in by_rank])
+        threshold[at] = torch.maximum(threshold[at], lowest)
+    return weights.masked_fill_(scaled < threshold, 0.0)
 
 
-def _least_likely(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The lowest score `[B, 1]` that top-k and then top-p keep."""
-    total = _blocks(weights, _BLOCK, 0.0).sum(dim=-1).sum(dim=-1, keepdim=True, dtype=torch.float64)  # [B, 1]
-    least = torch.empty(len(scaled), 1, device=scaled.device)
-    left = list(range(len(params)))
+def _lowest_kept(scaled: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the lowest score `[B, 1]` that top-k and then top-p keep."""
+    total = _split_blocks(weights, _BLOCK, 0.0).sum(dim=-1).sum(dim=-1, keepdim=True, dtype=torch.float64)  # [B, 1]
+    lowest = torch.empty(len(scaled), 1, device=scaled.device)
+    remaining = list(range(len(params)))
     for size in (*(size for size in HEADS if size < scaled.shape[1]), scaled.shape[1]):
-        tried = [i for i in left if params[i].top_k <= size or size == scaled.shape[1]]
-        if not tried:
+        current = [i for i in remaining if params[i].top_k <= size or size == scaled.shape[1]]
+        if not current:
             continue
-        at = device_tensor(tried, scaled.device, torch.int64)
-        values = highest(scaled[at], size)
-        least[at], reached = _last_kept(values, total[at], [params[i] for i in tried])
-        done = set(tried)
-        if size < scaled.shape[1] and not all(params[i].top_k for i in tried):  # else nothing waits for the device
-            done = {i for i, yes in zip(tried, reached.tolist(), strict=True) if yes}
-        left = [i for i in left if i not in done]
-        if not left:
+        at = device_tensor(current, scaled.device, torch.int64)
+        head = sorted_top(scaled[at], size)
+        lowest[at], conclusive = _lowest_in_head(head, total[at], [params[i] for i in current])
+        done = set(current)
+        # With top-k the head is always conclusive, and the host need not wait for the device.
+        if size < scaled.shape[1] and not all(params[i].top_k for i in current):
+            done = {i for i, is_done in zip(current, conclusive.tolist(), strict=True) if is_done}
+        remaining = [i for i in remaining if i not in done]
+        if not remaining:
             break
-    return least
+    return lowest
 
 
-def _last_kept(values: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """The lowest of the head `values` `[B, H]` that is kept `[B, 1]`, and whether the head reaches that far `[B]`."""
-    size = values.shape[1]
-    count = [min(p.top_k or size, size) for p in params]
-    kept = device_tensor(count, values.device, torch.int64)[:, None]
-    weights = values.exp().double().masked_fill(torch.arange(size, device=values.device) >= kept, 0.0)
-    mass = weights.cumsum(dim=-1)
-    by_count = device_tensor([p.top_k > 0 for p in params], values.device, torch.bool)[:, None]
-    limit = _column([p.top_p for p in params], values.device) * torch.where(by_count, mass[:, -1:], total)
-    reaching = torch.searchsorted(mass, limit) + 1  # tokens until the share is reached
-    last = torch.minimum(reaching, kept) - 1
-    return values.gather(1, last), ((reaching <= kept) | by_count)[:, 0]
+def _lowest_in_head(head: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Return the lowest kept score `[B, 1]` of the head `[B, H]`, and whether the head is long enough for it `[B]`.
+
+    `total` `[B, 1]`: the sum of all weights of the row.
+    """
+    size = head.shape[1]
+    counts = [min(p.top_k or size, size) for p in params]
+    count = device_tensor(counts, head.device, torch.int64)[:, None]
+    weights = head.exp().double().masked_fill(torch.arange(size, device=head.device) >= count, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    has_top_k = device_tensor([p.top_k > 0 for p in params], head.device, torch.bool)[:, None]
+    limit = _column([p.top_p for p in params], head.device) * torch.where(has_top_k, cumulative[:, -1:], total)
+    reached = torch.searchsorted(cumulative, limit) + 1  # number of tokens that reach top-p
+    last = torch.minimum(reached, count) - 1
+    return head.gather(1, last), ((reached <= count) | has_top_k)[:, 0]
 
 
-def highest(scores: Tensor, size: int) -> Tensor:
-    """The `size` highest of each row of `[B, V]`, in order: `[B, size]`."""
+def sorted_top(scores: Tensor, size: int) -> Tensor:
+    """Return the `size` highest of each row of scores `[B, V]`, in descending order: `[B, size]`."""
     if scores.device.type != "cpu":
         return scores.topk(size, dim=-1).values
     rows = scores.numpy()
-    maxima = _blocks(scores, _LEAF, float("-inf")).amax(dim=-1).numpy()
+    maxima = _split_blocks(scores, _GROUP, float("-inf")).amax(dim=-1).numpy()
     if size >= maxima.shape[1]:
         return torch.from_numpy(np.sort(rows, axis=-1)[:, ::-1][:, :size].copy())
-    # `size` leaves have a token as high as the lowest of the highest maxima: few tokens are left to be put in order.
+    # At least `size` scores reach the `size`-th highest maximum of the groups, and few more: only these are sorted.
     bounds = np.partition(maxima, -size, axis=-1)[:, -size]
-    found = [np.sort(row[row >= bound])[::-1][:size] for row, bound in zip(rows, bounds, strict=True)]
-    return torch.from_numpy(np.stack(found))
+    top = [np.sort(row[row >= bound])[::-1][:size] for row, bound in zip(rows, bounds, strict=True)]
+    return torch.from_numpy(np.stack(top))
 
 
-def _blocks(rows: Tensor, size: int, fill: float) -> Tensor:
-    """`[B, V]` as `[B, blocks, size]`."""
+def _split_blocks(rows: Tensor, size: int, fill: float) -> Tensor:
+    """Reshape rows `[B, V]` to `[B, blocks, size]`, padded with `fill`."""
     return pad(rows, (0, -rows.shape[1] % size), value=fill).unflatten(1, (-1, size))
 
 
-def _typical(weights: Tensor, share: Tensor) -> Tensor:
-    """The tokens whose surprise is nearest to the entropy, as many as hold `share` (Meister et al. 2023)."""
+def _truncate_typical(weights: Tensor, typical_p: Tensor) -> Tensor:
+    """Keep the tokens whose surprisal is nearest to the entropy, up to the mass `typical_p` (Meister et al. 2023)."""
     probs = weights.double()
     probs = probs / probs.sum(dim=-1, keepdim=True)
-    surprise = -probs.log()  # infinite for what is out already
-    entropy = (probs * surprise).nansum(dim=-1, keepdim=True)
-    order = (surprise - entropy).abs().argsort(dim=-1, stable=True)
+    surprisal = -probs.log()  # infinite for tokens that were removed before
+    entropy = (probs * surprisal).nansum(dim=-1, keepdim=True)
+    order = (surprisal - entropy).abs().argsort(dim=-1, stable=True)
     ordered = probs.gather(1, order)
-    outside = ordered.cumsum(dim=-1) - ordered >= share  # the share was reached before
-    return weights.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
+    removed = ordered.cumsum(dim=-1) - ordered >= typical_p  # tokens before this one reach the mass
+    return weights.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), 0.0)

@@ -1,6 +1,6 @@
-"""The likeliest tokens of rows of logits, and the rows' logsumexp, by which logits become log-probabilities.
+"""Top-k and logsumexp of rows of logits; a logit minus its row's logsumexp is a log-probability.
 
-Each row depends on nothing but itself, the last bit included. On a CPU the native kernels do it where they are in use:
+The result of a row depends only on that row, bit for bit. On a CPU the native kernels compute it if they are in use:
 torch takes four to six times as long for rows of 50,000.
 """
 
@@ -10,47 +10,51 @@ from torch import Tensor
 
 from model.native.library import loaded
 
-_MOST = 256  # ranks that are kept in order one by one
+_MAX_NATIVE = 256  # the native kernel's bound on k; it keeps its candidates in order by insertion
 
 
 def top_k_logsumexp(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` highest of logits `[B, V]`, at most V of them, in descending order: values `[B, count]`, tokens
-    `[B, count]`, and log sum exp of each row `[B, 1]`, in float32. Of equals the first comes first.
+    """Return the top `count` (at most V) of logits `[B, V]` and their logsumexp, in float32.
+
+    The results are values `[B, count]` in descending order, tokens `[B, count]` and logsumexp `[B, 1]`. Equal values
+    are in the order of their tokens.
     """
     logits, count = logits.float(), min(count, logits.shape[1])
     library = loaded() if logits.device.type == "cpu" else None
     if library is None:
-        return *_highest(logits, count), _logsumexp(logits)
-    values, tokens, logsumexp = library.run_ranking(logits.contiguous(), max(1, min(count, _MOST)))
-    values, tokens, unsure = values[:, :count], tokens[:, :count], logsumexp.isnan()[:, 0]
-    if unsure.any():  # the other rows keep what they have
-        logsumexp[unsure] = _logsumexp(logits[unsure])
-    if count > _MOST:
-        values, tokens = _highest(logits, count)
-    elif unsure.any():
-        values[unsure], tokens[unsure] = _highest(logits[unsure], count)
+        return *_stable_top_k(logits, count), _logsumexp(logits)
+    values, tokens, logsumexp = library.run_ranking(logits.contiguous(), max(1, min(count, _MAX_NATIVE)))
+    values, tokens, failed = values[:, :count], tokens[:, :count], logsumexp.isnan()[:, 0]
+    if failed.any():  # only these rows are computed again
+        logsumexp[failed] = _logsumexp(logits[failed])
+    if count > _MAX_NATIVE:
+        values, tokens = _stable_top_k(logits, count)
+    elif failed.any():
+        values[failed], tokens[failed] = _stable_top_k(logits[failed], count)
     return values, tokens, logsumexp
 
 
-def _highest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`topk` with an order among equals, so that a row's is the same however many its neighbours ask for.
+def _stable_top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Compute `topk` with equal values in the order of their tokens, so that no row depends on `count`.
 
-    On a GPU that is so within the list alone: which of the equals at its end are in it, the device decides.
+    On a GPU this holds within the list only: the device decides which of the values equal to its last one are in it.
     """
     values, tokens = logits.topk(count, dim=-1)
     tokens, order = tokens.sort(dim=-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     tokens = tokens.gather(-1, order)
     if count and logits.device.type == "cpu":
-        edge = values[:, -1:]
-        left_out = (logits == edge).sum(dim=-1) > (values == edge).sum(dim=-1)
-        for row in (left_out & ~edge[:, 0].isneginf()).nonzero()[:, 0].tolist():
+        last = values[:, -1:]
+        tie_cut = (logits == last).sum(dim=-1) > (values == last).sum(
+            dim=-1
+        )  # some values equal to the last are not in
+        for row in (tie_cut & ~last[:, 0].isneginf()).nonzero()[:, 0].tolist():
             tokens[row] = logits[row].sort(descending=True, stable=True).indices[:count]
     return values, tokens
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
-    """log sum exp of each row, `[B, 1]`. A lone one is taken twice, as torch would share its sum among threads."""
+    """Return each row's logsumexp `[B, 1]`. A single row is computed twice: torch would split its sum over threads."""
     if len(logits) > 1:
         return logits.logsumexp(dim=-1, keepdim=True)
     return logits.expand(2, -1).logsumexp(dim=-1, keepdim=True)[:1]

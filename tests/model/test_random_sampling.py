@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.api.request import SamplingParams
 from model.sampling import random_sampling
-from model.sampling.random_sampling import highest, sample_rows
+from model.sampling.random_sampling import sample_rows, sorted_top
 from model.sampling.sampler import SamplingRow, sample
 from model.system import fallbacks
 
@@ -98,7 +98,7 @@ def test_highest_are_the_highest_in_order(size: int) -> None:
     rows = scores(50_257, 1.0, 3).round(decimals=2)  # with many equals
     rows[1] = float("-inf")
     rows[1, 5] = 0.0
-    assert torch.equal(highest(rows, size), rows.sort(dim=-1, descending=True).values[:, :size])
+    assert torch.equal(sorted_top(rows, size), rows.sort(dim=-1, descending=True).values[:, :size])
 
 
 def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.api.request import SamplingParams
-from model.sampling.sampler import SamplingRow, logprobs_of, sample, uniform
+from model.sampling.sampler import SamplingRow, sample, token_logprobs, uniform
 
 V = 40
 INFINITY = float("inf")
@@ -124,9 +124,9 @@ class TestPenaltiesAgainstTheReferenceLibrary:
 
     def processed(self, params: SamplingParams) -> Tensor:
         """Our scores after processing, read through `logit_bias`-free greedy choices over pairs of tokens."""
-        from model.sampling.sampler import _process
+        from model.sampling.sampler import _process_logits
 
-        return _process(logits(2), [row(params, prompt=self.PROMPT, output=self.OUTPUT)])
+        return _process_logits(logits(2), [row(params, prompt=self.PROMPT, output=self.OUTPUT)])
 
     @pytest.mark.parametrize("penalty", [1.3, 0.7])
     def test_repetition(self, penalty: float) -> None:
@@ -213,11 +213,11 @@ imposed_rows = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.just(SamplingRow(SamplingParams(), 0, [1], 1)) | imposed_rows, min_size=1, max_size=6))
 def test_processing_the_batch_is_processing_each_row_bit_for_bit(rows: list[SamplingRow]) -> None:
-    from model.sampling.sampler import _process
+    from model.sampling.sampler import _process_logits
 
     scores = logits(11, rows=len(rows))
     before = scores.clone()
-    assert torch.equal(_process(scores, rows), processed_row_by_row(scores, rows))
+    assert torch.equal(_process_logits(scores, rows), processed_row_by_row(scores, rows))
     assert torch.equal(scores, before)
 
 
@@ -225,8 +225,8 @@ def test_logprobs_are_the_same_alone_and_among_others() -> None:
     """With several threads torch's own sum over a lone row of this length is another one."""
     scores = torch.randn(64, 50_257, generator=torch.Generator().manual_seed(0))
     tokens, top = torch.arange(64), [i % 5 for i in range(64)]
-    crowd = logprobs_of(scores, tokens, top)
-    alone = [logprobs_of(scores[i : i + 1], tokens[i : i + 1], [top[i]])[0] for i in range(64)]
+    crowd = token_logprobs(scores, tokens, top)
+    alone = [token_logprobs(scores[i : i + 1], tokens[i : i + 1], [top[i]])[0] for i in range(64)]
     assert crowd == alone
     assert [len(found.top) for found in crowd] == top
 
@@ -244,7 +244,7 @@ def test_banned_tokens_are_never_drawn() -> None:
 def test_logprobs_are_the_models_own_distribution_best_first() -> None:
     scores, tokens = logits(5, rows=3), torch.tensor([4, 0, 11])
     expected = scores.log_softmax(-1)
-    for i, found in enumerate(logprobs_of(scores, tokens, [0, 3, V + 5])):
+    for i, found in enumerate(token_logprobs(scores, tokens, [0, 3, V + 5])):
         assert found.token_id == tokens[i]
         assert found.logprob == pytest.approx(expected[i, tokens[i]].item())
         assert len(found.top) == (0, 3, V)[i]

@@ -30,7 +30,7 @@ from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
-from model.sampling.sampler import SamplingRow, logprobs_of, sample, top_candidates
+from model.sampling.sampler import SamplingRow, sample, token_logprobs, top_candidates
 from model.system.transfer import HostCopy, device_tensor, to_device
 
 _NO_RULES = GenerationRules()
@@ -193,7 +193,7 @@ class ModelRunner:
         if wanted:
             at = self._tensor(wanted) if len(wanted) < len(rows) else slice(None)
             tops = [steps[i].sequence.params.logprobs or 0 for i in wanted]
-            logprobs = dict(zip(wanted, logprobs_of(logits[at], tokens[at], tops), strict=True))
+            logprobs = dict(zip(wanted, token_logprobs(logits[at], tokens[at], tops), strict=True))
         forced = [row.forced_token_id is not None for row in rows]
         return Launched(all_steps, places, tokens, arriving, forced, logprobs, self._candidates(steps, rows, logits))
 
@@ -238,7 +238,7 @@ class ModelRunner:
                     end = min(begin + LOGPROB_ROWS, stop)
                     rows = hidden[first + begin - 1 - step.start : first + end - 1 - step.start]
                     tokens = self._tensor(sequence.token_ids[begin:end])
-                    sequence.prompt_logprobs += logprobs_of(self.model.logits(rows), tokens, [top] * len(rows))
+                    sequence.prompt_logprobs += token_logprobs(self.model.logits(rows), tokens, [top] * len(rows))
             first += step.num_tokens
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
