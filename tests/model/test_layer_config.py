@@ -25,11 +25,12 @@ from model.config.sharding import Shard
 from model.errors import ConfigError
 from model.families.table.helpers import repeat
 from model.inspection.anatomy import describe_stack, dissect
+from model.linear.factory import LinearFactory
 from model.network.inputs import packed_input
-from model.network.native_stack import pack_model
+from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.step_context import StepContext
 from model.network.transformer import Transformer
-from tests.model.checkpoints import CPU, VOCAB, native_backends, prompt
+from tests.model.checkpoints import CPU, VOCAB, copy_weights, native_backends, prompt
 
 SIZE = 32
 RMS = NormConfig(NormKind.RMS, 1e-6)
@@ -51,7 +52,9 @@ def stack(*layers: LayerConfig) -> StackConfig:
 
 def build(config: StackConfig) -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(ModelConfig("any", EmbeddingConfig(VOCAB, SIZE), decoder=config), ReferenceBackend())
+    model = Transformer(
+        ModelConfig("any", EmbeddingConfig(VOCAB, SIZE), decoder=config), ReferenceBackend(), LinearFactory()
+    )
     for parameter in model.requires_grad_(False).parameters():
         parameter.normal_(std=0.3)
     return model
@@ -131,9 +134,12 @@ def test_each_layer_is_computed_as_it_says() -> None:
 def test_each_layer_is_computed_in_c_as_it_says() -> None:
     model, inputs = build(stack(*DIFFERENT)), packed_input([prompt(9), prompt(4)], CPU, causal=True)
     expected = model.decode(inputs)
-    pack_model(model, native_backends()[0].library)
-    assert model.decoder is not None and model.decoder.native is not None
-    torch.testing.assert_close(model.decode(inputs), expected, atol=1e-5, rtol=1e-5)
+    linear = native_linears(model.config, torch.float32, native_backends()[0].library)
+    in_c = Transformer(model.config, model.backend, linear)
+    copy_weights(model, in_c)
+    attach_native_stacks(in_c)
+    assert in_c.decoder is not None and in_c.decoder.runner is not None
+    torch.testing.assert_close(in_c.decode(inputs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_differs_is_said_of_the_layers_that_have_it() -> None:
