@@ -170,7 +170,7 @@ class AttentionBackend(Protocol):
         config: AttentionConfig,
         bias: ScoreBias | None = None,
     ) -> Tensor:
-        """`softmax(q k^T * scale + bias) v`, `[T, H, D]`.
+        """`softmax(softcap(q k^T * scale) + bias) v`, `[T, H, D]`.
 
         Writes the keys and values of all segments into the cache before any query reads: a segment's table may name
         blocks that another segment fills in the same step (`model.engine.scheduling.block_manager`).
@@ -203,6 +203,11 @@ def given(tensor: Tensor | None) -> Tensor:
     """The keys or values of this step, which only a metadata with everything in the pool may leave out."""
     assert tensor is not None, "keys and values are neither given nor in the pool"
     return tensor
+
+
+def softcapped(scores: Tensor, softcap: float) -> Tensor:
+    """`softcap * tanh(scores / softcap)`: nearly the scores while they are small, never beyond the softcap."""
+    return torch.tanh(scores / softcap) * softcap
 
 
 def visible(q_positions: Tensor, k_positions: Tensor, kv_lens: Tensor, *, causal: bool, window: int | None) -> Tensor:

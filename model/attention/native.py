@@ -51,7 +51,8 @@ class NativeBackend(SdpaBackend):
 
 
 def shape_of(config: AttentionConfig) -> AttentionShape:
-    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, config.window or 0, config.scale)
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.window or 0)
+    return AttentionShape(*sizes, config.scale, config.softcap or 0.0)
 
 
 def kv_pages(layer: LayerCache) -> KVPages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible
 from model.cache.paged import LayerCache
 from model.config.layer import AttentionConfig
 
@@ -57,6 +57,8 @@ class ReferenceBackend:
         """How much each query takes of each key, `[H, Q, S]`, of one segment's q `[Q, H, D]` and k `[S, K, D]`."""
         k = k.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)  # [S, H, D]
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * config.scale  # [H, Q, S]
+        if config.softcap is not None:
+            scores = softcapped(scores, config.softcap)
         if bias is not None:
             scores = scores + bias(q[None], group)[0].float()
         mask = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, visible
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible
 from model.cache.paged import LayerCache
 from model.config.layer import AttentionConfig
 
@@ -72,7 +72,9 @@ def _attend(
     """`[B, Q, H, D]` from q of that shape and k, v `[B, S, K, D]`."""
     plain = bias is None and not group.ragged and (config.window is None or config.window >= group.kv_len)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before length
-    if plain and (group.q_len == 1 or not causal):
+    if config.softcap is not None:
+        mixed = _capped(q, k, v, config, config.softcap, _mask(q, group, causal, config, bias))
+    elif plain and (group.q_len == 1 or not causal):
         mixed = _sdpa(q, k, v, config, None, False)
     elif plain and group.q_len == group.kv_len:
         mixed = _sdpa(q, k, v, config, None, True)
@@ -90,6 +92,7 @@ def _mask(q: Tensor, group: SegmentGroup, causal: bool, config: AttentionConfig,
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor | None, causal: bool) -> Tensor:
+    """`[B, H, Q, D]` from q of that shape and k, v `[B, K, S, D]`."""
     heads_per_kv = config.num_heads // config.num_kv_heads
     if heads_per_kv > 1 and q.shape[2] == 1:
         # A single query: its heads become the queries of their shared key head, and no key is repeated.
@@ -101,3 +104,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=config.scale, enable_gqa=heads_per_kv > 1
     )
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, softcap: float, mask: Tensor) -> Tensor:
+    """`_sdpa` with a softcap, which torch's function does not know: the products written out."""
+    heads_per_kv = config.num_heads // config.num_kv_heads
+    k, v = (x.repeat_interleave(heads_per_kv, dim=1) for x in (k, v))
+    scores = softcapped((q @ k.transpose(2, 3)).float() * config.scale, softcap)  # [B, H, Q, S]
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    return scores.softmax(dim=-1).to(v.dtype) @ v

@@ -34,7 +34,7 @@ class Activation(StrEnum):
     TANH = "tanh"
 
 
-def require_positive(owner: object, **sizes: int) -> None:
+def require_positive(owner: object, **sizes: float) -> None:
     for name, value in sizes.items():
         if value <= 0:
             raise ConfigError(f"{type(owner).__name__}.{name} must be positive, found {value}")
@@ -91,7 +91,11 @@ class XLNetRelativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Multi-head attention: `num_kv_heads` < `num_heads` is grouped-query, 1 multi-query."""
+    """Multi-head attention: `num_kv_heads` < `num_heads` is grouped-query, 1 multi-query.
+
+    Scores are `q k^T * scale`; with a softcap `softcap * tanh(score / softcap)` (Gemma 2). A bias by position is added
+    to that.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -101,6 +105,7 @@ class AttentionConfig:
     out_bias: bool = False
     position: RotaryConfig | BucketBiasConfig | XLNetRelativeConfig | None = None  # None: none of its own
     window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, as many behind it
+    softcap: float | None = None  # scores stay between -softcap and softcap
     qk_norm: NormConfig | None = None  # of each head's query and key (Qwen3, Gemma 3)
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
 
@@ -108,6 +113,8 @@ class AttentionConfig:
         require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.window is not None:
             require_positive(self, window=self.window)
+        if self.softcap is not None:
+            require_positive(self, softcap=self.softcap)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:

@@ -175,6 +175,11 @@ class HeadConfig:
     tied: bool  # the embedding table is the output matrix
     bias: bool = False
     scale: float = 1.0  # of the hidden states before the product
+    softcap: float | None = None  # logits stay between -softcap and softcap (Gemma 2)
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None:
+            require_positive(self, softcap=self.softcap)
 
 
 class ClassifierInput(StrEnum):

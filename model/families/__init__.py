@@ -13,6 +13,9 @@ from model.families import (
     bart,
     bert,
     distilbert,
+    gemma,
+    gemma2,
+    gemma3,
     gpt2,
     gpt_neox,
     llama,
@@ -27,7 +30,7 @@ from model.families.table.rules import Family
 
 FAMILIES: dict[str, Family] = {
     name: family
-    for table in (albert, bart, bert, distilbert, gpt2, gpt_neox, llama, t5, marian, vit, xlnet)
+    for table in (albert, bart, bert, distilbert, gemma, gemma2, gemma3, gpt2, gpt_neox, llama, t5, marian, vit, xlnet)
     for name, family in table.FAMILIES.items()
 }
 

@@ -1,12 +1,12 @@
 """Llama and those shaped like it: rotary positions, RMS pre-norm, a gated MLP, grouped-query attention.
 
 Llama (Touvron et al. 2023), Mistral (a sliding window), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k), Phi-3
-(fused projections, partial rotation), Gemma (scaled embeddings, norms stored as distances from 1).
+(fused projections, partial rotation). The Gemmas build on this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from model.families.table.helpers import (
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family, WeightRule
+
+_PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -103,19 +105,8 @@ def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return _with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
-def gemma(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    raw = raw.otherwise(max_position_embeddings=8192)
-    act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-    # The first folders say "gelu" and mean the tanh approximation, as the reference library has it.
-    base = config(raw.but(hidden_act="gelu_pytorch_tanh" if act == "gelu" else act, head_dim=raw["head_dim"]), names)
-    assert base.decoder is not None and base.decoder.final_norm is not None
-    norm = replace(base.decoder.final_norm, unit_offset=True)
-    decoder = base.decoder.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
-    embedding = replace(base.embedding, scale=raw["hidden_size"] ** 0.5)
-    return replace(base, embedding=embedding, decoder=replace(decoder, final_norm=norm))
-
-
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterator[WeightRule]:
+    """`norms` are a layer's, stored name to parameter."""
     assert config.decoder is not None
     yield from _outside(config)
     for i, layer in enumerate(config.decoder.layers):
@@ -128,7 +119,7 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
             yield WeightRule(f"{here}.self_attn.k_norm.weight", f"{there}.attn.k_norm.weight")
         gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
         yield from fused(gated, f"{there}.mlp.up", bias=False)
-        yield from _rest(here, there)
+        yield from _rest(here, there, norms)
 
 
 def phi3_rules(config: ModelConfig) -> Iterator[WeightRule]:
@@ -139,13 +130,13 @@ def phi3_rules(config: ModelConfig) -> Iterator[WeightRule]:
         yield WeightRule(f"{here}.self_attn.qkv_proj.weight", f"{there}.attn.qkv.weight")
         yield WeightRule(f"{here}.self_attn.o_proj.weight", f"{there}.attn.out.weight")
         yield WeightRule(f"{here}.mlp.gate_up_proj.weight", f"{there}.mlp.up.weight")
-        yield from _rest(here, there)
+        yield from _rest(here, there, _PRE_NORMS)
 
 
-def _rest(here: str, there: str) -> Iterator[WeightRule]:
+def _rest(here: str, there: str, norms: Mapping[str, str]) -> Iterator[WeightRule]:
     yield from affine(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
-    yield WeightRule(f"{here}.input_layernorm.weight", f"{there}.attn_norms.pre.weight")
-    yield WeightRule(f"{here}.post_attention_layernorm.weight", f"{there}.mlp_norms.pre.weight")
+    for stored, norm in norms.items():
+        yield WeightRule(f"{here}.{stored}.weight", f"{there}.{norm}.weight")
 
 
 def _outside(config: ModelConfig) -> Iterator[WeightRule]:
@@ -156,12 +147,11 @@ def _outside(config: ModelConfig) -> Iterator[WeightRule]:
         yield WeightRule("lm_head.weight", "head.weight")
 
 
-_DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq",)
+DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq",)
 FAMILIES = {
-    "llama": Family(config, rules, "model.", _DROPPED),
-    "mistral": Family(mistral, rules, "model.", _DROPPED),
-    "qwen2": Family(qwen2, rules, "model.", _DROPPED),
-    "qwen3": Family(qwen3, rules, "model.", _DROPPED),
-    "phi3": Family(phi3, phi3_rules, "model.", _DROPPED),
-    "gemma": Family(gemma, rules, "model.", _DROPPED),
+    "llama": Family(config, rules, "model.", DROPPED),
+    "mistral": Family(mistral, rules, "model.", DROPPED),
+    "qwen2": Family(qwen2, rules, "model.", DROPPED),
+    "qwen3": Family(qwen3, rules, "model.", DROPPED),
+    "phi3": Family(phi3, phi3_rules, "model.", DROPPED),
 }

@@ -44,7 +44,8 @@ class Part:
 class LinearSpec:
     """A projection `x W^T + b`: where it is in the network, its sizes, its fused parts, how ranks divide it.
 
-    `tied_to` names the tensor elsewhere in the network that serves as W too.
+    `tied_to` names the tensor elsewhere in the network that serves as W too. With a `softcap` the outputs are
+    `softcap * tanh(y / softcap)` of the projection's y.
     """
 
     name: str  # as in decoder.layers.0.attn.qkv
@@ -53,6 +54,11 @@ class LinearSpec:
     bias: bool = True
     split: Split = Split.WHOLE
     tied_to: str | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and self.split is Split.INPUTS:
+            raise ValueError(f"{self.name}: a softcap is of the whole sum, which no rank computes alone")
 
     @property
     def num_outputs(self) -> int:

@@ -20,7 +20,7 @@ class FloatLinear(Linear):
         self.bias = nn.Parameter(torch.empty(spec.num_outputs)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return _softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
 
 
 class TiedLinear(Linear):
@@ -36,4 +36,8 @@ class TiedLinear(Linear):
         return {name: shape for name, shape in super().tensors().items() if name != self.spec.weight}
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.tied(), self.bias)
+        return _softcapped(functional.linear(x, self.tied(), self.bias), self.spec.softcap)
+
+
+def _softcapped(outputs: Tensor, softcap: float | None) -> Tensor:
+    return outputs if softcap is None else torch.tanh(outputs / softcap) * softcap

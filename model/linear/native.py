@@ -97,7 +97,7 @@ class NativeLinear(Linear):
         rows = x.float().contiguous()
         out = torch.empty(rows.shape[0], self.spec.num_outputs)
         assert self.library is not None
-        self.library.run_linear(self.matrix, rows, out)
+        self.library.run_linear(self.matrix, rows, out, self.spec.softcap or 0.0)
         return out.to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NativeLinear:

@@ -78,6 +78,7 @@ class Transformer(nn.Module):
             head.bias,
             Split.OUTPUTS,
             tied_to="tokens.weight" if head.tied else None,
+            softcap=head.softcap,
         )
         return self.linear(spec, lambda: table.weight)
 

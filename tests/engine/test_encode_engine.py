@@ -69,7 +69,7 @@ def hidden(kind: str, request: EncodeRequest) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "kind", ["bert", "llama-gqa", "gpt2", "gpt-neox", "gemma", "marian", "t5-relu", "mbart", "umt5"]
+    "kind", ["bert", "llama-gqa", "gpt2", "gpt-neox", "gemma", "gemma3", "marian", "t5-relu", "mbart", "umt5"]
 )
 def test_every_form_gives_the_reference_librarys_vectors(kind: str) -> None:
     requests = inputs(task=EncodeTask.TOKENS)

@@ -13,7 +13,19 @@ from tests.engine.support import Running, add_all, mixed, request, running
 from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
 
 KINDS = (
-    *("llama-gqa", "llama-mqa-head-dim", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gpt2", "gpt-neox"),
+    *(
+        "llama-gqa",
+        "llama-mqa-head-dim",
+        "llama-yarn",
+        "mistral",
+        "qwen3",
+        "phi3",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gpt2",
+        "gpt-neox",
+    ),
     *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
 )
 BACKENDS = (SdpaBackend(), ReferenceBackend(), *native_backends())
@@ -46,7 +58,9 @@ def test_chunked_prompts_beside_decoding(kind: str, budget: int) -> None:
     assert worst(kind, run, requests) < CLOSE
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa", "llama-bias", "mistral", "gpt2", "gpt-neox", "gemma", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["llama-gqa", "llama-bias", "mistral", "gpt2", "gpt-neox", "gemma", "gemma2", "gemma3", "qwen3"]
+)
 def test_chunks_of_a_few_tokens(kind: str) -> None:
     run = running(kind, budget=3, max_num_seqs=3)
     requests = mixed(kind, 4)
@@ -63,6 +77,21 @@ def test_preempted_and_computed_anew(kind: str) -> None:
     run.run()
     assert run.engine.stats().preemptions > 0
     assert worst(kind, run, requests) < CLOSE
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3"])
+def test_windows_through_chunks_prefix_hits_and_preemption(kind: str, backend: AttentionBackend) -> None:
+    run = running(kind, backend=backend, num_blocks=22, budget=7, max_num_seqs=4)
+    requests = [request(kind, f"r{i}", 21, i % 2, max_tokens=20) for i in range(4)]
+    add_all(run, requests)
+    run.run()
+    again = [request(kind, f"again{i}", 21, i % 2, max_tokens=20) for i in range(2)]
+    add_all(run, again)
+    run.run()
+    assert run.engine.stats().preemptions > 0
+    assert max(output.cached_tokens for output in run.outputs if output.request_id == "again0") == 20
+    assert worst(kind, run, [*requests, *again]) < CLOSE
 
 
 TABLES = [(kind, "tables") for kind in KINDS] + [(kind, "source_tables") for kind in KINDS if kind in ENCODER_DECODERS]

@@ -100,6 +100,19 @@ LLAMA = dict(
     pad_token_id=0,
     tie_word_embeddings=False,
 )
+# Windows that prompts cross, a scale that is not the head's, heads that are not a share of the width.
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    **dict(head_dim=12, query_pre_attn_scalar=20, sliding_window=5, final_logit_softcapping=3.0),
+    **dict(tie_word_embeddings=True, attn_implementation="eager"),
+}
+_GEMMA3: dict[str, Any] = dict(
+    sliding_window_pattern=3,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=4.0),
+        sliding_attention=dict(rope_type="default", rope_theta=300.0),
+    ),
+)
 NEOX = dict(**_SIZES, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 GPT2 = dict(
     vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
@@ -162,6 +175,8 @@ _DECODERS: Rows = {
     "qwen3": _model("Qwen3ForCausalLM", LLAMA, head_dim=12),
     "phi3": _model("Phi3ForCausalLM", LLAMA, partial_rotary_factor=0.5),
     "gemma": _model("GemmaForCausalLM", LLAMA, head_dim=16, tie_word_embeddings=True),
+    "gemma2": _model("Gemma2ForCausalLM", GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0),
+    "gemma3": _model("Gemma3ForCausalLM", GEMMA, num_hidden_layers=5, **_GEMMA3),
     "gpt2": _model("GPT2LMHeadModel", GPT2),
     "gpt-neox": _model("GPTNeoXForCausalLM", NEOX, rotary_pct=0.5),
     "gpt-neox-sequential": _model("GPTNeoXForCausalLM", NEOX, use_parallel_residual=False, attention_bias=False),

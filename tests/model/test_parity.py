@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from model.attention.base import AttentionBackend, AttentionMetadata
+from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
+from model.config.layer import LayerConfig, NormConfig, NormKind, RotaryConfig
 from model.network.inputs import CrossInput, packed_input
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from tests.model.checkpoints import CPU, DECODERS, KINDS, loaded, native_backends, prompt, saved
+from tests.model.checkpoints import CPU, DECODERS, KINDS, load_native, loaded, native_backends, prompt, saved
 from tests.model.parity import (
     decoder_logits,
     decoder_prompts,
@@ -26,7 +32,7 @@ from tests.model.parity import (
 BACKENDS = (ReferenceBackend(), SdpaBackend(), *native_backends())
 # One of each form, position scheme and norm.
 IN_BF16 = (
-    *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gpt2", "gpt-neox"),
+    *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "gpt-neox"),
     *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
     *("bert", "albert", "xlnet", "vit", "bert-token", "roberta-sequence", "llama-sequence", "vit-image"),
 )
@@ -56,6 +62,43 @@ def test_control_one_changed_weight_is_noticed(kind: str) -> None:
     stack = model.decoder or model.encoder
     assert stack is not None
     stack.layer(1).attn.out.weight[3, 3] += 0.3
+    ours, theirs = ours_and_theirs(kind, model)
+    assert difference(ours, theirs) > 1e-3
+
+
+_RMS = NormConfig(NormKind.RMS, 1e-6)  # whose gain is what is stored, not 1 + that
+
+
+def _windows(layer: LayerConfig, by: int) -> LayerConfig:
+    window = layer.mixer.window
+    return layer if window is None else replace(layer, mixer=replace(layer.mixer, window=window + by))
+
+
+def _local_rotary(layer: LayerConfig) -> LayerConfig:
+    position = RotaryConfig(layer.mixer.head_dim, theta=300.0)
+    return replace(layer, mixer=replace(layer.mixer, position=position))
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend(), *native_backends()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((kind, partial(_windows, by=by)) for kind in ("mistral", "gemma2", "gemma3") for by in (-1, 1)),
+        ("gemma3", _local_rotary),
+        ("gemma2", lambda layer: replace(layer, mixer=replace(layer.mixer, softcap=2.1))),
+        ("gemma2", lambda layer: replace(layer, mixer=replace(layer.mixer, scale=12**-0.5))),
+        ("gemma2", lambda layer: replace(layer, norms=(layer.norms[0], replace(layer.norms[1], output=_RMS)))),
+    ],
+)
+def test_control_one_changed_field_of_a_layer_is_noticed(
+    kind: str, change: Callable[[LayerConfig], LayerConfig], backend: AttentionBackend
+) -> None:
+    checkpoint = read_checkpoint(saved(kind).path)
+    assert checkpoint.config.decoder is not None
+    changed = replace(checkpoint.config, decoder=checkpoint.config.decoder.with_layers(change))
+    checkpoint = replace(checkpoint, config=changed)
+    native = isinstance(backend, NativeBackend)
+    model = load_native(checkpoint, backend.library) if native else load_model(checkpoint, backend)
     ours, theirs = ours_and_theirs(kind, model)
     assert difference(ours, theirs) > 1e-3
 

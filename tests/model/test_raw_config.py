@@ -25,7 +25,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 CLASSES = (
-    *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "GPT2", "GPTNeoX"),
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2", "GPTNeoX"),
     *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
     *("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
 )

@@ -20,7 +20,16 @@ _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, Classifier
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
 
-_SCORING = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma")  # their heads for tokens are called `score` too
+_SCORING = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+)  # their heads for tokens are called `score` too
 
 # One decision for a text. For tokens it is `classifier` in every other family.
 _SEQUENCE: dict[str, ClassifierTable] = {

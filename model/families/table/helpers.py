@@ -95,6 +95,25 @@ def repeat(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     return (layer,) * count
 
 
+def layers_by_type(
+    raw: Mapping[str, Any], layers: Mapping[str, LayerConfig], count: int, period: int
+) -> tuple[LayerConfig, ...]:
+    """`count` layers of the types that `layer_types` names, or else every `period`-th one with full attention.
+
+    `layers` has a layer for each type; raises `ConfigError` for other types and for a list of another length.
+    """
+    types = raw.get("layer_types")
+    if types is None:
+        kinds = ("full_attention" if (index + 1) % period == 0 else "sliding_attention" for index in range(count))
+        return tuple(layers[kind] for kind in kinds)
+    if len(types) != count:
+        raise ConfigError(f"layer_types names {len(types)} layers, expected {count}")
+    unknown = sorted(set(types) - layers.keys())
+    if unknown:
+        raise ConfigError(f"layer_types {', '.join(unknown)} are not served; served are {', '.join(layers)}")
+    return tuple(layers[kind] for kind in types)
+
+
 def affine(source: str, target: str, *, bias: bool = True) -> Iterator[WeightRule]:
     """Weight and bias of one matrix or norm."""
     yield WeightRule(f"{source}.weight", f"{target}.weight")

@@ -1,0 +1,39 @@
+"""Gemma 2: every second layer with a window, softcaps of scores and logits, sandwich norms (Riviere et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from model.config.model import ModelConfig
+from model.families import gemma, llama
+from model.families.table.helpers import layers_by_type, refuse_unless
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family
+
+_PERIOD = 2  # every second layer sees all tokens before it
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, use_bidirectional_attention=False)
+    base = gemma.config(raw.otherwise(num_key_value_heads=4), names, sandwich=True)
+    assert base.decoder is not None
+    layer = base.decoder.layers[0]
+    full = replace(
+        layer.mixer,
+        scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        softcap=raw.get("attn_logit_softcapping", 50.0),
+    )
+    layers = {
+        "sliding_attention": replace(layer, mixer=replace(full, window=raw.get("sliding_window", 4096))),
+        "full_attention": replace(layer, mixer=full),
+    }
+    decoder = replace(base.decoder, layers=layers_by_type(raw, layers, base.decoder.num_layers, _PERIOD))
+    head = base.head and replace(base.head, softcap=raw.get("final_logit_softcapping", 30.0))
+    return replace(base, decoder=decoder, head=head)
+
+
+FAMILIES = {
+    "gemma2": Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED),
+}

@@ -1,0 +1,62 @@
+"""Gemma 3's language model: five layers of windows to one of full attention, each kind with a rotary base of its own,
+sandwich norms, norms of q and k (Kamath et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from model.config.model import ModelConfig
+from model.errors import ConfigError
+from model.families import gemma, llama
+from model.families.table.helpers import layers_by_type, refuse_unless
+from model.families.table.raw_config import Settings
+from model.families.table.rope import rotary
+from model.families.table.rules import Family
+
+_PERIOD = 6  # every sixth layer sees all tokens before it
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    # `transformers` reads attn_logit_softcapping and computes nothing with it.
+    refuse_unless(raw, use_bidirectional_attention=False, attn_logit_softcapping=None)
+    ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
+    base = gemma.config(ropes["full_attention"], names, sandwich=True)
+    assert base.decoder is not None
+    layer = base.decoder.layers[0]
+    full = replace(
+        layer.mixer,
+        scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        qk_norm=base.decoder.final_norm,
+    )
+    position = rotary(ropes["sliding_attention"], full.head_dim)
+    sliding = replace(full, window=raw.get("sliding_window", 4096), position=position)
+    layers = {"sliding_attention": replace(layer, mixer=sliding), "full_attention": replace(layer, mixer=full)}
+    period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _PERIOD))
+    decoder = replace(base.decoder, layers=layers_by_type(raw, layers, base.decoder.num_layers, period))
+    head = base.head and replace(base.head, softcap=raw.get("final_logit_softcapping"))
+    return replace(base, decoder=decoder, head=head)
+
+
+def _ropes(raw: Settings) -> dict[str, Settings]:
+    """The folder as each type of layer reads its rotary settings.
+
+    New folders have a set for each type; old ones have two bases, and their `rope_scaling` is that of full attention.
+    """
+    sets = raw.get("rope_parameters") or {}
+    unknown = sorted(set(sets) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(f"rope_parameters of types {', '.join(unknown)} are not served for 'gemma3_text'")
+    local = raw.get("rope_local_base_freq", 10_000.0)
+    return {
+        "full_attention": raw.otherwise(rope_theta=1_000_000.0).but(rope_parameters=sets.get("full_attention")),
+        "sliding_attention": raw.but(
+            rope_parameters=sets.get("sliding_attention"), rope_scaling=None, rope_theta=local
+        ),
+    }
+
+
+FAMILIES = {
+    "gemma3_text": Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED),
+}
