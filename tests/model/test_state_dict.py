@@ -17,13 +17,13 @@ from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.state_dict import read_state_dict
 from model.errors import CheckpointError, ConfigError
 from model.network.weights import load_model
-from tests.model.checkpoints import CPU, KINDS, copied, saved
+from tests.model.checkpoints import KINDS, copied, saved
 
 ROOT = Path(__file__).parents[2]
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
-    return load_model(read_checkpoint(folder), SdpaBackend(), torch.float32, CPU).state_dict()
+    return load_model(read_checkpoint(folder), SdpaBackend()).state_dict()
 
 
 def with_bin(kind: str, into: Path, *, legacy: bool = False) -> Path:
