@@ -1,1 +1,1 @@
-"""How a model is reached: typed HTTP, metrics, Ray Serve."""
+"""The HTTP service over the engines: typed requests and replies, metrics, and runtimes."""

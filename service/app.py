@@ -1,7 +1,7 @@
-"""The HTTP application: an ordinary FastAPI factory over an `EngineClient`, the same under uvicorn and Ray Serve.
+"""The factory of the FastAPI application, which serves an `EngineClient` under uvicorn and Ray Serve alike.
 
-Opening it (lifespan) loads the models, closing it releases the engines. It holds no global state: two applications
-in one process do not know of each other.
+Its lifespan loads the models and releases the engines. There is no global state, so one process can have several
+applications.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.http.bodies import cancel_all
 from service.http.middleware import ContextMiddleware, GuardMiddleware
 from service.http.sse import DIRECT
 from service.lifecycle.state import Service
-from service.observability.activity_log import Activity
+from service.observability.activity_log import ActivityLog
 from service.observability.metrics import Metrics
 from service.routes import docs, encode, generate, huggingface, openai, operations, playground, tokens
 from service.settings.api_keys import KeyRing
@@ -33,13 +33,13 @@ _TASKS = {
 }
 _DESCRIPTION = (
     "One service for all three forms of the Transformer: decoder-only, encoder-decoder, encoder-only. Errors have "
-    "one shape on every route. `X-Request-Id` is taken (1-128 of letters, digits and `._:-`; another value is "
-    "replaced) or made, and echoed."
+    "one shape on every route. `X-Request-Id` (1-128 letters, digits and `._:-`) is accepted, or made if missing or "
+    "invalid, and returned."
 )
 
 
 class _Application(FastAPI):
-    """Streams find the server's own `send` in the scope: no layer around them looks at what follows a reply's start."""
+    """Puts the server's own `send` into the scope, so that the body of a stream bypasses the middleware."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT] = send
@@ -47,7 +47,7 @@ class _Application(FastAPI):
 
 
 def create_app(client: EngineClient, registry: Registry, settings: ServiceSettings) -> FastAPI:
-    """The application for the models of `registry`, which `client` runs."""
+    """Return the application for the models of `registry`, which `client` runs."""
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, registry, settings, metrics)
     keys = KeyRing.of(settings)
@@ -56,7 +56,9 @@ def create_app(client: EngineClient, registry: Registry, settings: ServiceSettin
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await service.start()
-            background = [asyncio.create_task(work) for work in (Activity(client).report(), metrics.follow(client))]
+            background = [
+                asyncio.create_task(work) for work in (ActivityLog(client).report(), metrics.update_forever(client))
+            ]
             yield
             await cancel_all(background)
         finally:
@@ -68,7 +70,7 @@ def create_app(client: EngineClient, registry: Registry, settings: ServiceSettin
         description=_DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
-        openapi_url=None,  # this and /docs: `docs.install`
+        openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
             Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
             Middleware(GuardMiddleware, limits=settings.limits, keys=keys),
@@ -77,7 +79,7 @@ def create_app(client: EngineClient, registry: Registry, settings: ServiceSettin
     app.state.service = service
     errors.install(app)
     for module in (generate, encode, openai, huggingface, tokens, operations, playground):
-        # As they are: `include_router` makes them anew for the application, 40 ms that its first request waits for.
+        # `include_router` would rebuild all routes, which delays the first request by 40 ms.
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)
     return app

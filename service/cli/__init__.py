@@ -1,1 +1,1 @@
-"""The command `triptych`."""
+"""The command line `triptych`."""

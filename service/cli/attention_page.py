@@ -1,4 +1,4 @@
-"""`triptych inspect --attention`: attention weights as one self-contained HTML page, without outside assets."""
+"""The page of `triptych inspect --attention`: attention weights in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from model.inspection.attention_maps import AttentionMap
 
-_LEVELS = 255  # a weight is kept as one byte
+_LEVELS = 255  # a weight is stored as one byte
 
 
 def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
-    """The page; the weights are bytes in base64, drawn in the browser."""
+    """Return the page; the weights are bytes in base64, which a script draws in the browser."""
     template = (resources.files("service") / "static" / "attention.html").read_text("utf-8")
     data = {
         "model": model,
@@ -33,7 +33,7 @@ def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
             for one in maps
         ],
     }
-    # "</script" would end the element whatever it stands in; after "<!--<script" its own end tag would not.
+    # "</script" inside JSON would end the element, and "<!--<script" would hide its end.
     script = json.dumps(data).replace("<", "\\u003c")
     return template.replace("@@TITLE@@", escape(f"{model}: attention")).replace("@@DATA@@", script)
 

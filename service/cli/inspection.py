@@ -1,4 +1,4 @@
-"""`triptych inspect`: the anatomy of a checkpoint as tables for people."""
+"""The command `triptych inspect`, which prints a checkpoint's architecture, memory and cost as tables or JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPT = 128  # tokens of the prompt whose cost is shown
 
 
 def show(name: str, path: Path, *, context: int, memory: int) -> None:
-    """Print the anatomy of the checkpoint at `path`."""
+    """Print tables of the checkpoint at `path`."""
     checkpoint = read_checkpoint(path)
     anatomy = dissect(checkpoint.config)
     console = Console()
@@ -34,7 +34,7 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
 
 
 def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
-    """The same figures for programs: one line."""
+    """Print the same figures as one line of JSON."""
     checkpoint = read_checkpoint(path)
     config = checkpoint.config
     anatomy = dissect(config)
@@ -72,7 +72,7 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
 
 
 def write_attention(name: str, path: Path, text: str, out: Path) -> None:
-    """Write the page of every head's attention over `text`; raises `ConfigError`."""
+    """Write the HTML page of all attention weights over `text`; raises `ConfigError`."""
     from model.inspection.attention_maps import attention_maps
     from service.cli.attention_page import attention_page
 
@@ -129,17 +129,17 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a model takes on a CPU in one number format, in bytes, and the context that it can serve."""
+    """Holds a model's memory on a CPU in one number format, in bytes, and the context that it can serve."""
 
-    weights: dict[str, int]  # by part; a tied head is packed beside the table
-    buffer: int  # beside them while they are loaded
+    weights: dict[str, int]  # by part; a tied head is packed a second time
+    buffer: int  # additional, during loading
     kv_per_token: int
-    context: int | None  # in the KV memory that was asked about; None: keeps no KV
-    whole_context: int | None  # bytes of KV for all that the model takes; None: that has no end
+    context: int | None  # that fits the given KV memory; None: no KV cache
+    whole_context: int | None  # bytes of KV for the model's longest context; None: unlimited
 
 
 def _plans(checkpoint: Checkpoint, memory: int) -> dict[str, _Plan]:
-    """By the headers of the files, for the native stacks, as an engine plans it before it reads a weight."""
+    """Plan the memory for each number format from the files' headers, as an engine does before it loads weights."""
     formats = cpu_formats(checkpoint.config).items()
     return {name: _plan(checkpoint, plan_weights(checkpoint, kept), kept.dtype, memory) for name, kept in formats}
 
@@ -161,7 +161,7 @@ def _plan(checkpoint: Checkpoint, weights: WeightPlan, dtype: torch.dtype, memor
 
 def _memory(checkpoint: Checkpoint, memory: int) -> Table:
     plans = _plans(checkpoint, memory)
-    table = Table("on a CPU", *plans, title="memory, by the headers of the files", title_justify="left")
+    table = Table("on a CPU", *plans, title="memory, from the headers of the files", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     first = next(iter(plans.values()))
@@ -169,7 +169,7 @@ def _memory(checkpoint: Checkpoint, memory: int) -> Table:
         table.add_row(part, *(_size(plan.weights[part]) for plan in plans.values()))
     table.add_section()
     table.add_row("all weights", *(_size(sum(plan.weights.values())) for plan in plans.values()))
-    table.add_row("beside them while they are loaded", *(_size(plan.buffer) for plan in plans.values()))
+    table.add_row("additional during loading", *(_size(plan.buffer) for plan in plans.values()))
     if first.context is not None:
         table.add_row(f"longest context in {_size(memory)} of KV", *(f"{plan.context:,}" for plan in plans.values()))
     if first.whole_context is not None:

@@ -1,1 +1,1 @@
-"""What all of the service speaks of: errors, requests' contexts, the engine, models."""
+"""Types that the whole service shares: errors, request contexts, the engine client, the registry of models."""

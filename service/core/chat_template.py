@@ -1,8 +1,8 @@
-"""Chat templates: which one a checkpoint has, and what it makes of a conversation.
+"""Chat templates of checkpoints, which turn a conversation into a prompt.
 
-A template comes from the operator's folder and nowhere else; a request chooses none and passes no variables but
-`add_generation_prompt` and `continue_final_message`. It is rendered in a process that can be killed
-(`service.sandbox.chat_main`), for the first time when the model is loaded.
+A template comes only from the checkpoint's folder; a request can set `add_generation_prompt` and
+`continue_final_message` and nothing else. Templates are rendered in a process that can be killed
+(`service.sandbox.chat_main`), the first time when the model is loaded, as a test.
 """
 
 from __future__ import annotations
@@ -20,37 +20,41 @@ from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 Messages = Sequence[Mapping[str, Any]]
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CANARY = ({"role": "user", "content": "Hello"},)
-_CANARY_SECONDS, _CANARY_CHARACTERS = 5.0, 1_000_000
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the space tells whether the template strips what it is given
+_TEST_CONVERSATION = ({"role": "user", "content": "Hello"},)
+_TEST_SECONDS, _TEST_MAX_CHARACTERS = 5.0, 1_000_000
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether the template strips content
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A Jinja template and the special tokens it may name (`bos_token` ...)."""
+    """Holds a Jinja template and the special tokens that it may name (`bos_token` ...)."""
 
     source: str
     tokens: Mapping[str, str]
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The folder's template, rendered once; None where there is none. Raises `ConfigError`.
+        """Read the folder's template and render it once as a test; None if there is none. Raises `ConfigError`.
 
-        `chat_template.jinja` wins over `chat_template` in tokenizer_config.json, which is a text, or a list of named
-        ones of which the one called `default` counts.
+        `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. That is a text, or a list of named
+        templates, of which the one named `default` is used.
         """
         config = read_json(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _chosen(folder, config.get("chat_template"))
+        source = (
+            file.read_text(encoding="utf-8")
+            if file.is_file()
+            else _default_template(folder, config.get("chat_template"))
+        )
         if source is None:
             return None
         named = {**read_json(folder / "special_tokens_map.json"), **config}
-        template = cls(source, {name: text for name in _TOKENS if (text := _content(named.get(name))) is not None})
+        template = cls(source, {name: text for name in _TOKENS if (text := _token_text(named.get(name))) is not None})
         template._check(folder.name)
         return template
 
     def variables(self, messages: Messages, *, add_generation_prompt: bool) -> dict[str, Any]:
-        """What the template sees."""
+        """Return the variables that the template can read."""
         return {
             **self.tokens,
             "messages": list(messages),
@@ -62,7 +66,7 @@ class ChatTemplate:
     async def render(
         self, pool: RenderPool, messages: Messages, limit: int, *, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt, of at most `limit` characters; raises `ApiError` naming `messages`."""
+        """Render the prompt, of at most `limit` characters; raises `ApiError` naming `messages`."""
         try:
             variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
             return await pool.render(self.source, variables, limit)
@@ -70,7 +74,7 @@ class ChatTemplate:
             raise _refusal(error) from None
 
     async def continued(self, pool: RenderPool, messages: Messages, limit: int) -> str:
-        """The prompt up to the end of the last message's content, for the model to go on with it."""
+        """Render the prompt up to the end of the last message's content, so that the model continues it."""
         content = messages[-1].get("content")
         if not isinstance(content, str):
             raise invalid("continue_final_message: the last message has no content", "continue_final_message")
@@ -84,10 +88,12 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
     def _check(self, name: str) -> None:
-        """Compile it and render a short conversation, which it may refuse itself."""
-        worker = RenderWorker(_CANARY_SECONDS)
+        """Compile the template and render a short conversation, which it may refuse by `raise_exception`."""
+        worker = RenderWorker(_TEST_SECONDS)
         try:
-            worker.render(self.source, self.variables(_CANARY, add_generation_prompt=True), _CANARY_CHARACTERS)
+            worker.render(
+                self.source, self.variables(_TEST_CONVERSATION, add_generation_prompt=True), _TEST_MAX_CHARACTERS
+            )
         except RenderError as error:
             if error.kind != "raised":
                 raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
@@ -95,7 +101,7 @@ class ChatTemplate:
             worker.close()
 
 
-def _chosen(folder: Path, value: object) -> str | None:
+def _default_template(folder: Path, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
@@ -108,8 +114,8 @@ def _chosen(folder: Path, value: object) -> str | None:
     )
 
 
-def _content(token: object) -> str | None:
-    """A special token stands there as text, or as an object that describes it."""
+def _token_text(token: object) -> str | None:
+    """Return the text of a special token, which is stored as text or as an object that describes it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -1,7 +1,7 @@
-"""The seam between HTTP and the engines: what the application needs of whoever runs them.
+"""The interface between the HTTP application and the engines.
 
-`model.client.async_engine.AsyncEngine` is the real one (engines in a child process or a thread);
-`service.core.fake_engine.FakeEngineClient` is a scripted one for tests of HTTP semantics.
+`model.client.async_engine.AsyncEngine` implements it, with engines in a child process or a thread;
+`service.core.fake_engine.FakeEngineClient` is a scripted implementation for tests of HTTP semantics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 
 
 class GenerationStream(Protocol):
-    """The outputs of the requests of one `submit`, in any order, until each of their sequences has ended.
+    """Iterates over the outputs of the requests of one `submit`, in any order, until all their sequences have ended.
 
     Every output has its `text` filled (a delta); each of the `params.n` sequences of each request gets one output
     with a `finish_reason`, its last. Raises `EngineDeadError` from `__anext__` at any time.
@@ -29,7 +29,7 @@ class GenerationStream(Protocol):
 
 
 class EngineClient(Protocol):
-    """Asynchronous access to the engines of one or more models. Request ids are unique among running requests."""
+    """Runs requests on the engines of one or more models. Request ids are unique among running requests."""
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -37,7 +37,7 @@ class EngineClient(Protocol):
 
     @property
     def restarts(self) -> int:
-        """How often lost engines were started again, all models together."""
+        """The number of times that failed engines were restarted, over all models."""
 
     async def start(self) -> None:
         """Load every model; raises `ConfigError` or `EngineDeadError`."""
@@ -46,7 +46,7 @@ class EngineClient(Protocol):
         """Fail whatever still runs and release the engines. Idempotent."""
 
     def check_room(self, model: str, sequences: int = 1) -> None:
-        """Raise as `submit` and `encode` do where they would refuse so many sequences, so that nothing is prepared."""
+        """Raise what `submit` and `encode` would raise for so many sequences, before any preparation."""
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Queue all of `requests` at once, or raise `QueueFullError` or `EngineGoneError` with none queued."""
@@ -58,13 +58,14 @@ class EngineClient(Protocol):
     def cancel(self, request_id: str) -> bool:
         """End a running request of either kind with `FinishReason.CANCELLED`; False if there is none of that id."""
 
-    def health(self) -> Health: ...
+    def health(self) -> Health:
+        """Return whether the engines are alive and ready, with a reason if not."""
 
     def stats(self) -> dict[str, EngineStats]:
-        """The latest state of each model's engine."""
+        """Return the latest state of each model's engine."""
 
     def demand(self) -> dict[str, Demand]:
-        """What is asked of each model at the moment."""
+        """Return the current load of each model."""
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
-        """Call `observe` for every step of every engine, from whatever thread (metrics)."""
+        """Call `observe` for every step of every engine, from any thread (metrics)."""

@@ -1,8 +1,8 @@
-"""Every error a client can see, in the one shape `{"error": {"message", "type", "param", "code"}}`.
+"""All errors that a client can see, in one shape: `{"error": {"message", "type", "param", "code"}}`.
 
-Raise an `ApiError` from one of the constructors below; `install` makes FastAPI render these, its own errors and
-everything unexpected in that shape. Messages name fields and limits; they hold no path, address, traceback or key
-and never the value a client sent, except a name it typed, shortened.
+Routes raise an `ApiError` made by one of the functions below. `install` makes FastAPI render these, its own errors and
+unexpected exceptions in that shape. Messages name fields and limits. They contain no path, address, traceback or key,
+and of a client's values only names, shortened.
 """
 
 from __future__ import annotations
@@ -28,20 +28,15 @@ from service.core.request_context import current
 
 logger = logging.getLogger("triptych.errors")
 
-NOT_SUPPORTED = "not_supported"  # a field of a dialect that would change the result
-OUR_FAULT = (
-    "internal",
-    "engine_failed",
-    "engine_dead",
-    "not_ready",
-)  # reasons that spend the error budget (rules.yaml)
+NOT_SUPPORTED = "not_supported"  # for a field of a dialect that would change the result
+SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
 
 _SHOWN_ERRORS = 5
 _UNSAFE = re.compile(r"0x[0-9a-fA-F]{4,}|(?:/[\w.\-]+){2,}|[A-Za-z]:\\\S+")
 
 
 class ApiError(Exception):
-    """A refusal or failure with its HTTP status. `reason` labels it in metrics (default: its code)."""
+    """Ends a request with an HTTP error. `reason` is its label in metrics (default: `code`)."""
 
     def __init__(
         self,
@@ -64,6 +59,7 @@ class ApiError(Exception):
         self.reason = reason or code
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON body of the reply."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -99,8 +95,8 @@ def request_too_slow(seconds: float) -> ApiError:
     return ApiError(408, message, type="timeout_error", code="request_too_slow", headers=headers)
 
 
-def not_taken(error: QueueFullError | EngineGoneError) -> ApiError:
-    """What an engine refuses before any work."""
+def engine_refusal(error: QueueFullError | EngineGoneError) -> ApiError:
+    """Return the HTTP error for an engine's refusal of new work."""
     if isinstance(error, EngineGoneError):
         return unavailable("the engine is gone; a new one is being started", "engine_dead")
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
@@ -144,29 +140,29 @@ def cancelled() -> ApiError:
 
 
 def client_gone() -> ApiError:
-    """Nobody reads this one; its status stands in the access line."""
+    """Return an error that no client receives; its status appears in the access log."""
     return ApiError(499, "the client closed the connection", type="cancelled_error", code="client_closed")
 
 
 def shorten(name: str, size: int = 64) -> str:
-    """A name that a client typed, quoted, printable and of bounded length."""
+    """Quote a name that a client sent, printable and of bounded length."""
     cut = name if len(name) <= size else name[: size - 3] + "..."
     return ascii(cut)
 
 
 def scrub(text: str, size: int = 200) -> str:
-    """A text from below made fit for a client: no paths, no addresses, one short line."""
+    """Make an internal message safe for clients: one short line without paths and addresses."""
     return _UNSAFE.sub("...", " ".join(text.split()))[:size]
 
 
 def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
-    """`unknown field 'temprature'; did you mean 'temperature'?`"""
+    """Return a text such as `unknown field 'temprature'; did you mean 'temperature'?`."""
     near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
     return f"unknown {kind} {shorten(name)}" + (f"; did you mean '{near[0]}'?" if near else "")
 
 
 def render(error: ApiError) -> Response:
-    """The reply for `error`; notes its reason for the accounting of the current request."""
+    """Return the reply for `error`, and record its reason in the context of the current request."""
     context = current()
     if context is not None and not context.rejection:
         context.rejection = error.reason
@@ -175,15 +171,15 @@ def render(error: ApiError) -> Response:
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Where it happened and its type; not its text, which may hold what a client sent."""
+    """Log the traceback and type of an exception, but not its text, which may quote a prompt."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     logger.error("unexpected %s\n%s", type(error).__name__, frames.rstrip())
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], fields: Mapping[int, Sequence[str]]) -> ApiError:
-    """Pydantic's errors as one 400: the message tells the first few, `param` names the first.
+    """Turn Pydantic's errors into one 400: the message has the first few, `param` names the first.
 
-    `fields[depth]` are the names allowed at that depth of the body, for suggestions.
+    `fields[depth]` are the names allowed at that depth of the body, for suggestions of similar names.
     """
     described = [_describe(error, fields) for error in errors[:_SHOWN_ERRORS]]
     more = len(errors) - len(described)
@@ -211,12 +207,12 @@ def _describe(error: Mapping[str, Any], fields: Mapping[int, Sequence[str]]) -> 
 
 
 def _without_tags(location: Sequence[int | str]) -> list[int | str]:
-    """Union members are tagged `<name>` in `service.schemas`; dictionary keys add `[key]`."""
+    """Remove Pydantic's marks: `<name>` of union members in `service.schemas`, and `[key]` of dictionaries."""
     return [part for part in location if not (isinstance(part, str) and (part[:1] == "<" or part == "[key]"))]
 
 
 def path_of(location: Sequence[int | str]) -> str:
-    """`prompt[1][5]`, `input[0].text`: as the client typed it, names shortened."""
+    """Return a location as a client would write it, such as `prompt[1][5]` or `input[0].text`, with names shortened."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if text else part[:64]
@@ -224,7 +220,7 @@ def path_of(location: Sequence[int | str]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of `app` the contract's shape."""
+    """Install the handlers that give every error of `app` its shape."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

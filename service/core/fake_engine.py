@@ -1,7 +1,8 @@
-"""A scripted `EngineClient`: HTTP semantics without an engine. It computes nothing and loads nothing.
+"""A scripted `EngineClient` for tests of HTTP semantics. It loads no model and computes nothing.
 
-Each sequence emits the script's token ids, one an output, as text through the real detokeniser, and ends as the
-engine would: stop id or string, `max_tokens`, deadline, cancel. Embeddings are a fixed function of the ids.
+Each sequence emits the script's token ids, one in each output, with their text from the real detokenizer, and ends as
+in a real engine: by a stop id or string, `max_tokens`, deadline or cancellation. Embeddings are a fixed function of
+the ids.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.errors import EngineDeadError, EngineGoneError, QueueFullError
 from model.text.tokenizer import Detokenizer, Tokenizer
 
-_CRASH = "/usr/lib/secret 0xdeadbeef canary"  # an exception's text that no client and no log may see
+_CRASH = "/usr/lib/secret 0xdeadbeef canary"  # text of an exception, which must reach no client and no log
 
 
 @dataclass
 class Script:
-    """What the fake does; change it between requests."""
+    """Sets what the fake engine does; tests change it between requests."""
 
-    token_ids: Sequence[int] = (1,)  # emitted over and over
+    token_ids: Sequence[int] = (1,)  # emitted repeatedly
     delay_s: float = 0.0  # before every output
-    queue_full: str | None = None  # refuse everything for this reason
+    queue_full: str | None = None  # refuse all requests for this reason
     retry_after_s: float = 2.5
-    dead: bool = False  # refuse everything: the engine is gone
+    dead: bool = False  # refuse all requests: the engine has ended
     die_after: int | None = None  # EngineDeadError after so many outputs
     error_after: int | None = None  # a sequence ends with ERROR after so many tokens
-    crash_after: int | None = None  # an unexpected exception, whose text must not reach anybody
+    crash_after: int | None = None  # raise an unexpected exception after so many outputs
     live: bool = True
     ready: bool = True
     reason: str = ""
@@ -54,7 +55,7 @@ class _Sequence:
 
 
 class FakeEngineClient:
-    """Records what it was asked (`submitted`, `encoded`) and what was ended early (`aborted`)."""
+    """Implements `EngineClient`; records the requests (`submitted`, `encoded`) and those ended early (`aborted`)."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class FakeEngineClient:
 
 
 class FakeStream:
-    """The sequences of one `submit`, one token of each in turn."""
+    """Yields the outputs of one `submit`, one token of each sequence in turn."""
 
     def __init__(self, client: FakeEngineClient, sequences: list[_Sequence]) -> None:
         self._client = client

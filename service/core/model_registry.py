@@ -1,7 +1,7 @@
-"""Which models are served, and which one a request means.
+"""The registry of served models, which finds the model for a request.
 
-A `ServedModel` is what the service knows of a model without its engine: the checkpoint's description, its tokenizer
-and its engine settings. What the engine found out when it loaded (context, blocks) is the client's `ModelInfo`.
+A `ServedModel` holds what is known without the engine: the checkpoint's description, the tokenizer, the engine
+settings. What the engine determines when it loads (context length, KV blocks) is in `EngineClient.models`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model under the name that clients use; without a tokenizer it speaks token ids only."""
+    """Describes a model under the name that clients use; without a tokenizer it takes and returns token ids only."""
 
     name: str
     checkpoint: Checkpoint
@@ -49,7 +49,7 @@ class ServedModel:
 
     @property
     def token_types(self) -> int:
-        """Segments that the model tells apart; 0: it reads one text."""
+        """The number of segments (token type ids) that the model distinguishes; 0: it has none."""
         encoder = self.config.encoder
         return 0 if encoder is None else encoder.token_types
 
@@ -59,14 +59,14 @@ class ServedModel:
         return task is Task.ENCODE or self.tokenizer is not None
 
     def require_tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer, or a 400 that names the field in which text was sent."""
+        """Return the tokenizer; raises a 400 that names the field with text, if there is none."""
         if self.tokenizer is None:
             raise invalid(f"{param}: model {self.name} has no tokenizer; send token ids", param, "no_tokenizer")
         return self.tokenizer
 
 
 class Registry:
-    """The served models by name, in the order given; and where models are that another application serves."""
+    """Holds the served models by name, in the order given, and the routes of models of other applications."""
 
     def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
         self._models: dict[str, ServedModel] = {}
@@ -84,7 +84,7 @@ class Registry:
         return list(self._models)
 
     def resolve(self, name: str | None, task: Task) -> ServedModel:
-        """The model meant by `name`, or the only one for the task; raises `ApiError` 404 or 400 naming `model`."""
+        """Return the model called `name`, or the only one for the task; raises `ApiError` 404 or 400 naming `model`."""
         if name is None:
             return self._only(task)
         model = self._models.get(name)
@@ -95,7 +95,7 @@ class Registry:
         return model
 
     def unknown(self, name: str) -> ApiError:
-        """The 404 for a model that is not here."""
+        """Return the 404 for a model that this application does not serve."""
         if name in self.elsewhere:
             message = f"model {name} is served below {self.elsewhere[name]}: send the request there"
             return not_found(message, code="model_not_found", param="model")

@@ -1,7 +1,7 @@
-"""What is known of the HTTP request being served, for its log lines, its reply's headers and its accounting.
+"""The context of the HTTP request being served, for log lines, reply headers and metrics.
 
-`service.http.middleware` opens one `RequestContext` for each request; routes fill it in. It never holds a prompt, an
-output or a key.
+`service.http.middleware` creates a `RequestContext` for each request, and routes fill it in. It never holds a prompt,
+an output or a key.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")
 
 @dataclass(slots=True)
 class RequestContext:
-    """One HTTP request; `request_id` is what the reply and every log line show."""
+    """Describes one HTTP request; `request_id` appears in the reply and in every log line."""
 
     request_id: str
     task: str | None = None  # "generate" or "encode" on a route that runs a model
     model: str = ""  # a loaded model's name, once known
     path: str = ""  # the route's
-    traceparent: str = ""  # as the client sent it
-    tenant: str = ""  # whose key it is, as a word that tells nothing about the key; empty without keys
+    traceparent: str = ""  # W3C Trace Context, as the client sent it
+    tenant: str = ""  # a hash that identifies the API key; empty without keys
     tokens_in: int = 0
     tokens_out: int = 0
-    accepted: bool = False  # the engine took it; until then it can only be rejected
+    accepted: bool = False  # by the engine; before that it can only be rejected
     rejection: str = ""  # why it was refused
     outcome: str = ""  # how it ended, once accepted
-    status: int = 0  # of the reply; 0: none was begun
+    status: int = 0  # of the reply; 0: not started
     started: float = field(default_factory=time.monotonic)
 
 
@@ -39,17 +39,17 @@ _current: ContextVar[RequestContext | None] = ContextVar("triptych_request", def
 
 
 def current() -> RequestContext | None:
-    """The request this code runs for; None outside of one."""
+    """Return the context of the request that this code runs for; None outside of a request."""
     return _current.get()
 
 
-def enter(context: RequestContext) -> None:
+def set_current(context: RequestContext) -> None:
     """Make `context` the current one for the rest of this task and the tasks it starts."""
     _current.set(context)
 
 
 def request_id_from(header: str | None) -> str:
-    """The client's id where it is one (1-128 of letters, digits and `._:-`); otherwise a fresh one instead."""
+    """Return the client's request id if it is valid (1-128 letters, digits and `._:-`), else a new one."""
     if header is not None and _REQUEST_ID.match(header):
         return header
     return secrets.token_hex(12)

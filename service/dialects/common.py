@@ -1,4 +1,4 @@
-"""What the dialects share: their bodies' base, refused fields, and errors that name the client's own fields."""
+"""Shared parts of the dialects: the base of bodies, refused fields, and errors that name the client's own fields."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from service.schemas.types import Body
 
 B = TypeVar("B", bound=Body)
 
-_KEPT_SEED = 2**63  # native seeds are below it
-_MOST_LEVELS = 190  # of a schema: a body is read to 200, and a schema may stand deeper in the native one
+_SEED_LIMIT = 2**63  # native seeds are below it
+_MAX_NESTING = 190  # of a schema: bodies are parsed to 200 levels, and a native body has some around the schema
 
 NATIVE_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class DialectBody(Body):
-    """A foreign body: as strict as ours, with null for every optional field, and unknown fields ignored."""
+    """Is the base of a dialect's bodies: strict types, null allowed for optional fields, unknown fields ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class Extended(DialectBody):
-    """What this service adds to every dialect, by its own names."""
+    """Adds to every dialect the fields that this service supports beyond it, with their native names."""
 
     model: str | None = Field(
         None,
@@ -46,7 +46,7 @@ class Extended(DialectBody):
 
 
 class Refused:
-    """Metadata of a field that is not served: null and `harmless` values pass, anything else is a 400 naming it."""
+    """Marks a field that is not supported: null and `harmless` values are accepted, others get a 400 that names it."""
 
     def __init__(self, *harmless: object) -> None:
         self._harmless = (None, *harmless)
@@ -64,14 +64,15 @@ class Refused:
         raise PydanticCustomError(NOT_SUPPORTED, "")
 
 
-Never = Annotated[Any, Refused()]  # only null
+NotSupported = Annotated[Any, Refused()]  # only null is accepted
 NotTrue = Annotated[Any, Refused(False)]
 NotFilled = Annotated[Any, Refused([], {}, "")]
 
 
 def native(model: type[B], fields: Mapping[str, Any]) -> B:
-    """A native body of those fields that are not None, held to all its bounds; `ApiError` names native fields (see
-    `speaking`). It goes through JSON so that errors are those of a native request to the letter.
+    """Make a native body of the fields that are not None; raises `ApiError` with native field names.
+
+    It is validated from JSON, so that errors are the same as for a native request. `naming_errors` renames the fields.
     """
     try:
         return model.model_validate_json(msgspec.json.encode({k: v for k, v in fields.items() if v is not None}))
@@ -80,16 +81,16 @@ def native(model: type[B], fields: Mapping[str, Any]) -> B:
 
 
 @contextmanager
-def speaking(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors inside that name native fields come out naming the client's (`names`: native to foreign)."""
+def naming_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields in errors raised inside the block, from native names to the client's (`names`)."""
     try:
         yield
     except ApiError as error:
-        raise renamed(error, names) from None
+        raise rename_fields(error, names) from None
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """`error` naming the client's fields. What a message says behind `field: ` are words, which name none."""
+def rename_fields(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return `error` with the client's field names; after `field: `, a message contains no names."""
     if not names:
         return error
     any_name = re.compile(rf"(?<![\w.'])({'|'.join(map(re.escape, names))})(?!\w| tokens)")
@@ -109,13 +110,11 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     )
 
 
-Schema = Annotated[str | dict[str, Any], Field(union_mode="left_to_right")]  # a JSON schema, or its text
+Schema = Annotated[str | dict[str, Any], Field(union_mode="left_to_right")]  # a JSON schema as an object or as text
 
 
 def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
-    """The native `response_format` of a JSON schema; raises `ApiError` naming `param` for a text that is none and for
-    what is nested too deeply.
-    """
+    """Return the native `response_format` of a JSON schema; raises `ApiError` naming `param` for an invalid one."""
     try:
         found: Mapping[str, Any] = (
             msgspec.json.decode(schema, type=dict[str, Any]) if isinstance(schema, str) else schema
@@ -124,13 +123,13 @@ def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
         raise invalid(f"{param} must be a JSON object, or one as text", param) from None
     except RecursionError:
         raise _too_deep(param) from None
-    if _levels(found) > _MOST_LEVELS:
+    if _levels(found) > _MAX_NESTING:
         raise _too_deep(param)
     return {"type": "json_schema", "json_schema": {"schema": found}}
 
 
 def _levels(value: object) -> int:
-    """How deep objects and lists stand in each other."""
+    """Return the nesting depth of objects and lists."""
     levels, within = 0, [value]
     while within := [one for one in within if isinstance(one, dict | list)]:
         levels += 1
@@ -139,21 +138,21 @@ def _levels(value: object) -> int:
 
 
 def _too_deep(param: str) -> ApiError:
-    return invalid(f"{param} has more than {_MOST_LEVELS} levels of objects and lists", param)
+    return invalid(f"{param} has more than {_MAX_NESTING} levels of objects and lists", param)
 
 
 def sampled(temperature: float | None, served: ServedModel) -> float | None:
-    """The temperature of a dialect that samples by default: as asked, as the checkpoint says, else 1."""
+    """Return the temperature for a dialect that samples by default: the client's, the checkpoint's, or 1."""
     if temperature is None and "temperature" not in served.checkpoint.sampling_defaults:
         return 1.0
     return temperature
 
 
 def native_seed(seed: int | None) -> int | None:
-    """Other APIs take negative seeds; each gets one of ours."""
-    return None if seed is None else seed % _KEPT_SEED
+    """Map a seed of another API, which may be negative, to a native one."""
+    return None if seed is None else seed % _SEED_LIMIT
 
 
 def native_top_k(top_k: int | None) -> int | None:
-    """Others write -1 for off."""
+    """Map the -1 of other APIs, for off, to 0."""
     return 0 if top_k == -1 else top_k

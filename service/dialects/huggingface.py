@@ -1,9 +1,8 @@
-"""Hugging Face's servers: text-generation-inference (`/`, `/generate`, `/generate_stream`) and
-text-embeddings-inference (`/embed`, `/rerank`, `/predict`).
+"""The APIs of Hugging Face's servers: text-generation-inference and text-embeddings-inference.
 
-Of finish_reasons their API knows `eos_token`, `stop_sequence` and `length`; a deadline or a cancel shows as `length`,
-the one that means cut short. As there, a stop text stays in the output and generation is greedy unless a field asks for
-sampling.
+The first has `/`, `/generate` and `/generate_stream`, the second `/embed`, `/rerank` and `/predict`. Their finish
+reasons are `eos_token`, `stop_sequence` and `length`; a deadline or a cancellation is reported as `length`. As in their
+servers, the output includes the stop text, and decoding is greedy unless a field requests sampling.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ ENCODE_NAMES = {"input": "inputs"}
 _SAMPLING = ("temperature", "top_k", "top_p", "typical_p")
 
 
-def generate(asked: TextGenerationBody, *, stream: bool | None = None) -> GenerateBody:
-    """What a text generation asks for; `stream` overrules the body. Raises `ApiError` in native names."""
-    parameters = asked.parameters or GenerateParameters.model_validate({})
-    fields: dict[str, Any] = {name: getattr(asked, name) for name in ("model", "timeout_s", "request_id")}
+def generate(body: TextGenerationBody, *, stream: bool | None = None) -> GenerateBody:
+    """Translate a text generation body; `stream` overrides its field. Raises `ApiError` with native field names."""
+    parameters = body.parameters or GenerateParameters.model_validate({})
+    fields: dict[str, Any] = {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
     fields |= {name: getattr(parameters, name) for name in ("top_k", "top_p", "typical_p", "stop")}
     fields |= {name: getattr(parameters, name) for name in ("repetition_penalty", "frequency_penalty")}
     fields |= {
-        "prompt": asked.inputs,
-        "stream": asked.stream if stream is None else stream,
+        "prompt": body.inputs,
+        "stream": body.stream if stream is None else stream,
         "max_tokens": parameters.max_new_tokens,
         "temperature": _temperature(parameters),
         "num_beams": 1,
@@ -76,16 +75,17 @@ def generate(asked: TextGenerationBody, *, stream: bool | None = None) -> Genera
 
 
 class TextGeneration:
-    """Replies and events of text generation; an event for each token, the last with the whole text. `as_list`: a reply
-    stands in a list of one, as at `/`.
+    """Renders text generation: an event for each token, the last with the whole text.
+
+    `as_list`: the reply is in a list of one, as at `/`.
     """
 
     done = b""
 
-    def __init__(self, generation: Generation, asked: TextGenerationBody, *, as_list: bool = False) -> None:
+    def __init__(self, generation: Generation, body: TextGenerationBody, *, as_list: bool = False) -> None:
         self._plan = generation.plan
-        self._parameters = asked.parameters or GenerateParameters.model_validate({})
-        self._prefix = asked.inputs if self._parameters.return_full_text else ""
+        self._parameters = body.parameters or GenerateParameters.model_validate({})
+        self._prefix = body.inputs if self._parameters.return_full_text else ""
         self._as_list = as_list
         self._text = ""
         self._count = 0
@@ -155,59 +155,59 @@ class TextGeneration:
         return bool(text) and tokenizer is not None and not tokenizer.decode([token_id])
 
 
-def embed(asked: EmbedBody) -> EncodeBody:
-    """What an embedding asks for."""
-    fields = _encode_fields(asked) | {"input": asked.inputs, "dimensions": asked.dimensions}
-    return native(EncodeBody, fields | {"normalize": asked.normalize is not False})
+def embed(body: EmbedBody) -> EncodeBody:
+    """Translate an embedding body."""
+    fields = _encode_fields(body) | {"input": body.inputs, "dimensions": body.dimensions}
+    return native(EncodeBody, fields | {"normalize": body.normalize is not False})
 
 
 def embed_reply(plan: EncodePlan, reply: Json) -> object:
-    """One vector for each input, in a list even for a single one."""
+    """Return a list of vectors, also for a single input."""
     return [item["embedding"] for item in reply["data"]]
 
 
-def rerank(asked: RerankBody) -> EncodeBody:
-    """The logits of each text beside the query."""
-    pairs = [{"text": asked.query, "text_pair": text} for text in asked.texts]
-    return native(EncodeBody, _encode_fields(asked) | {"input": pairs, "output": "logits"})
+def rerank(body: RerankBody) -> EncodeBody:
+    """Translate a reranking body: each text is classified together with the query."""
+    pairs = [{"text": body.query, "text_pair": text} for text in body.texts]
+    return native(EncodeBody, _encode_fields(body) | {"input": pairs, "output": "logits"})
 
 
-def rerank_reply(asked: RerankBody) -> Callable[[EncodePlan, Json], object]:
-    """Best first. The score of several classes is that of the last, the one for `relevant`."""
+def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:
+    """Return the texts by descending score. With several classes it is that of the last, which means relevant."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         found = []
-        for item, text in zip(reply["data"], asked.texts, strict=True):
-            scores = item["scores"] if asked.raw_scores else probabilities(item["scores"])
-            named = {"text": text} if asked.return_text else {}
+        for item, text in zip(reply["data"], body.texts, strict=True):
+            scores = item["scores"] if body.raw_scores else probabilities(item["scores"])
+            named = {"text": text} if body.return_text else {}
             found.append({"index": item["index"], "score": scores[-1], **named})
         return sorted(found, key=lambda one: -one["score"])
 
     return show
 
 
-def predict(asked: PredictBody) -> EncodeBody:
-    """The logits of each input."""
-    several = asked.inputs if _is_batch(asked) else [asked.inputs]
+def predict(body: PredictBody) -> EncodeBody:
+    """Translate a classification body."""
+    several = body.inputs if _is_batch(body) else [body.inputs]
     pairs = [[one] if isinstance(one, str) else one for one in several]
     inputs = [{"text": pair[0], "text_pair": pair[1] if len(pair) == 2 else None} for pair in pairs]
-    return native(EncodeBody, _encode_fields(asked) | {"input": inputs, "output": "logits"})
+    return native(EncodeBody, _encode_fields(body) | {"input": inputs, "output": "logits"})
 
 
-def predict_reply(asked: PredictBody) -> Callable[[EncodePlan, Json], object]:
-    """Each input's classes with their scores, best first; of a single input not in a further list."""
+def predict_reply(body: PredictBody) -> Callable[[EncodePlan, Json], object]:
+    """Return each input's classes by descending score; for a single input without an outer list."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         head = plan.served.config.classifier
-        scored = _scores if asked.raw_scores else _each if head is not None and head.multi_label else probabilities
+        scored = _scores if body.raw_scores else _each if head is not None and head.multi_label else probabilities
         found = [_classes(scored(item["scores"]), reply["labels"]) for item in reply["data"]]
-        return found if _is_batch(asked) else found[0]
+        return found if _is_batch(body) else found[0]
 
     return show
 
 
 def probabilities(logits: Sequence[float]) -> list[float]:
-    """Of one class by the logistic function, of several by softmax."""
+    """Return probabilities from logits: the logistic function for one class, softmax for several."""
     if len(logits) == 1:
         return _each(logits)
     top = max(logits)
@@ -217,7 +217,7 @@ def probabilities(logits: Sequence[float]) -> list[float]:
 
 
 def _each(logits: Sequence[float]) -> list[float]:
-    """Of labels that do not exclude each other, by the logistic function."""
+    """Return the probabilities of labels that do not exclude each other, by the logistic function."""
     return [1 / (1 + math.exp(-logit)) if logit > -700 else 0.0 for logit in logits]
 
 
@@ -230,18 +230,18 @@ def _classes(scores: Sequence[float], labels: Sequence[str]) -> list[Json]:
     return sorted(found, key=lambda one: -float(one["score"]))
 
 
-def _is_batch(asked: PredictBody) -> bool:
-    return not isinstance(asked.inputs, str) and isinstance(asked.inputs[0], list)
+def _is_batch(body: PredictBody) -> bool:
+    return not isinstance(body.inputs, str) and isinstance(body.inputs[0], list)
 
 
-def _encode_fields(asked: EmbedBody | RerankBody | PredictBody) -> Json:
-    side = (asked.truncation_direction or "right").lower()
-    fields = {name: getattr(asked, name) for name in ("model", "timeout_s", "request_id")}
-    return fields | {"truncate": side if asked.truncate else None}
+def _encode_fields(body: EmbedBody | RerankBody | PredictBody) -> Json:
+    side = (body.truncation_direction or "right").lower()
+    fields = {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
+    return fields | {"truncate": side if body.truncate else None}
 
 
 def _structure(grammar: Grammar | None) -> dict[str, Any]:
-    """The native fields of what the output must match."""
+    """Return the native fields of the output constraint."""
     if grammar is None:
         return {}
     param, value = "parameters.grammar.value", grammar.value
@@ -258,7 +258,7 @@ def _structure(grammar: Grammar | None) -> dict[str, Any]:
 
 
 def _temperature(parameters: GenerateParameters) -> float | None:
-    """Greedy unless some field asks for sampling, then 1 unless told."""
+    """Return 0 unless a field requests sampling; then the given temperature, or 1."""
     given = [getattr(parameters, name) for name in _SAMPLING]
     if not parameters.do_sample and all(one is None for one in given):
         return 0.0

@@ -1,4 +1,4 @@
-"""Request bodies of text-generation-inference and text-embeddings-inference: all have `inputs` or `texts`."""
+"""Request bodies of text-generation-inference and text-embeddings-inference, all with `inputs` or `texts`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused, Schema
+from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema
 from service.schemas.types import Prompt, Text, Texts
 
 
 class Grammar(DialectBody):
-    """What the output must match."""
+    """Constrains the output."""
 
     type: Literal["json", "json_schema", "regex"] = Field(
-        description="Of `value`: a JSON schema, one as OpenAI wraps it, or a pattern.", examples=["regex"]
+        description="Type of `value`: a JSON schema, one wrapped as in OpenAI's API, or a regular expression.",
+        examples=["regex"],
     )
-    value: Schema = Field(description="The schema, as an object or its text, or the pattern.", examples=["[0-9]{4}"])
+    value: Schema = Field(
+        description="The schema, as an object or as text, or the regular expression.", examples=["[0-9]{4}"]
+    )
 
 
 class GenerateParameters(DialectBody):
-    """How to generate."""
+    """Parameters of the generation."""
 
     max_new_tokens: int | None = Field(None, description="`max_tokens` of /generate.", examples=[32])
     do_sample: bool | None = Field(
-        None, description="Sample, even if no other field says how; else greedy.", examples=[False]
+        None, description="Sample even if no other sampling field is given; default: greedy.", examples=[False]
     )
     temperature: float | None = Field(None, gt=0, description="As in /generate, but never 0.", examples=[0.8])
     top_k: int | None = Field(None, description="As in /generate.", examples=[40])
@@ -33,34 +36,38 @@ class GenerateParameters(DialectBody):
     repetition_penalty: float | None = Field(None, description="As in /generate.", examples=[1.1])
     frequency_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
     seed: int | None = Field(None, description="As in /generate.", examples=[7])
-    stop: list[Text] | None = Field(None, description="Texts that end the output, which keeps them.", examples=[["\n"]])
-    return_full_text: bool | None = Field(None, description="Put the inputs before the output.", examples=[False])
-    details: bool | None = Field(None, description="Say more about the output's tokens.", examples=[True])
-    decoder_input_details: bool | None = Field(
-        None, description="With `details`: say more about the prompt's tokens.", examples=[False]
+    stop: list[Text] | None = Field(
+        None, description="Texts that end the output, and are part of it.", examples=[["\n"]]
     )
-    top_n_tokens: int | None = Field(None, description="With `details`: so many alternatives.", examples=[2])
+    return_full_text: bool | None = Field(None, description="Put the inputs before the output.", examples=[False])
+    details: bool | None = Field(None, description="Return details of the output's tokens.", examples=[True])
+    decoder_input_details: bool | None = Field(
+        None, description="With `details`: return details of the prompt's tokens.", examples=[False]
+    )
+    top_n_tokens: int | None = Field(
+        None, description="With `details`: number of alternatives for each token.", examples=[2]
+    )
     best_of: Annotated[Any, Refused(1)] = None
-    truncate: Never = None
+    truncate: NotSupported = None
     watermark: NotTrue = None
-    grammar: Grammar | None = Field(None, description="What the output must match.")
-    adapter_id: Never = None
+    grammar: Grammar | None = Field(None, description="Constrains the output.")
+    adapter_id: NotSupported = None
 
 
 class TextGenerationBody(Extended):
     """Generate text, as text-generation-inference does."""
 
     inputs: Text = Field(description="The prompt.", examples=["def add(a, b):"])
-    parameters: GenerateParameters | None = Field(None, description="How to generate.")
+    parameters: GenerateParameters | None = Field(None, description="Parameters of the generation.")
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
 
 
 class _Truncated(Extended):
     truncate: bool | None = Field(
-        None, description="Cut an input that is too long; otherwise it is refused.", examples=[False]
+        None, description="Truncate an input that is too long; default: refuse it.", examples=[False]
     )
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(
-        None, description="Which end is cut; right unless told.", examples=["right"]
+        None, description="Which end is truncated; default: right.", examples=["right"]
     )
 
 
@@ -68,10 +75,10 @@ class EmbedBody(_Truncated):
     """Turn inputs into vectors, as text-embeddings-inference does."""
 
     inputs: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
-    normalize: bool | None = Field(None, description="Scale to length 1; true unless told.", examples=[True])
-    dimensions: int | None = Field(None, description="Keep only so many leading dimensions.", examples=[128])
+    normalize: bool | None = Field(None, description="Scale vectors to length 1; default: true.", examples=[True])
+    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
     encoding_format: Annotated[Any, Refused("float")] = None
-    prompt_name: Never = None
+    prompt_name: NotSupported = None
     parameters: NotFilled = None
 
 
@@ -79,7 +86,7 @@ class RerankBody(_Truncated):
     """Score texts against a query with a classifier of pairs, as text-embeddings-inference does."""
 
     query: Text = Field(description="The question.", examples=["What is Ray?"])
-    texts: Texts = Field(description="What may answer it.", examples=[["Ray is a framework.", "A ray of light."]])
+    texts: Texts = Field(description="The texts to rank.", examples=[["Ray is a framework.", "A ray of light."]])
     raw_scores: bool | None = Field(None, description="Logits instead of probabilities.", examples=[False])
     return_text: bool | None = Field(None, description="Repeat each text in the reply.", examples=[False])
 

@@ -1,4 +1,4 @@
-"""What the `/info` of Hugging Face's servers says, about the first model, which answers where it alone can."""
+"""Fields of Hugging Face's `/info`, for the first model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAGS = {
 
 
 def huggingface_info(service: Service) -> Json:
-    """Fields beside our own, in their terms; sizes are 0 while the model is not loaded."""
+    """Return the fields that are added to /info; sizes are 0 while the model is not loaded."""
     first = next(iter(service.registry))
     info = service.client.models.get(first.name)
     length = 0 if info is None else info.max_model_len

@@ -1,7 +1,7 @@
 """OpenAI's API: completions, chat completions, embeddings.
 
-A sequence that ended by its deadline or was cancelled has the finish_reason `abort`, which OpenAI's API does not know
-but servers of it use: `stop` and `length` would not be true. Ids carry the request id after OpenAI's prefix.
+A sequence that ended at its deadline or was cancelled has the finish_reason `abort`, which OpenAI's API does not have,
+but other servers of it do: `stop` and `length` would be wrong. Ids are OpenAI's prefix and the request id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.schemas.bodies import EncodeBody, GenerateBody
 
 COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prompt": "messages", "logprobs": "top_logprobs"}
-DEFAULT_MAX_TOKENS = 16  # of completions; a chat has the model's own default
+DEFAULT_MAX_TOKENS = 16  # of completions; chats have the model's default
 
 _SAME = (
     *("model", "timeout_s", "request_id", "stream", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
@@ -29,56 +29,56 @@ _SAME = (
 )
 
 
-def completion_names(asked: CompletionBody) -> Mapping[str, str]:
-    """Native names to those that this body uses."""
-    return {**_structure_names(asked), **COMPLETION_NAMES}
+def completion_names(body: CompletionBody) -> Mapping[str, str]:
+    """Return the body's own field names, by native name."""
+    return {**_structure_names(body), **COMPLETION_NAMES}
 
 
-def completion(asked: CompletionBody, served: ServedModel) -> GenerateBody:
-    """What a completion asks for; raises `ApiError` in native names."""
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
+    """Translate a completion body; raises `ApiError` with native field names."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of must be n: choosing among more is not served", "best_of", "not_supported")
-    fields = _sampling(asked, served) | {
-        "prompt": asked.prompt,
-        "max_tokens": DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
-        "echo": asked.echo,
-        "logprobs": asked.logprobs,
+    fields = _sampling(body, served) | {
+        "prompt": body.prompt,
+        "max_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        "echo": body.echo,
+        "logprobs": body.logprobs,
     }
-    if asked.echo and asked.logprobs is not None:
-        fields["prompt_logprobs"] = asked.logprobs
-    if not prompt_only(asked):
+    if body.echo and body.logprobs is not None:
+        fields["prompt_logprobs"] = body.logprobs
+    if not prompt_only(body):
         return native(GenerateBody, fields)
     found = native(GenerateBody, fields | {"max_tokens": 1, "min_tokens": None})
-    return found.model_copy(update={"max_tokens": 0})  # which a native body cannot say
+    return found.model_copy(update={"max_tokens": 0})  # not allowed in a native body
 
 
-def prompt_only(asked: CompletionBody) -> bool:
-    """No output is wanted, only the prompt and what the model thinks of it; one token is generated and not shown."""
-    return asked.max_tokens == 0 and bool(asked.echo)
+def prompt_only(body: CompletionBody) -> bool:
+    """Return whether only the prompt and its log-probabilities are requested; one token is generated and not shown."""
+    return body.max_tokens == 0 and bool(body.echo)
 
 
-def chat(asked: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
-    """What a chat completion asks for, with the ids that its messages have become."""
-    if asked.top_logprobs is not None and not asked.logprobs:
+def chat(body: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
+    """Translate a chat body, whose messages have become token ids."""
+    if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    fields = _sampling(asked, served) | {
+    fields = _sampling(body, served) | {
         "prompt": prompt,
-        "max_tokens": asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
-        "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
     return native(GenerateBody, fields)
 
 
-def chat_names(asked: ChatBody) -> Mapping[str, str]:
-    """Native names to those that this body uses."""
-    names = {**_structure_names(asked), **CHAT_NAMES}
-    if asked.max_completion_tokens is None:
+def chat_names(body: ChatBody) -> Mapping[str, str]:
+    """Return the body's own field names, by native name."""
+    names = {**_structure_names(body), **CHAT_NAMES}
+    if body.max_completion_tokens is None:
         return names
     return {**names, "max_tokens": "max_completion_tokens"}
 
 
 def message(one: Message, param: str) -> Json:
-    """A message as templates expect it: no null, text as one string, arguments as objects."""
+    """Return a message as templates expect it: no null, text as one string, arguments as objects."""
     if one.content is None and not one.tool_calls:
         raise invalid(f"{param}.content is missing", f"{param}.content", "missing_field")
     found = one.model_dump(exclude_none=True)
@@ -89,14 +89,14 @@ def message(one: Message, param: str) -> Json:
     return found
 
 
-def embedding(asked: EmbeddingBody) -> EncodeBody:
-    """What an embedding asks for."""
+def embedding(body: EmbeddingBody) -> EncodeBody:
+    """Translate an embedding body."""
     names = ("model", "input", "encoding_format", "dimensions", "normalize", "timeout_s", "request_id")
-    return native(EncodeBody, {name: getattr(asked, name) for name in names})
+    return native(EncodeBody, {name: getattr(body, name) for name in names})
 
 
 def embedding_reply(plan: EncodePlan, reply: Json) -> Json:
-    """OpenAI's reply for one of /encode."""
+    """Translate a reply of /encode."""
     usage = reply["usage"]
     return {
         "object": "list",
@@ -108,26 +108,26 @@ def embedding_reply(plan: EncodePlan, reply: Json) -> Json:
     }
 
 
-def _sampling(asked: Sampling, served: ServedModel) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in _SAME} | {
-        "temperature": sampled(asked.temperature, served),
+def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in _SAME} | {
+        "temperature": sampled(body.temperature, served),
         "num_beams": 1,
-        "seed": native_seed(asked.seed),
-        "top_k": native_top_k(asked.top_k),
-        "include_stop": asked.include_stop_str_in_output,
-        **_structure(asked),
+        "seed": native_seed(body.seed),
+        "top_k": native_top_k(body.top_k),
+        "include_stop": body.include_stop_str_in_output,
+        **_structure(body),
     }
 
 
-def _structure(asked: Sampling) -> Json:
-    """The native fields of what the output must match."""
+def _structure(body: Sampling) -> Json:
+    """Return the native fields of the output constraint."""
     found: Json = {}
-    if asked.response_format is not None:
-        found["response_format"] = _format(asked.response_format)
-    vllm = asked.structured_outputs
+    if body.response_format is not None:
+        found["response_format"] = _format(body.response_format)
+    vllm = body.structured_outputs
     if vllm is None:
         return found
-    if asked.response_format is not None and asked.response_format.type != "text":
+    if body.response_format is not None and body.response_format.type != "text":
         raise invalid("structured_outputs and response_format exclude each other", "structured_outputs")
     if vllm.json_ is not None and vllm.json_object:
         raise invalid("json_object and json exclude each other", "structured_outputs.json_object")
@@ -138,25 +138,25 @@ def _structure(asked: Sampling) -> Json:
     return found | {"regex": vllm.regex, "choice": vllm.choice}
 
 
-def _format(asked: Format) -> Json:
-    if asked.json_schema is None:
-        return {"type": asked.type}
-    schema = asked.json_schema.schema_
-    return {"type": asked.type, "json_schema": {} if schema is None else {"schema": schema}}
+def _format(body: Format) -> Json:
+    if body.json_schema is None:
+        return {"type": body.type}
+    schema = body.json_schema.schema_
+    return {"type": body.type, "json_schema": {} if schema is None else {"schema": schema}}
 
 
-def _structure_names(asked: Sampling) -> dict[str, str]:
-    if asked.structured_outputs is None:
+def _structure_names(body: Sampling) -> dict[str, str]:
+    if body.structured_outputs is None:
         return {}
     schema = (
-        "structured_outputs.json" if asked.structured_outputs.json_ is not None else "structured_outputs.json_object"
+        "structured_outputs.json" if body.structured_outputs.json_ is not None else "structured_outputs.json_object"
     )
     names = {name: f"structured_outputs.{name}" for name in ("regex", "choice")}
     return {"response_format.json_schema.schema": schema, "response_format": schema, **names}
 
 
 def _arguments(given: str | Json) -> object:
-    """Clients send arguments as JSON in a string."""
+    """Parse a tool call's arguments, which clients send as JSON in a string."""
     if not isinstance(given, str):
         return given
     try:

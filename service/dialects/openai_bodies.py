@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, with the fields that other servers of this API added and clients use."""
+"""OpenAI's request bodies, with the additional fields of other servers that clients use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, Never, NotFilled, NotTrue, Refused, Schema
+from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 
@@ -25,41 +25,41 @@ class FormatSchema(DialectBody):
 
 
 class Format(DialectBody):
-    """What the output is."""
+    """Sets the format of the output."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
-        description="Anything, a JSON object, or JSON that `json_schema` accepts.", examples=["json_object"]
+        description="Any text, any JSON object, or JSON that matches `json_schema`.", examples=["json_object"]
     )
     json_schema: FormatSchema | None = Field(None, description="With the type `json_schema`.")
 
 
 class StructuredOutputs(DialectBody):
-    """What the output must match; only one."""
+    """Constrains the output, by one of its fields."""
 
     json_: Schema | None = Field(
-        None, alias="json", description="A JSON schema, or its text.", examples=[{"type": "object"}]
+        None, alias="json", description="A JSON schema, as an object or as text.", examples=[{"type": "object"}]
     )
     regex: str | None = Field(None, description="As in /generate.", examples=["[0-9]{4}"])
     choice: list[str] | None = Field(None, description="As in /generate.", examples=[["yes", "no"]])
     json_object: bool | None = Field(None, description="Any JSON object.", examples=[True])
-    grammar: Never = None
-    structural_tag: Never = None
-    whitespace_pattern: Never = None
+    grammar: NotSupported = None
+    structural_tag: NotSupported = None
+    whitespace_pattern: NotSupported = None
     disable_any_whitespace: NotTrue = None
     disable_additional_properties: NotTrue = None
 
 
 class Sampling(Extended):
-    """What completions and chat completions share."""
+    """Holds the fields that completions and chat completions share."""
 
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
-    stream_options: StreamOptions | None = Field(None, description="What a stream also says.")
-    max_tokens: int | None = Field(None, description="Most tokens to generate.", examples=[32])
+    stream_options: StreamOptions | None = Field(None, description="Options of a stream.")
+    max_tokens: int | None = Field(None, description="Maximum number of tokens to generate.", examples=[32])
     temperature: float | None = Field(
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
     top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
-    n: int | None = Field(None, description="Choices for each prompt; 1 unless told.", examples=[1])
+    n: int | None = Field(None, description="Number of choices for each prompt; default: 1.", examples=[1])
     stop: TextOrTexts | None = Field(None, description="Texts that end the output before them.", examples=["\n\n"])
     seed: int | None = Field(None, description="The same seed and request give the same tokens.", examples=[7])
     presence_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
@@ -80,17 +80,17 @@ class Sampling(Extended):
     cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
 
     response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
-    structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's way. Not OpenAI's.")
-    guided_json: Never = None
-    guided_regex: Never = None
-    guided_choice: Never = None
-    guided_grammar: Never = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same, as vLLM has it. Not OpenAI's.")
+    guided_json: NotSupported = None
+    guided_regex: NotSupported = None
+    guided_choice: NotSupported = None
+    guided_grammar: NotSupported = None
     use_beam_search: NotTrue = None
     length_penalty: Annotated[Any, Refused(1, 1.0)] = None
-    truncate_prompt_tokens: Never = None
+    truncate_prompt_tokens: NotSupported = None
     allowed_token_ids: NotFilled = None
     bad_words: NotFilled = None
-    prompt_logprobs: Never = None
+    prompt_logprobs: NotSupported = None
     logits_processors: NotFilled = None
     return_token_ids: NotTrue = None
     return_tokens_as_token_ids: NotTrue = None
@@ -106,17 +106,17 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(
         None,
         ge=0,
-        description="Log-probabilities with so many alternatives; with `echo`, of the prompt too.",
+        description="Return log-probabilities with this many alternatives; with `echo`, of the prompt too.",
         examples=[2],
     )
-    best_of: int | None = Field(None, description="Taken only if equal to `n`.", examples=[None])
+    best_of: int | None = Field(None, description="Accepted only if equal to `n`.", examples=[None])
     add_special_tokens: Annotated[Any, Refused(True)] = None
     suffix: Annotated[Any, Refused("")] = None
-    prompt_embeds: Never = None
+    prompt_embeds: NotSupported = None
 
 
 class TextPart(DialectBody):
-    type: Literal["text"] = Field(description="Only text is read.", examples=["text"])
+    type: Literal["text"] = Field(description="Only text is supported.", examples=["text"])
     text: str = Field(description="The text.", examples=["Hello"])
 
 
@@ -138,52 +138,54 @@ class FunctionCall(DialectBody):
 
 
 class ToolCall(DialectBody):
-    id: str | None = Field(None, description="Named by the tool's answer.", examples=["call_1"])
-    type: str = Field("function", description="What is called.", examples=["function"])
+    id: str | None = Field(None, description="Referred to by the tool's reply.", examples=["call_1"])
+    type: str = Field("function", description="Type of the called tool.", examples=["function"])
     function: FunctionCall = Field(description="The call.")
 
 
 class Message(DialectBody):
-    """One turn of a conversation. Which roles and orders there are is for the model's template to say."""
+    """Is one message of a conversation. The model's chat template decides which roles and orders are allowed."""
 
-    role: Text = Field(description="Who speaks.", examples=["user"])
+    role: Text = Field(description="The role of the author.", examples=["user"])
     content: Content | None = Field(
         None, description="Text, or parts of type `text`, joined by line breaks.", examples=["Hello"]
     )
     name: str | None = Field(None, description="Passed to the template.", examples=["Ada"])
-    tool_calls: list[ToolCall] | None = Field(None, description="What an assistant called, for the template.")
-    tool_call_id: str | None = Field(None, description="Which call a tool answers.", examples=["call_1"])
+    tool_calls: list[ToolCall] | None = Field(None, description="Tool calls of an assistant, passed to the template.")
+    tool_call_id: str | None = Field(None, description="The tool call that a tool replies to.", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="Passed to the template.", examples=[None])
-    audio: Never = None
-    function_call: Never = None
+    audio: NotSupported = None
+    function_call: NotSupported = None
 
 
 class ChatBody(Sampling):
-    """Answer a conversation, as OpenAI's chat completions do; the model's chat template makes the prompt."""
+    """Continue a conversation, as OpenAI's chat completions do; the model's chat template makes the prompt."""
 
     messages: list[Message] = Field(
         min_length=1, description="The conversation.", examples=[[{"role": "user", "content": "Hello"}]]
     )
-    max_completion_tokens: int | None = Field(None, description="Most tokens to generate.", examples=[32])
-    logprobs: bool | None = Field(None, description="Log-probabilities of the output's tokens.", examples=[True])
-    top_logprobs: int | None = Field(None, ge=0, description="With so many alternatives.", examples=[2])
+    max_completion_tokens: int | None = Field(None, description="Maximum number of tokens to generate.", examples=[32])
+    logprobs: bool | None = Field(None, description="Return log-probabilities of the output's tokens.", examples=[True])
+    top_logprobs: int | None = Field(None, ge=0, description="Number of alternatives for each token.", examples=[2])
     add_generation_prompt: bool | None = Field(
-        None, description="End the prompt where the assistant speaks; default true. Not OpenAI's.", examples=[True]
+        None,
+        description="End the prompt at the start of the assistant's message; default true. Not OpenAI's.",
+        examples=[True],
     )
     continue_final_message: bool | None = Field(
-        None, description="Go on with the last message instead. Not OpenAI's.", examples=[False]
+        None, description="Continue the last message instead. Not OpenAI's.", examples=[False]
     )
     tools: Annotated[Any, Refused([])] = None
     tool_choice: Annotated[Any, Refused("none", "auto")] = None
     functions: Annotated[Any, Refused([])] = None
     function_call: Annotated[Any, Refused("none", "auto")] = None
     modalities: Annotated[Any, Refused(["text"])] = None
-    audio: Never = None
+    audio: NotSupported = None
     reasoning_effort: Annotated[Any, Refused("none")] = None
     verbosity: Annotated[Any, Refused("medium")] = None
-    web_search_options: Never = None
+    web_search_options: NotSupported = None
     echo: NotTrue = None
-    chat_template: Never = None
+    chat_template: NotSupported = None
     chat_template_kwargs: NotFilled = None
     documents: NotFilled = None
     add_special_tokens: NotTrue = None
@@ -195,11 +197,11 @@ class EmbeddingBody(Extended):
     input: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
     encoding_format: Literal["float", "base64"] | None = Field(
         None,
-        description="Numbers, or base64 of little-endian float32, which the official client asks for.",
+        description="Numbers, or base64 of little-endian float32, which the official client requests.",
         examples=["float"],
     )
-    dimensions: int | None = Field(None, description="Keep only so many leading dimensions.", examples=[128])
+    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
     normalize: bool | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[True])
     add_special_tokens: Annotated[Any, Refused(True)] = None
-    truncate_prompt_tokens: Never = None
-    prompt_name: Never = None
+    truncate_prompt_tokens: NotSupported = None
+    prompt_name: NotSupported = None

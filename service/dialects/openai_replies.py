@@ -1,4 +1,4 @@
-"""What /generate says, as OpenAI's completions and chat completions."""
+"""Rendering of generations as OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _FINISH = {"stop": "stop", "length": "length", "deadline": "abort", "cancelled":
 
 
 class _Rendering:
-    """What both APIs share: ids, usage, the order of events."""
+    """Renders what completions and chat completions share: ids, usage, the order of events."""
 
     done = b"data: [DONE]\n\n"
     prefix: str
     kind: str  # `object` of a reply
     chunk_kind: str  # `object` of an event
 
-    def __init__(self, generation: Generation, asked: Sampling) -> None:
+    def __init__(self, generation: Generation, body: Sampling) -> None:
         self._generation = generation
-        self._with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def events(self, event: Json) -> Iterable[Json]:
         head = self._head(event, self.chunk_kind)
@@ -59,17 +59,19 @@ class _Rendering:
 
 
 class Completions(_Rendering):
-    """Text completions. `text_offset` says where in the choice's text a token begins: what the text leaves out, as it
-    does special tokens, takes no room in it, and tokens that share a character begin where it does.
+    """Renders text completions.
+
+    `text_offset` is where in the choice's text a token begins. Tokens that the text leaves out, such as special tokens,
+    have no length; tokens that share a character begin at the same offset.
     """
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, generation: Generation, asked: CompletionBody) -> None:
-        super().__init__(generation, asked)
-        self._logprobs = asked.logprobs
-        self._echo = bool(asked.echo)
-        self._prompt_only = prompt_only(asked)
+    def __init__(self, generation: Generation, body: CompletionBody) -> None:
+        super().__init__(generation, body)
+        self._logprobs = body.logprobs
+        self._echo = bool(body.echo)
+        self._prompt_only = prompt_only(body)
         self._tokenizer = generation.plan.served.tokenizer
         self._offsets: dict[int, _Offsets] = {}  # of each choice's output
 
@@ -112,14 +114,14 @@ class Completions(_Rendering):
         }
 
     def _first_token(self, prompt_index: int) -> Json:
-        """The prompt's first token, which nothing predicts."""
+        """Return the prompt's first token, which has no log-probability."""
         plan = self._generation.plan
         token_id = plan.requests[prompt_index].prompt_token_ids[0]
         text = self._tokenizer.token_text(token_id) if self._tokenizer is not None else ""
         return {"id": token_id, "text": text, "logprob": None, "top": []}
 
     def _offsets_of(self, index: int) -> _Offsets:
-        """Of the output of choice `index`, which stands behind what was echoed."""
+        """Return the offsets of the output of choice `index`, which follows the echoed prompt."""
         if index not in self._offsets:
             skip, at = self._generation.plan.skip_special_tokens, len(self._generation.echoed(index))
             self._offsets[index] = _Offsets(self._tokenizer, skip_special_tokens=skip, at=at)
@@ -127,23 +129,23 @@ class Completions(_Rendering):
 
 
 class _Offsets:
-    """Where the tokens of a growing text begin, in characters; all at its beginning where there is no tokenizer."""
+    """Computes where the tokens of a growing text begin, in characters; without a tokenizer all begin at 0."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool, at: int) -> None:
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens) if tokenizer is not None else None
         self._at = at
-        self._shown: str | None = None  # the whole text, where it is known
+        self._shown: str | None = None  # the whole text, if it is known
 
     @classmethod
     def of_prompt(cls, tokenizer: Tokenizer | None, shown: str) -> _Offsets:
-        """Of a prompt as it is echoed: with the special tokens that its client wrote, without those put around it."""
+        """Return the offsets in an echoed prompt, which has the client's special tokens but not the tokenizer's."""
         found = cls(tokenizer, skip_special_tokens=False, at=0)
         found._shown = shown
         return found
 
     def of(self, entries: Iterable[Json]) -> list[int]:
-        """Of the next tokens."""
+        """Return the offsets of the next tokens."""
         return [self._next(entry["id"]) for entry in entries]
 
     def _next(self, token_id: int) -> int:
@@ -159,12 +161,12 @@ class _Offsets:
 
 
 class ChatCompletions(_Rendering):
-    """Chat completions: the first event of a choice names its role."""
+    """Renders chat completions; the first event of a choice has its role."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, asked: ChatBody) -> None:
-        super().__init__(generation, asked)
+    def __init__(self, generation: Generation, body: ChatBody) -> None:
+        super().__init__(generation, body)
         self._begun: set[int] = set()
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
@@ -193,7 +195,7 @@ def _finish(choice: Json) -> str | None:
 
 
 def _alternatives(entry: Json) -> dict[str, float] | None:
-    """The likeliest tokens and the chosen one, by their texts; of equal texts the likelier."""
+    """Return the log-probabilities of the alternatives and the chosen token by text; of equal texts the higher one."""
     if entry["logprob"] is None:
         return None
     found: dict[str, float] = {}
@@ -212,5 +214,5 @@ def _content_logprobs(choice: Json) -> Json | None:
 
 def _token(entry: Json) -> dict[str, Any]:
     text = entry["text"]
-    known = "\ufffd" not in text  # part of a character: its bytes are not known here
+    known = "\ufffd" not in text  # else part of a character, whose bytes are not known here
     return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()) if known else None}

@@ -1,7 +1,7 @@
-"""SGLang's own API: `text` or `input_ids` with `sampling_params` on /generate, and on /encode.
+"""SGLang's API: `text` or `input_ids` with `sampling_params` on /generate, and on /encode.
 
-A stream's events hold the whole text so far. A single prompt with one choice answers with an object, everything else
-with a list. A sequence that ended by its deadline or was cancelled has the finish_reason `abort`.
+Events of a stream have the whole text so far. The reply is an object for a single prompt with one choice, and a list
+otherwise. A sequence that ended at its deadline or was cancelled has the finish_reason `abort`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from service.core.request_context import REQUEST_ID_PATTERN
 from service.dialects.common import (
     DialectBody,
     Extended,
-    Never,
     NotFilled,
+    NotSupported,
     NotTrue,
     Refused,
     Schema,
@@ -62,7 +62,7 @@ _NAMES = {name: f"sampling_params.{theirs}" for name, theirs in _SAMPLING.items(
 
 
 class SamplingParameters(DialectBody):
-    """How to generate."""
+    """Parameters of the generation."""
 
     max_new_tokens: int | None = Field(None, description="`max_tokens` of /generate, with its default.", examples=[32])
     min_new_tokens: int | None = Field(None, description="`min_tokens` of /generate.", examples=[0])
@@ -83,19 +83,19 @@ class SamplingParameters(DialectBody):
     sampling_seed: int | None = Field(None, description="`seed` of /generate.", examples=[7])
     spaces_between_special_tokens: Annotated[Any, Refused(True)] = None
     stop_regex: NotFilled = None
-    beam_width: Never = None
+    beam_width: NotSupported = None
     json_schema: Schema | None = Field(
         None,
-        description="A JSON schema, as text or an object, that the output matches.",
+        description="A JSON schema, as text or an object, that constrains the output.",
         examples=['{"type": "object"}'],
     )
     regex: str | None = Field(None, description="As in /generate.", examples=["[0-9]{4}"])
-    ebnf: Never = None
-    structural_tag: Never = None
+    ebnf: NotSupported = None
+    structural_tag: NotSupported = None
     custom_params: NotFilled = None
 
 
-class _Asked(Extended):
+class _SglangBody(Extended):
     text: TextOrTexts | None = Field(None, description="Text, or several.", examples=["def add(a, b):"])
     input_ids: Prompt | None = Field(None, description="Token ids, or several lists of them.", examples=[[1, 42]])
     request_id: str | None = Field(
@@ -103,94 +103,100 @@ class _Asked(Extended):
     )
     priority: int | None = Field(
         None,
-        description="Higher is served first; above 0 only as far as `min_priority`, negated, of `/info` allows.",
+        description="Higher is served first; at most `min_priority` of `/info`, negated.",
         examples=[0],
     )
-    lora_path: Never = None
-    image_data: Never = None
-    input_embeds: Never = None
+    lora_path: NotSupported = None
+    image_data: NotSupported = None
+    input_embeds: NotSupported = None
 
     def source(self) -> tuple[str, Any]:
-        """The one field that holds the input, and what it holds."""
+        """Return the name and the value of the field that holds the input."""
         given = {name: value for name in ("text", "input_ids") if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             raise invalid("give one of text and input_ids", "input_ids", "ambiguous_body")
         return next(iter(given.items()))
 
 
-class SglangGenerateBody(_Asked):
+class SglangGenerateBody(_SglangBody):
     """Generate text, as SGLang does."""
 
-    sampling_params: SamplingParameters | None = Field(None, description="How to generate, one for all prompts.")
-    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
-    return_logprob: bool | None = Field(None, description="Log-probabilities of the tokens.", examples=[True])
-    logprob_start_len: int | None = Field(
-        None, ge=-1, le=MAX_INT, description="From which token of the prompt; -1: only of the output.", examples=[-1]
+    sampling_params: SamplingParameters | None = Field(
+        None, description="Parameters of the generation, for all prompts."
     )
-    top_logprobs_num: int | None = Field(None, ge=0, description="With so many alternatives.", examples=[2])
-    return_text_in_logprobs: bool | None = Field(None, description="With each token's text.", examples=[True])
+    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
+    return_logprob: bool | None = Field(None, description="Return log-probabilities of the tokens.", examples=[True])
+    logprob_start_len: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_INT,
+        description="The first prompt token to return them for; -1: only the output.",
+        examples=[-1],
+    )
+    top_logprobs_num: int | None = Field(None, ge=0, description="Number of alternatives for each token.", examples=[2])
+    return_text_in_logprobs: bool | None = Field(None, description="Return each token's text too.", examples=[True])
     token_ids_logprob: NotFilled = None
     return_hidden_states: NotTrue = None
     return_prompt_token_ids: NotTrue = None
-    session_params: Never = None
-    custom_logit_processor: Never = None
+    session_params: NotSupported = None
+    custom_logit_processor: NotSupported = None
     cache_salt: str | None = Field(None, description="As in /generate.", examples=["tenant-7"])
-    extra_key: Never = None
-    video_data: Never = None
-    audio_data: Never = None
+    extra_key: NotSupported = None
+    video_data: NotSupported = None
+    audio_data: NotSupported = None
 
 
-class SglangEncodeBody(_Asked):
+class SglangEncodeBody(_SglangBody):
     """Turn inputs into vectors, as SGLang does."""
 
-    dimensions: int | None = Field(None, description="Keep only so many leading dimensions.", examples=[128])
+    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
     is_cross_encoder_request: NotTrue = None
     return_pooled_hidden_states: NotTrue = None
 
 
-def generate_names(asked: SglangGenerateBody) -> dict[str, str]:
-    """Native names to those that this body uses."""
+def generate_names(body: SglangGenerateBody) -> dict[str, str]:
+    """Return the body's own field names, by native name."""
     alternatives = {"prompt_logprobs": "top_logprobs_num", "logprobs": "top_logprobs_num"}
-    return {**_NAMES, **alternatives, "prompt": asked.source()[0]}
+    return {**_NAMES, **alternatives, "prompt": body.source()[0]}
 
 
-def encode_names(asked: SglangEncodeBody) -> dict[str, str]:
-    return {"input": asked.source()[0]}
+def encode_names(body: SglangEncodeBody) -> dict[str, str]:
+    return {"input": body.source()[0]}
 
 
-def generate(asked: SglangGenerateBody, served: ServedModel) -> GenerateBody:
-    """What a generation asks for; raises `ApiError` in native names."""
-    params = asked.sampling_params or SamplingParameters.model_validate({})
+def generate(body: SglangGenerateBody, served: ServedModel) -> GenerateBody:
+    """Translate a generation body; raises `ApiError` with native field names."""
+    params = body.sampling_params or SamplingParameters.model_validate({})
     fields: dict[str, Any] = {name: getattr(params, theirs) for name, theirs in _SAMPLING.items()}
-    top = asked.top_logprobs_num or 0
+    top = body.top_logprobs_num or 0
     fields |= {
-        **_common(asked),
-        "prompt": asked.source()[1],
-        "stream": asked.stream,
-        "cache_salt": asked.cache_salt,
-        "priority": None if asked.priority is None else -asked.priority,
+        **_common(body),
+        "prompt": body.source()[1],
+        "stream": body.stream,
+        "cache_salt": body.cache_salt,
+        "priority": None if body.priority is None else -body.priority,
         "temperature": sampled(params.temperature, served),
         "num_beams": 1,
         "top_k": native_top_k(params.top_k),
         "seed": native_seed(params.sampling_seed),
         "return_token_ids": True,
-        "logprobs": top if asked.return_logprob else None,
+        "logprobs": top if body.return_logprob else None,
         "response_format": None
         if params.json_schema is None
         else json_format(params.json_schema, "sampling_params.json_schema"),
-        "prompt_logprobs": top if asked.return_logprob and _start(asked) is not None else None,
+        "prompt_logprobs": top if body.return_logprob and _start(body) is not None else None,
     }
     return native(GenerateBody, fields)
 
 
-def encode(asked: SglangEncodeBody) -> EncodeBody:
-    """What an embedding asks for."""
-    return native(EncodeBody, _common(asked) | {"input": asked.source()[1], "dimensions": asked.dimensions})
+def encode(body: SglangEncodeBody) -> EncodeBody:
+    """Translate an embedding body."""
+    return native(EncodeBody, _common(body) | {"input": body.source()[1], "dimensions": body.dimensions})
 
 
-def encode_reply(asked: SglangEncodeBody) -> Callable[[EncodePlan, Json], object]:
-    """An object for a single input, a list for several."""
-    _, value = asked.source()
+def encode_reply(body: SglangEncodeBody) -> Callable[[EncodePlan, Json], object]:
+    """Return an object for a single input, and a list for several."""
+    _, value = body.source()
     several = isinstance(value, list) and not isinstance(value[0], int)
 
     def show(plan: EncodePlan, reply: Json) -> object:
@@ -205,15 +211,15 @@ def encode_reply(asked: SglangEncodeBody) -> Callable[[EncodePlan, Json], object
 
 
 class SglangGeneration:
-    """Replies and events of generation."""
+    """Renders replies and events of generation."""
 
     done = b"data: [DONE]\n\n"
 
-    def __init__(self, generation: Generation, asked: SglangGenerateBody) -> None:
+    def __init__(self, generation: Generation, body: SglangGenerateBody) -> None:
         self._generation = generation
-        self._asked = asked
+        self._body = body
         self._so_far: dict[int, Json] = {}
-        value = asked.source()[1]
+        value = body.source()[1]
         several = isinstance(value, list) and not isinstance(value[0], int)
         self._in_list = several or generation.plan.n > 1
 
@@ -245,7 +251,7 @@ class SglangGeneration:
             "completion_tokens": len(choice["token_ids"]),
             "cached_tokens": self._generation.cached_tokens(at),
         }
-        if self._asked.return_logprob:
+        if self._body.return_logprob:
             meta |= self._logprobs(choice)
         return {
             "text": choice["text"],
@@ -256,9 +262,9 @@ class SglangGeneration:
     def _logprobs(self, choice: Json) -> Json:
         entries = choice.get("logprobs") or []
         found = {"output_token_logprobs": [self._triple(entry) for entry in entries]}
-        if self._asked.top_logprobs_num:
+        if self._body.top_logprobs_num:
             found["output_top_logprobs"] = [[self._triple(one) for one in entry["top"]] for entry in entries]
-        start = _start(self._asked)
+        start = _start(self._body)
         if start is not None and choice.get("prompt_logprobs"):
             found |= self._prompt_logprobs(choice, start)
         return found
@@ -268,21 +274,21 @@ class SglangGeneration:
         first: Json = {"id": ids[0], "text": None, "logprob": None, "top": []}
         entries = [first, *choice["prompt_logprobs"][1:]][start:]
         found: Json = {"input_token_logprobs": [self._triple(entry) for entry in entries]}
-        if self._asked.top_logprobs_num:
+        if self._body.top_logprobs_num:
             found["input_top_logprobs"] = [[self._triple(one) for one in entry["top"]] for entry in entries]
         return found
 
     def _triple(self, entry: Json) -> list[Any]:
-        return [entry["logprob"], entry["id"], entry["text"] if self._asked.return_text_in_logprobs else None]
+        return [entry["logprob"], entry["id"], entry["text"] if self._body.return_text_in_logprobs else None]
 
 
-def _common(asked: _Asked) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in ("model", "timeout_s", "request_id")}
+def _common(body: _SglangBody) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
 
 
-def _start(asked: SglangGenerateBody) -> int | None:
-    """From which token of the prompt log-probabilities are wanted; None: of none."""
-    start = asked.logprob_start_len
+def _start(body: SglangGenerateBody) -> int | None:
+    """Return the first prompt token whose log-probability is requested; None: none."""
+    start = body.logprob_start_len
     return None if start is None or start < 0 else start
 
 

@@ -1,1 +1,1 @@
-"""HTTP itself: bodies, headers, replies, server-sent events."""
+"""HTTP: reading bodies, checking headers, writing replies and server-sent events."""

@@ -1,4 +1,4 @@
-"""Small pieces that the routes share: reading a body, answering JSON, stopping work when the client is gone."""
+"""Helpers of the routes: they read a body, reply with JSON, and cancel work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON reply."""
     return Response(msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json")
 
 
 def context_of_request() -> RequestContext:
-    """The current request's context; there is always one inside a route."""
+    """Return the current request's context, which always exists inside a route."""
     context = current()
     assert context is not None
     return context
 
 
 async def read_body(request: Request, model: type[B]) -> B:
-    """The body as `model`, or a 400 that names the field. A `request_id` in it names the request from now on."""
+    """Parse the body as `model`; raises a 400 that names the field. A `request_id` in it becomes the request's."""
     return _parse(await _raw_body(request), model)
 
 
 async def read_one_of(request: Request, default: type[B], keys: Mapping[str, type[B]]) -> B:
-    """The body as the model of that key of `keys` which it has, or as `default` if it has none; it is a 400 that names
-    both to have the keys of two models.
-    """
+    """Parse the body as the model of the one of `keys` that it has, else as `default`; a 400 if it has keys of two."""
     raw = await _raw_body(request)
     known = [key for key in _keys(raw) if key in keys]
     for key in known[1:]:
@@ -50,8 +49,8 @@ async def read_one_of(request: Request, default: type[B], keys: Mapping[str, typ
     return _parse(raw, keys[known[0]] if known else default)
 
 
-def named(request: Request, body: B) -> B:
-    """`body` with the model that the address names (`?model=`), where it names none itself."""
+def with_model_of_query(request: Request, body: B) -> B:
+    """Fill in the model from the URL (`?model=`) if the body names none."""
     name = request.query_params.get("model")
     if name is None or getattr(body, "model", None) is not None:
         return body
@@ -70,12 +69,12 @@ async def _raw_body(request: Request) -> bytes:
 
 
 def _keys(raw: bytes) -> list[str]:
-    """The names at the top of a JSON object; none where it is something else."""
+    """Return the top-level keys of a JSON object; none if it is something else."""
     try:
         return list(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         pass
-    try:  # as the models do: with NaN, which they then refuse by name
+    try:  # Pydantic's parser accepts NaN, which the models then refuse, naming the field
         found = pydantic_core.from_json(raw)
     except ValueError:
         return []
@@ -95,31 +94,31 @@ def _parse(raw: bytes, model: type[B]) -> B:
 
 
 def _check_content_type(request: Request) -> None:
-    """JSON must be declared: a browser sends anything else across sites without asking."""
+    """Require a JSON content type: browsers send other types across sites without a CORS check."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
         message = "send JSON with the header Content-Type: application/json"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
 
 
-async def until_disconnect(receive: Receive) -> None:
-    """Return when the client has gone; its body must have been read."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected; its body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel and wait for every task, whatever they raise."""
+    """Cancel all tasks and wait for them, ignoring what they raise."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and waited for, as soon as the client is gone (`ApiError` 499)."""
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancels it and raises `ApiError` 499 when the client disconnects."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(until_disconnect(request.receive))
+    watch = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -1,6 +1,4 @@
-"""uvicorn's HTTP protocol with bounds, which uvicorn has none for, on what comes before the application is asked and
-after it has answered.
-"""
+"""uvicorn's HTTP protocol with limits on slow, endless and unread connections, which uvicorn does not have."""
 
 from __future__ import annotations
 
@@ -18,42 +16,42 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.settings.service_settings import Limits
 
-# Times `max_header_bytes`: what is no longer is refused by the application, which names the request. HAProxy's bound.
-_MARGIN = 4
-_DRAINED_BODIES = 8  # times `max_body_bytes`: so much of one connection is read behind its answer
-_MOST_DRAINED = 64  # connections of a server of which that is read at a time
-_NO_LINGERING = struct.pack("ii", 1, 0)  # on, for no second
+# Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
+_HEADER_FACTOR = 4
+_DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
+_MAX_DRAINED = 64  # connections of a server that are drained at a time
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
 def bounded_protocol(limits: Limits) -> Callable[..., BoundedProtocol]:
-    """What makes the protocols of one server, for uvicorn's `http`."""
+    """Return a factory of protocols for one server, for uvicorn's option `http`."""
     return partial(BoundedProtocol, limits, set())
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a head, or what follows a body, that never ends, in bytes (431) and in seconds (408), and then closes.
-    A reply of which the client takes no byte for `stream_stall_s` is thrown away with its connection.
+    """Limits headers in bytes (431) and seconds (408), and closes connections whose reply is not read.
 
-    A body that goes on when its answer is complete is drained, that is, read and thrown away: a client may only begin
-    to read when it has written all, and closing under its bytes would reset the connection and lose the answer (RFC
-    9112, 9.6). It has `receive_s` and `_DRAINED_BODIES` for that, and a server does it for `_MOST_DRAINED` connections
-    at a time; the rest is closed at once. Where the connection is to be closed, only its writing side is until then.
+    A connection whose client reads no byte of a reply for `stream_stall_s` is reset. A body that continues after its
+    reply is complete is drained, that is, read and discarded: many clients read the reply only after writing the whole
+    body, and closing the connection before would reset it and lose the reply (RFC 9112, 9.6). Draining is limited to
+    `receive_s`, `_DRAIN_FACTOR` and, for a server, `_MAX_DRAINED` connections at a time; others are closed at once. If
+    the connection is to be closed, its writing side is closed before it is drained.
     """
 
     def __init__(self, limits: Limits, drained: set[BoundedProtocol], *args: Any, **kwargs: Any) -> None:
-        """`drained`: the connections of the server that are drained."""
+        """`drained`: the connections of the server that are being drained, shared by all its protocols."""
         super().__init__(*args, **kwargs)
         self._drained = drained
-        self._left = self._most_left = _DRAINED_BODIES * limits.max_body_bytes  # bytes to be read while it is drained
-        self._lingers = False  # everything that still comes is thrown away
-        self._most = _MARGIN * limits.max_header_bytes
+        self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
+        self._discards_input = False  # after the writing side was closed
+        self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
         self._seconds = limits.receive_s
         self._stall_seconds = limits.stream_stall_s
-        self._silent = 0  # bytes since the last complete head or message, or piece of a body
+        self._unparsed = 0  # bytes since the last complete headers, part of a body, or message
         self._progressed = False
-        self._head_is_complete = False  # and its message is not
+        self._in_body = False  # headers are complete and the message is not
         self._timer: asyncio.TimerHandle | None = None
-        self._unread = 0  # bytes of replies, when they were looked at last
+        self._unread = 0  # bytes of replies at the last check
         self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,17 +66,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self in self._drained:
-            self._left -= len(data)
-            if self._left < 0:
+            self._drain_left -= len(data)
+            if self._drain_left < 0:
                 self.transport.close()
                 return
-        if self._lingers:
+        if self._discards_input:
             return
         self._progressed = False
         super().data_received(data)
-        self._silent = 0 if self._progressed else self._silent + len(data)
-        if self._silent > self._most:
-            self._refuse(headers_too_large(f"the headers exceed {self._most} bytes"))
+        self._unparsed = 0 if self._progressed else self._unparsed + len(data)
+        if self._unparsed > self._max_header_bytes:
+            self._refuse(headers_too_large(f"the headers exceed {self._max_header_bytes} bytes"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -86,7 +84,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self._progressed = self._head_is_complete = True
+        self._progressed = self._in_body = True
         super().on_headers_complete()
         self.cycle.transport = _ReplyTransport(self.transport, self._close)  # type: ignore[assignment]
 
@@ -97,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._stop_timer()
         self._progressed = True
-        self._head_is_complete = False
+        self._in_body = False
         self._drained.discard(self)
         super().on_message_complete()
 
@@ -125,60 +123,60 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self) -> None:
-        if self._silent and not self._lingers:
+        if self._unparsed and not self._discards_input:
             self._refuse(request_too_slow(self._seconds))
-        else:  # nothing was asked
+        else:  # an idle connection gets no reply
             self.transport.close()
 
     def _watch_unread(self) -> None:
-        """From now on, as nothing is added: the reply is complete, or what makes it waits for the client."""
+        """Start checking that the client reads, when no more is written: the reply is complete, or flow is paused."""
         self._stop_watching()
         self._unread = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(self._stall_seconds, self._look)
+        self._unread_timer = self.loop.call_later(self._stall_seconds, self._check_unread)
 
     def _stop_watching(self) -> None:
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
 
-    def _look(self) -> None:
+    def _check_unread(self) -> None:
         self._unread_timer = None
         unread = self.transport.get_write_buffer_size()
         if not unread or not (self.cycle.response_complete or self.flow.write_paused):
-            return  # all was taken, or a stream goes on
+            return  # all was read, or the stream continues
         if unread < self._unread:
             self._watch_unread()
             return
         connection = self.transport.get_extra_info("socket")
-        if connection is not None:  # reset: the system would go on holding the megabytes that it has taken
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+        if connection is not None:  # reset: else the kernel keeps megabytes of the send buffer
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
 
     def _answered_early(self) -> bool:
-        """Nobody awaits the rest of the message."""
-        return self._head_is_complete and bool(self.cycle.response_complete)
+        """Whether the reply is complete and the request's body is not."""
+        return self._in_body and bool(self.cycle.response_complete)
 
     def _drain(self) -> None:
-        """Read on for a while, or close where that is done for many."""
+        """Start to discard the rest of the body, or close if too many connections do that."""
         if self in self._drained or self.transport.is_closing():
             return
-        if len(self._drained) >= _MOST_DRAINED:
+        if len(self._drained) >= _MAX_DRAINED:
             self.transport.close()
             return
         self._drained.add(self)
-        self._left = self._most_left
+        self._drain_left = self._drain_limit
         self._start_timer()
 
     def _close(self) -> None:
-        """At the end of a reply that closes the connection."""
+        """Close the connection at the end of a reply."""
         if self._answered_early():
-            self._linger()
+            self._close_writing()
         else:
             self.transport.close()
 
-    def _linger(self) -> None:
-        """Close the writing side, and the other when the client does, or when it was drained."""
-        self._lingers = True
+    def _close_writing(self) -> None:
+        """Close the writing side, and the connection once the client has closed or the body was drained."""
+        self._discards_input = True
         self._stop_timer()
         self._drain()
         if not self.transport.is_closing():
@@ -186,21 +184,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close; where an answer is under way, or was given already, only close."""
+        """Send an error and close; only close if a reply has begun."""
         if self.transport.is_closing():
             return
-        if self._head_is_complete or (self.cycle is not None and not self.cycle.response_complete):
+        if self._in_body or (self.cycle is not None and not self.cycle.response_complete):
             self.transport.close()
             return
         body = msgspec.json.encode(error.body())
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
-        self._linger()
+        self._close_writing()
 
 
 class _ReplyTransport:
-    """What a reply writes to; its end is the protocol's to make."""
+    """Is the transport that a reply writes to; the protocol decides how to close the connection."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write

@@ -1,8 +1,8 @@
-"""Outputs of the engines become the JSON that clients read.
+"""Conversion of engine outputs to JSON replies and events.
 
-A `Generation` absorbs `TokenOutput`s one by one into deltas. A stream sends each; an unstreamed reply joins them,
-so both say the same. Replies are plain dictionaries of the shapes in `service.schemas.replies`; a `Rendering` makes of
-them what another dialect shows.
+A `Generation` turns each `TokenOutput` into a delta. A stream sends the deltas, an unstreamed reply joins them, so both
+have the same content. Replies are plain dictionaries of the shapes in `service.schemas.replies`; a `Rendering` converts
+them for a dialect.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from model.api.request import (
     TokenOutput,
 )
 from service.core.errors import ApiError
-from service.lifecycle.jobs import Job, worst
+from service.lifecycle.jobs import Job, combined_outcome
 from service.observability.metrics import Metrics
 from service.planning.encode import EncodePlan
 from service.planning.generate import GeneratePlan
-from service.planning.response_format import refused
+from service.planning.response_format import invalid_grammar
 
 Json = dict[str, Any]
 
-_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
 class Generation:
-    """The outputs of one HTTP request's sequences: counts, times and ends, as they come."""
+    """Collects the outputs of all sequences of one HTTP request, with token counts, times and finish reasons."""
 
     def __init__(self, plan: GeneratePlan, job: Job, metrics: Metrics) -> None:
         self._plan = plan
@@ -45,7 +45,7 @@ class Generation:
         self._reasons: dict[int, FinishReason] = {}
         self._cached: dict[str, int] = {}
         self.completion_tokens = 0
-        self.failure: ApiError | None = None  # an output could not be what was asked for
+        self.failure: ApiError | None = None  # the reason if an output could not match its constraint
 
     @property
     def plan(self) -> GeneratePlan:
@@ -55,8 +55,8 @@ class Generation:
     def reasons(self) -> list[FinishReason]:
         return list(self._reasons.values())
 
-    def absorb(self, output: TokenOutput) -> Json:
-        """The choice's delta for `output`; ends the job with its last sequence."""
+    def add(self, output: TokenOutput) -> Json:
+        """Return the delta of `output`; ends the job with the last sequence."""
         prompt_index = self._prompt_index[output.request_id]
         index = prompt_index * self._plan.n + output.index
         first = index not in self._last_seen
@@ -79,27 +79,28 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Every sequence has its finish_reason."""
+        """Whether every sequence has its finish_reason."""
         return len(self._reasons) == len(self._plan.requests) * self._plan.n
 
     def head(self) -> Json:
+        """Return the first fields of the reply and of every event."""
         return {"id": self._job.request_id, "model": self._plan.served.name, "created": self._job.created}
 
     def cached_tokens(self, prompt_index: int) -> int:
-        """Of one prompt, so many needed no computing."""
+        """Return how many tokens of one prompt came from the prefix cache."""
         return self._cached.get(self._plan.requests[prompt_index].request_id, 0)
 
     def echoed(self, index: int) -> str:
-        """What stands before the output of choice `index`; empty where no echo was asked for."""
+        """Return the text before the output of choice `index`; empty without `echo`."""
         return self._plan.echo[index // self._plan.n] if self._plan.echo else ""
 
     def tail(self) -> Json:
-        """Usage and timings; they stand in the reply or in a stream's last event."""
+        """Return usage and timings, for the reply or a stream's last event."""
         usage = _usage(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
         return {"usage": usage, "timings": asdict(self._job.timings())}
 
     def joined(self, deltas: Sequence[Json]) -> list[Json]:
-        """The choices that `deltas` make up, in order."""
+        """Join deltas to choices, in order."""
         groups: dict[int, list[Json]] = {}
         for delta in deltas:
             groups.setdefault(delta["index"], []).append(delta)
@@ -115,15 +116,15 @@ class Generation:
         self.completion_tokens += tokens
         self._job.context.tokens_out = self.completion_tokens
         self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
-        if output.error is not None and self._plan.structure is not None:
-            self.failure = refused(self._plan.structure.param, output.error)
+        if output.error is not None and self._plan.constraint is not None:
+            self.failure = invalid_grammar(self._plan.constraint.param, output.error)
         if output.finish_reason is not None:
             self._reasons[index] = output.finish_reason
             if self.ended:
-                self._job.end(worst(self.reasons))
+                self._job.end(combined_outcome(self.reasons))
 
     def _echo(self, delta: Json, prompt_index: int) -> None:
-        """Put the prompt (encoder-decoder: what follows the decoder's start token) before the output."""
+        """Put the prompt (encoder-decoder: the decoder prompt) before the output."""
         request = self._plan.requests[prompt_index]
         ids = request.prompt_token_ids[request.source is not None :]
         delta["text"] = self._plan.echo[prompt_index] + delta["text"]
@@ -139,28 +140,28 @@ class Generation:
     def _token(self, token_id: int, logprob: float) -> Json:
         tokenizer = self._plan.served.tokenizer
         text = tokenizer.token_text(token_id) if tokenizer is not None else ""
-        return {"id": token_id, "text": text, "logprob": max(logprob, _LEAST_LOGPROB)}
+        return {"id": token_id, "text": text, "logprob": max(logprob, _MIN_LOGPROB)}
 
 
 class Rendering(Protocol):
-    """How a dialect shows one generation. An object serves one HTTP request: as events or as one reply."""
+    """Converts one generation for a dialect, as events or as one reply. An object serves one HTTP request."""
 
     @property
     def done(self) -> bytes:
-        """What ends a stream, after its last event."""
+        """The bytes that end a stream, after its last event."""
 
     def events(self, event: Json) -> Iterable[Json]:
-        """What a stream sends for the event that /generate would send (its `GenerateEvent`)."""
+        """Return the dialect's events for a `GenerateEvent` of /generate."""
 
     def reply(self, reply: Json) -> object:
-        """What an unstreamed request gets for the `GenerateReply` that /generate would send."""
+        """Return the dialect's reply for a `GenerateReply` of /generate."""
 
 
 Render = Callable[[Generation], Rendering]
 
 
-class Native:
-    """/generate's own: everything as it is."""
+class NativeRendering:
+    """Leaves events and replies as /generate has them."""
 
     done = b"data: [DONE]\n\n"
 
@@ -175,7 +176,7 @@ class Native:
 
 
 def _join(deltas: Sequence[Json]) -> Json:
-    """One choice of its deltas: texts and lists are joined, of the rest the latest counts."""
+    """Join the deltas of one choice: texts and lists are concatenated, of other fields the last value is kept."""
     choice: Json = {}
     for delta in deltas:
         choice |= delta
@@ -187,7 +188,7 @@ def _join(deltas: Sequence[Json]) -> Json:
 
 
 def encode_reply(plan: EncodePlan, outputs: Sequence[EncodeOutput], job: Job, encoding_format: str) -> Json:
-    """The reply of /encode; every output must have its vectors."""
+    """Return the reply of /encode; every output must have its vectors."""
     data = [
         _encode_item(index, request.task, output, cut, encoding_format)
         for index, (request, output, cut) in enumerate(zip(plan.requests, outputs, plan.truncated, strict=True))
@@ -221,7 +222,7 @@ def _encode_item(index: int, task: EncodeTask, output: EncodeOutput, cut: bool, 
 
 
 def _vectors(output: EncodeOutput) -> list[Any]:
-    """`[d]` floats, or `[L, d]` as L rows."""
+    """Return the floats of a vector `[d]`, or the rows of a matrix `[L, d]`."""
     values = list(struct.unpack(f"<{len(output.data) // 4}f", output.data))
     if len(output.shape) == 1:
         return values

@@ -1,8 +1,8 @@
-"""What every HTTP request passes before any route: an id, bounds, the key, one access line and one account.
+"""Middleware that every request passes: request id, limits, API key, access log and metrics.
 
-Plain ASGI, so that streams flow through untouched. `ContextMiddleware` is the outermost; `GuardMiddleware` refuses
-what is too large or has no key. The path checked is the one that is routed (`scope["path"]`), never one built from
-headers.
+It is plain ASGI, so that streams pass through unchanged. `ContextMiddleware` is the outermost; `GuardMiddleware`
+refuses requests that are too large or have no valid key. The path that is checked is the one that is routed
+(`scope["path"]`), never one built from headers.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from service.core.errors import (
     too_large,
     unauthorized,
 )
-from service.core.request_context import RequestContext, current, enter, request_id_from
+from service.core.request_context import RequestContext, current, request_id_from, set_current
 from service.observability.logs import access
 from service.observability.metrics import Metrics
 from service.settings.api_keys import KeyRing
 from service.settings.service_settings import Limits
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
-_BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # makes a browser ask its user: any name, the key as password
+_BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
 
 class ContextMiddleware:
-    """Opens the request's context; whatever happens inside, it is answered in one shape and counted once."""
+    """Creates the request's context, and makes sure that the request gets a reply in one shape and is counted once."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tasks: Mapping[str, str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._tasks = tasks  # path: what a POST to it runs
+        self._tasks = tasks  # by path: the task of a POST request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +55,7 @@ class ContextMiddleware:
             path=scope["path"],
             traceparent=headers.get("traceparent", ""),
         )
-        enter(context)
+        set_current(context)
         if context.task is not None:
             self._metrics.received(context)
         try:
@@ -76,13 +76,13 @@ class ContextMiddleware:
             await self._app(scope, receive, tagged)
         except Exception as error:
             log_unexpected(error)
-            if context.status:  # too late for an error reply: the server cuts the connection
+            if context.status:  # too late for an error reply: the server closes the connection
                 raise RuntimeError("the reply broke off") from None
             await render(internal())(scope, receive, tagged)
 
 
 class GuardMiddleware:
-    """Headers within bounds (431), a key where keys are configured (401), a body within bounds (413, 408)."""
+    """Refuses large headers (431), missing and wrong keys (401), and large or slow bodies (413, 408)."""
 
     def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing | None) -> None:
         self._app = app
@@ -117,8 +117,8 @@ class GuardMiddleware:
         headers = Headers(scope=scope)
         digest = self._keys.find(_key_in(headers.get("authorization", "")))
         if digest is None:
-            a_page = "text/html" in headers.get("accept", "")
-            raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if a_page else "Bearer")
+            wants_page = "text/html" in headers.get("accept", "")
+            raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if wants_page else "Bearer")
         context = current()
         if context is not None:
             context.tenant = hmac.new(self._secret, digest, "sha256").hexdigest()
@@ -129,7 +129,7 @@ class GuardMiddleware:
             raise self._too_large()
 
     def _counted(self, receive: Receive) -> Receive:
-        """`receive`, which raises 413 once more than the bound has come, and 408 when not all has come in time."""
+        """Wrap `receive`: it raises a 413 for a body that is too large, and a 408 for one that is too slow."""
         limits = self._limits
         deadline = asyncio.get_running_loop().time() + limits.receive_s
         seen = 0
@@ -158,7 +158,7 @@ class GuardMiddleware:
 
 
 def _key_in(authorization: str) -> bytes:
-    """The key of `Bearer KEY`, or the password of `Basic` (all that a browser sends by itself); else empty: no key."""
+    """Return the key of `Bearer KEY`, or the password of `Basic`, which browsers send; empty if there is none."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode("latin-1")

@@ -1,6 +1,6 @@
-"""The path below which the application answers, where a server has taken it off the addresses that it routes here.
+"""The path prefix of an application, which a server in front removes from the paths that it forwards.
 
-Inside, the application is what it is at the root; only what it says of its own addresses asks for the prefix.
+The application itself works as at the root; only URLs of its own that it writes need the prefix.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ _BARE: Final = "triptych.bare"
 
 
 def unprefixed(scope: Scope) -> Scope:
-    """A request's `scope` without its `root_path`, which would take the same word off the application's own paths."""
+    """Return a request's `scope` without `root_path`, which Starlette would remove from the path a second time."""
     prefix = scope.get("root_path", "").rstrip("/")
     path = scope["path"].removeprefix(prefix)
     return {**scope, "path": path or "/", "root_path": "", _PREFIX: prefix, _BARE: not path}
 
 
 def prefix_of(scope: Scope) -> str:
-    """`/chat`; empty at the root."""
+    """Return the prefix, such as `/chat`; empty at the root."""
     found: str = scope.get(_PREFIX, "")
     return found
 
 
 def is_bare(scope: Scope) -> bool:
-    """Whether the prefix was asked for without a slash: relative addresses in a page would miss the application."""
+    """Return whether the path is the prefix without a slash, which would break relative URLs in a page."""
     found: bool = scope.get(_BARE, False)
     return found

@@ -1,9 +1,9 @@
-"""Server-sent events: frames, keep-alive comments, and an end of the work whatever ends the stream.
+"""Server-sent events: frames, keep-alive comments, and cancellation of the work when a stream ends for any reason.
 
-A stream is `data: {json}` frames as a `Rendering` makes them, the last with an error object where it failed, then the
-rendering's end (`data: [DONE]`).
-Frames are sent as the client takes them; nothing is buffered here. A client that is gone, or takes nothing for
-`stall_s`, ends the stream. In every case the job is closed once, from the one `finally` of `EventStream.__call__`.
+A stream consists of `data: {json}` frames from a `Rendering`, the last with an error object if it failed, and the
+rendering's end (`data: [DONE]`). Frames are sent as fast as the client reads; nothing is buffered here. A client that
+disconnects, or reads nothing for `stall_s`, ends the stream. The job is always closed once, by the `finally` of
+`EventStream.__call__`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from model.api.request import FinishReason
 from model.errors import EngineError
 from service.core.engine_client import GenerationStream
 from service.core.errors import ApiError, engine_failed, internal, log_unexpected
-from service.http.bodies import cancel_all, until_disconnect
+from service.http.bodies import cancel_all, wait_for_disconnect
 from service.http.json_replies import Generation, Rendering
 from service.lifecycle.jobs import Job
 from service.settings.service_settings import Limits
 
-Chunk = tuple[bytes, bool]  # one or more whole frames, and whether there will be more
-DIRECT = "triptych.send"  # of a scope: the server's own `send`, outside of every middleware
+Chunk = tuple[bytes, bool]  # one or more whole frames, and whether more follow
+DIRECT = "triptych.send"  # key of a scope: the server's own `send`, outside all middleware
 _KEEPALIVE = b": keep-alive\n\n"
 
 
 def frame(value: object) -> bytes:
-    """One event; JSON holds no line break."""
+    """Return the bytes of one event; the JSON has no line breaks."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
@@ -42,14 +42,15 @@ async def generation_events(
     rendering: Rendering,
     shown_error: Callable[[ApiError], ApiError],
 ) -> AsyncIterator[Chunk]:
-    """The frames of a generation: those for each output together, an error's as `shown_error` makes of it, the end with
-    the last of them.
+    """Yield the frames of a generation: those of each output together, and the end of the stream with the last ones.
+
+    An error becomes a frame with what `shown_error` returns.
     """
     failure: ApiError | None = None
     head = generation.head()
     try:
         async for output in stream:
-            delta = generation.absorb(output)
+            delta = generation.add(output)
             if output.finish_reason is FinishReason.ERROR:
                 failure = generation.failure or engine_failed()
                 break
@@ -72,7 +73,7 @@ async def generation_events(
 
 
 class EventStream(Response):
-    """Sends `events` to the client and closes `job` when that ends, for whatever reason."""
+    """Sends `events` to the client, and closes `job` when that ends for any reason."""
 
     media_type = "text/event-stream"
 
@@ -84,11 +85,11 @@ class EventStream(Response):
         self._job = job
         self._limits = limits
         self._last_sent = time.monotonic()
-        self._begun: float | None = None  # when the message being sent was handed over
+        self._begun: float | None = None  # when sending the current message began
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     def init_headers(self, headers: object = None) -> None:
-        """As the base class, without the content-length of the empty body."""
+        """Set the headers as the base class does, without the content-length of an empty body."""
         super().init_headers(headers)  # type: ignore[arg-type]
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
@@ -96,7 +97,7 @@ class EventStream(Response):
         tasks: list[asyncio.Task[None]] = []
         direct: Send = scope.get(DIRECT, send)
         try:
-            work = (self._pump(send, direct), self._watch(direct), until_disconnect(receive))
+            work = (self._pump(send, direct), self._watch(direct), wait_for_disconnect(receive))
             tasks = [asyncio.create_task(one) for one in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -110,7 +111,7 @@ class EventStream(Response):
                 raise error
 
     async def _pump(self, send: Send, direct: Send) -> None:
-        """`direct` takes the body: nothing around the application looks at that."""
+        """Send the events; the body goes through `direct`, past all middleware, which does not read it."""
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event, more in self._events:
             await self._send(direct, {"type": "http.response.body", "body": event, "more_body": more})
@@ -121,9 +122,9 @@ class EventStream(Response):
         self._last_sent, self._begun = time.monotonic(), None
 
     async def _watch(self, direct: Send) -> None:
-        """Return when the client has taken nothing for `stream_stall_s`; until then comment on a silence.
+        """Return when the client has read nothing for `stream_stall_s`; until then send keep-alive comments.
 
-        One look at the clock now and then, as a timer for each event costs as much as the event.
+        It checks the time at intervals, because a timer for each event would cost as much as the event.
         """
         stall, interval = self._limits.stream_stall_s, self._limits.stream_keepalive_s
         while True:

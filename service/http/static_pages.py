@@ -1,7 +1,7 @@
-"""The service's pages: static files that hold no secret and no state, and ask nothing of any other host.
+"""The service's static pages, which contain no secret and no state and load nothing from other hosts.
 
-Each comes with a Content-Security-Policy that allows the one style and the one script that stand in it, by their
-hashes, computed when the page is read.
+Each is sent with a Content-Security-Policy that allows only its own style and script, by hashes computed when the page
+is read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from starlette.responses import HTMLResponse
 
 
 def page(name: str) -> HTMLResponse:
-    """The file `static/NAME.html` and what it may do."""
+    """Return the page `static/NAME.html` with its Content-Security-Policy."""
     return HTMLResponse(_text(name), headers=_headers(name))
 
 
 @cache
 def _text(name: str) -> str:
-    """A page, with what all pages have in common in the places of its marks."""
+    """Return the text of a page, with the common parts filled in."""
     html = _file(f"{name}.html")
     for mark, shared in (("<!-- head.html -->", "head.html"), ("/* look.css */", "look.css")):
         html = html.replace(mark, _file(shared).strip())
@@ -44,7 +44,7 @@ def _headers(name: str) -> dict[str, str]:
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # the browser refuses innerHTML and its like
+        "require-trusted-types-for 'script'",  # the browser refuses innerHTML and similar
         "trusted-types 'none'",
     )
     return {
@@ -56,6 +56,6 @@ def _headers(name: str) -> dict[str, str]:
 
 
 def _hashes(name: str, tag: str) -> str:
-    """The sources of every inline `tag` of a page, as a policy names them (https://www.w3.org/TR/CSP3/)."""
+    """Return the hashes of all inline `tag` elements in the form of a policy (https://www.w3.org/TR/CSP3/)."""
     sources = re.findall(rf"<{tag}>(.*?)</{tag}>", _text(name), re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in sources)

@@ -1,1 +1,1 @@
-"""Accepted requests, the parts of a running service, draining."""
+"""The state of a running service: accepted requests, readiness, draining."""

@@ -1,8 +1,7 @@
-"""The requests that engines have accepted: each ends exactly once, can be cancelled by id, and is waited for in a
-drain, as is what was taken and is still being planned.
+"""Jobs: requests that an engine has accepted. Each ends exactly once, and can be cancelled by id.
 
-A `Job` is opened when the engine took the work and closed from one `finally`; whatever happened in between, it then
-has one outcome, and what it held of the engine is released.
+A `Job` is opened when the engine accepts a request, and closed in one `finally`. It then has one outcome, and its
+resources in the engine are released. A drain waits for all jobs, and for requests that are still being planned.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from service.core.request_context import RequestContext
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracer
 
-_WORST_FIRST = (
+_BY_SEVERITY = (
     FinishReason.ERROR,
     FinishReason.CANCELLED,
     FinishReason.DEADLINE,
@@ -27,13 +26,13 @@ _WORST_FIRST = (
 )
 
 
-def worst(reasons: list[FinishReason]) -> FinishReason:
-    """The one outcome of a request whose sequences ended in several ways."""
-    return next((reason for reason in _WORST_FIRST if reason in reasons), FinishReason.CANCELLED)
+def combined_outcome(reasons: list[FinishReason]) -> FinishReason:
+    """Return the outcome of a request whose sequences ended for different reasons."""
+    return next((reason for reason in _BY_SEVERITY if reason in reasons), FinishReason.CANCELLED)
 
 
 class Job:
-    """One accepted HTTP request. Times are of `time.monotonic()`."""
+    """Follows one accepted HTTP request. Times are of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -55,20 +54,20 @@ class Job:
         self._ended: float | None = None
 
     def observe(self, scheduled: float | None, now: float) -> None:
-        """An output came: the first ones fix when computing began and when it first showed."""
+        """Record an output; the first ones determine when computation began and when its first result came."""
         if scheduled is not None:
             self._scheduled = scheduled if self._scheduled is None else min(self._scheduled, scheduled)
         if self._first is None:
             self._first = now
 
     def end(self, outcome: FinishReason) -> None:
-        """Say how it ended; the first call counts."""
+        """Set the outcome; only the first call counts."""
         if self.outcome is None:
             self.outcome = outcome
             self._ended = time.monotonic()
 
     async def aclose(self) -> None:
-        """Release the engine and account for the request; not ended by now, it was cancelled. Idempotent."""
+        """Release the engine's resources and count the request; one without an outcome is cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -80,7 +79,7 @@ class Job:
             self._on_close(self)
 
     def timings(self) -> Timings:
-        """Where the time went until now, or until its end; no part is negative."""
+        """Divide the time until now, or until the end, into queue, prefill and decode; no part is negative."""
         arrival, now = self.context.started, self._ended or time.monotonic()
         first = now if self._first is None else self._first
         scheduled = first if self._scheduled is None else min(max(self._scheduled, arrival), first)
@@ -98,62 +97,61 @@ class Job:
 
 
 class Jobs:
-    """All accepted requests that have not ended, and how many are on their way to be some."""
+    """Holds all accepted requests that have not ended, and counts those that are being planned."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self._client = client
         self._metrics = metrics
         self._tracer = tracer
         self._running: dict[Job, None] = {}
-        self._taken = 0  # requests that are being worked on, with a job or without one yet
+        self._in_progress = 0  # requests being handled, with a job or not yet
         self._given_up = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Work on a request that is not refused any more: planning it may take seconds, and until the block ends
-        `wait_idle` waits for it as for a job.
-        """
-        self._taken += 1
+    def in_progress(self) -> Iterator[None]:
+        """Handle a request inside the block: `wait_idle` waits for it, since planning may take seconds."""
+        self._in_progress += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._taken -= 1
-            self._rest()
+            self._in_progress -= 1
+            self._set_idle_if_done()
 
     @property
     def given_up(self) -> bool:
-        """What is no job yet must not become one."""
+        """Whether `give_up` was called; no new job may be opened then."""
         return self._given_up
 
     def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: GenerationStream | None = None) -> Job:
-        """Work that an engine has (`accept` it then) or is about to get. The caller closes the job."""
+        """Open a job for a request that an engine has, or is about to get. The caller closes it."""
         job = Job(context, engine_ids, self._close, stream)
         self._running[job] = None
         self._idle.clear()
         return job
 
     def accept(self, job: Job) -> None:
-        """The engine took the work: it can no longer be rejected."""
+        """Record that the engine has accepted the request, which can no longer be rejected."""
         job.context.accepted = True
         self._metrics.accepted(job.context)
 
     def cancel(self, request_id: str) -> int:
-        """End the running requests of this public id; how many there were."""
+        """Cancel the running requests with this public id and return how many there were."""
         found = [job for job in self._running if job.request_id == request_id]
         return sum(any([self._client.cancel(engine) for engine in job.engine_ids]) for job in found)
 
     def give_up(self) -> None:
-        """Cancel all jobs; for what is none yet nobody waits any more."""
+        """Cancel all jobs, and stop waiting for requests that have no job yet."""
         self._given_up = True
         for job in list(self._running):
             for engine in job.engine_ids:
                 self._client.cancel(engine)
-        self._rest()
+        self._set_idle_if_done()
 
     async def wait_idle(self) -> None:
+        """Wait until no request is in progress; after `give_up`, until no job is left."""
         await self._idle.wait()
 
     def __len__(self) -> int:
@@ -166,10 +164,10 @@ class Jobs:
             self._metrics.ended(job.context, job.outcome, job.timings(), job.has_output)
             if self._tracer is not None:
                 self._tracer.ended(job.context, job.outcome, job.timings(), job.has_output)
-        self._rest()
+        self._set_idle_if_done()
 
-    def _rest(self) -> None:
-        if not self._running and (self._given_up or not self._taken):
+    def _set_idle_if_done(self) -> None:
+        if not self._running and (self._given_up or not self._in_progress):
             self._idle.set()
 
 

@@ -1,4 +1,4 @@
-"""The one application's parts, held together for its routes, and whether it takes new work."""
+"""The state of an application: its parts, which routes use, and whether it accepts new work."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from service.observability.metrics import Metrics
 from service.observability.tracing import Tracer
 from service.planning.encode import EncodePlanner
 from service.planning.generate import GeneratePlanner
-from service.planning.response_format import GrammarTrials
+from service.planning.response_format import GrammarChecker
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox.chat_pool import RenderPool
 from service.settings.service_settings import ServiceSettings
 
 
 class Service:
-    """Everything a route needs; `create_app` keeps it as `app.state.service`."""
+    """Holds everything that routes need; `create_app` stores it as `app.state.service`."""
 
     def __init__(self, client: EngineClient, registry: Registry, settings: ServiceSettings, metrics: Metrics) -> None:
         self.client = client
@@ -40,11 +40,12 @@ class Service:
         self.jobs = Jobs(client, metrics, self.tracer)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.renderers = RenderPool(self.limits.chat_template_s)
-        self.grammars = GrammarTrials(self.limits)
+        self.grammars = GrammarChecker(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.created = int(time.time())
-        # Set by a runtime with replicas: `Jobs.cancel` of the others, summed; TimeoutError if one may have missed it.
+        # Set by a runtime with replicas: cancels a request on the others and returns how many ended. Raises
+        # TimeoutError if a replica may have missed it.
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] | None = None
         self._draining = False
 
@@ -54,9 +55,12 @@ class Service:
         await self.client.start()
         self.metrics.loaded(self.client.models, self.version)
         counted = (Task.GENERATE, Task.ENCODE)
-        self.metrics.expect((one.name, task) for one in self.registry for task in counted if one.serves(task))
+        self.metrics.initialize_counters(
+            (one.name, task) for one in self.registry for task in counted if one.serves(task)
+        )
 
     async def close(self) -> None:
+        """End the engines, threads and processes."""
         self.threads.close()
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
@@ -65,11 +69,11 @@ class Service:
             await asyncio.to_thread(self.tracer.close)
 
     def begin_drain(self) -> None:
-        """Refuse new work from now on and turn /readyz red; what was taken goes on."""
+        """Refuse new requests from now on, also by /readyz; requests in progress continue."""
         self._draining = True
 
     async def drain(self) -> None:
-        """`begin_drain`, then wait for what was taken, at most `drain_timeout_s`; cancel the rest."""
+        """Refuse new requests, wait at most `drain_timeout_s` for those in progress, and cancel the rest."""
         self.begin_drain()
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
@@ -79,7 +83,7 @@ class Service:
             await self.jobs.wait_idle()
 
     async def cancel(self, request_id: str) -> int:
-        """As `Jobs.cancel`, in every replica; raises a 503 where one may have the request and did not answer."""
+        """Cancel a request on all replicas and return how many ended; raises a 503 if a replica did not answer."""
         ended = self.jobs.cancel(request_id)
         if self.cancel_elsewhere is not None:
             try:
@@ -90,21 +94,21 @@ class Service:
         return ended
 
     def model_info(self, name: str) -> ModelInfo:
-        """What the engine knows of a served model; 503 while it is not loaded."""
+        """Return what the engine knows of a served model; raises a 503 while it is not loaded."""
         info = self.client.models.get(name)
         if info is None:
             raise unavailable(f"model {name} is not loaded yet", "not_ready")
         return info
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """`check_ready`, once: a request that is worked on in the block is not refused by a drain that begins then."""
+    def handling(self) -> Iterator[None]:
+        """Check readiness, then handle a request inside the block; a drain that begins meanwhile waits for it."""
         self.check_ready()
-        with self.jobs.taken():
+        with self.jobs.in_progress():
             yield
 
     def check_ready(self) -> None:
-        """Raise a 503 with the reason while no work is taken."""
+        """Raise a 503 with the reason while no new requests are accepted."""
         if self._draining:
             raise draining()
         health = self.client.health()
@@ -112,26 +116,26 @@ class Service:
             raise unavailable(scrub(health.reason) or "the models are not ready", "not_ready")
 
     def check_not_given_up(self) -> None:
-        """Raise a 503 where a drain's time ran out before the request came to an engine."""
+        """Raise a 503 if a drain's time ran out before the request reached an engine."""
         if self.jobs.given_up:
             raise draining()
 
     def check_live(self) -> None:
-        """Raise a 503 with the reason when the engines' step loop does not move."""
+        """Raise a 503 with the reason if the engines' step loop makes no progress."""
         health = self.client.health()
         if not health.live:
-            raise unavailable(scrub(health.reason) or "the engines do not move", "not_live")
+            raise unavailable(scrub(health.reason) or "the engines make no progress", "not_live")
 
 
 def service_of(holder: Request | FastAPI) -> Service:
-    """Of an application, or of the one that a request came to."""
+    """Return the `Service` of an application, or of the application that received a request."""
     service = (holder.app if isinstance(holder, Request) else holder).state.service
     assert isinstance(service, Service)
     return service
 
 
 def version() -> str:
-    """Of the installed distribution."""
+    """Return the version of the installed distribution."""
     try:
         return metadata.version("triptych")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One line every ten seconds while the engines work; silent when they do not."""
+"""A log line every ten seconds while the engines work; none while they are idle."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INTERVAL_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-class Activity:
-    """What the engines did since the last line."""
+class ActivityLog:
+    """Logs what the engines have done since its last line."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -35,7 +35,7 @@ class Activity:
                 logger.info(line)
 
     def line(self, now: float) -> str:
-        """Each busy model's state, and its tokens a second since the last line; empty when nothing happened."""
+        """Return the state of each busy model and its tokens a second since the last line; empty if all were idle."""
         seconds, self._began = max(now - self._began, 1e-9), now
         parts = []
         for name, stats in self._client.stats().items():

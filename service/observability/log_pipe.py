@@ -1,7 +1,7 @@
-"""One stderr for processes that a foreign supervisor starts: they write into a named pipe, whose reader prints.
+"""A named pipe that carries the stderr of Ray's workers to this process, which prints it.
 
-Ray keeps its workers' output in files and can only show it with a prefix on every line, which is then no longer JSON.
-Lines of up to 4096 bytes arrive whole, whoever else writes.
+Ray writes its workers' output to files, and prints it only with a prefix on every line, which is then not JSON. Lines
+of up to 4096 bytes arrive whole even if several processes write.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _STDERR = 2
 
 @contextmanager
 def printing(path: Path) -> Iterator[None]:
-    """Make the pipe at `path`; what is written into it appears on this process's stderr until the block ends."""
+    """Create the pipe at `path` and copy what is written to it to this process's stderr until the block ends."""
     os.mkfifo(path, 0o600)
-    # Reading and writing: the pipe then never ends because a writer left.
+    # Opened for writing too, so that the pipe does not end when a writer closes it.
     pipe = os.open(path, os.O_RDWR)
-    ended, end = os.pipe()  # beside it, as what is written into it may be anything
+    ended, end = os.pipe()  # signals the end; the log pipe cannot, as any byte may be written to it
     thread = threading.Thread(target=_copy, args=(pipe, ended), name="log-pipe", daemon=True)
     thread.start()
     try:
@@ -36,22 +36,22 @@ def printing(path: Path) -> Iterator[None]:
 
 
 def adopt(path: Path) -> None:
-    """Make the pipe at `path` this process's stderr, and that of the processes it starts."""
+    """Make the pipe at `path` the stderr of this process and of those that it starts."""
     pipe = os.open(path, os.O_WRONLY)
     os.dup2(pipe, _STDERR)
     os.close(pipe)
 
 
 def _copy(pipe: int, ended: int) -> None:
-    """Print what comes out of `pipe` until the other end of `ended` is closed."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+    """Copy the content of `pipe` to stderr until the other end of `ended` is closed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles signals
     either = select.poll()
     either.register(pipe, select.POLLIN)
     either.register(ended, select.POLLHUP)
     while True:
         ready = {descriptor for descriptor, _ in either.poll()}
-        data = os.read(pipe, 1 << 16) if pipe in ready else b""  # all that a pipe holds
-        with suppress(OSError):  # what a full disk does not take is lost; a pipe that nobody empties would stop all
+        data = os.read(pipe, 1 << 16) if pipe in ready else b""  # the capacity of a pipe
+        with suppress(OSError):  # with a full disk, lines are lost; a full pipe would block all writers
             while data:
                 data = data[os.write(_STDERR, data) :]
         if ended in ready:

@@ -1,7 +1,7 @@
-"""One logging set-up: plain lines on a terminal, JSON lines otherwise, each with the request's id.
+"""The logging configuration: plain lines on a terminal, JSON lines otherwise, each with the request's id.
 
-`access` writes one line for each HTTP request. Neither it nor a logged exception shows prompts, outputs or keys: of
-an exception only the type and the frames are printed, as its text may hold what a client sent.
+`access` writes one line for each HTTP request. No line contains prompts, outputs or keys: of an exception only the type
+and the frames are logged, because its text may quote a client's data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 
 
 def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False) -> None:
-    """Send all logging to `stream` (stderr) in one format. Servers' own access lines are switched off."""
+    """Send all logging to `stream` (stderr) in one format, and disable uvicorn's own access log."""
     stream = stream or sys.stderr
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
@@ -36,7 +36,7 @@ def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbo
 
 
 def access(context: RequestContext, method: str, path: str) -> None:
-    """The one line of a request. The path is the client's text: cut, and quoted where it is not plain."""
+    """Log one request. The path comes from the client, so it is shortened, and quoted if it is not printable ASCII."""
     shown = path if len(path) <= 100 else path[:97] + "..."
     fields = {
         "method": method[:16],
@@ -56,13 +56,15 @@ def access(context: RequestContext, method: str, path: str) -> None:
 
 
 class _SafeFormatter(logging.Formatter):
+    """Formats an exception as its frames and type, without its text."""
+
     def formatException(self, ei: _ExcInfo) -> str:
         kind, _, tb = ei
         return "".join(traceback.format_tb(tb)) + (kind.__name__ if kind is not None else "")
 
 
 class PlainFormatter(_SafeFormatter):
-    """`12:00:00 INFO triptych.access [id] POST /generate 200 12.3 ms`"""
+    """Formats lines such as `12:00:00 INFO triptych.access [id] POST /generate 200 12.3 ms`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(request)s%(message)s", "%H:%M:%S")
@@ -74,7 +76,7 @@ class PlainFormatter(_SafeFormatter):
 
 
 class JsonFormatter(_SafeFormatter):
-    """One JSON object a line: ts, level, logger, message, request_id and the record's `fields`."""
+    """Formats a record as one JSON object: ts, level, logger, message, request_id and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         context = current()

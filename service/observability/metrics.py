@@ -1,12 +1,12 @@
-"""What Prometheus scrapes. One `Metrics` (with its own registry) for one application.
+"""Prometheus metrics. Each application has one `Metrics` object with its own registry.
 
-With `PROMETHEUS_MULTIPROC_DIR` set (service.runtimes.ray_serve.environment does, as there may be several replicas)
-every process keeps its figures in files of that folder, and any of them shows all: counters and histograms summed,
-those of the dead too, because a counter must not fall; gauges of the living.
+If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas), every process
+writes its values to files in that folder, and each process reports the values of all: counters and histograms summed,
+also those of ended processes, since a counter must not fall; gauges only of running processes.
 
-Invariants: every request on a model's route counts once as received, then once as rejected (by reason) or accepted,
-and an accepted one counts once in `triptych_requests_total` by its outcome. Labels hold loaded models' names and
-fixed words only: never a prompt, an id or a key. A rejected request whose model is not known has the model "".
+Invariants: every request to a model's route counts once as received, then once as rejected (by reason) or accepted; an
+accepted request counts once in `triptych_requests_total`, by its outcome. Labels are names of loaded models and fixed
+words, never a prompt, an id or a key. A request that is rejected before its model is known has the model "".
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from model.api.request import FinishReason, Timings
 from model.api.stats import EngineStats, ModelInfo, StepStats
 from model.errors import ConfigError
 from service.core.engine_client import EngineClient
-from service.core.errors import OUR_FAULT
+from service.core.errors import SERVER_FAULTS
 from service.core.model_registry import Task
 from service.core.request_context import RequestContext
 from service.observability.vllm_metrics import vllm_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported
-_FOLLOW_SECONDS = 1.0
+MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it on import
+_UPDATE_SECONDS = 1.0
 
 _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -42,7 +42,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 def make_folder() -> None:
-    """Where processes are to share figures, make the folder; `ConfigError` where it cannot be had."""
+    """Create the folder of shared metrics, if one is configured; raises `ConfigError`."""
     folder = os.environ.get(MULTIPROCESS_FOLDER)
     if folder is None:
         return
@@ -53,33 +53,36 @@ def make_folder() -> None:
 
 
 class Metrics:
-    """Counters and histograms fed by the application and the engines; gauges read when scraped."""
+    """Holds counters and histograms that the application and the engines update, and gauges read at each scrape."""
 
     def __init__(self, *, vllm_names: bool = False) -> None:
-        """`vllm_names`: show the figures under vLLM's names too. Raises as `make_folder`."""
+        """`vllm_names`: export the metrics under vLLM's names too. Raises `ConfigError`."""
         make_folder()
         self.registry = CollectorRegistry()
         self._vllm_names = vllm_names
         self._models: Mapping[str, ModelInfo] = {}
-        self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last scrape
+        self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last update
         self._make_counters()
         self._make_histograms()
         self._make_gauges()
 
-    # The life of a request
+    # Events of a request
 
     def received(self, context: RequestContext) -> None:
+        """Count a request to a model's route."""
         self._received.labels(context.task or "").inc()
 
     def rejected(self, context: RequestContext, reason: str) -> None:
+        """Count a request that was refused."""
         self._rejections.labels(context.model, reason).inc()
 
     def accepted(self, context: RequestContext) -> None:
+        """Count a request that an engine accepted, and its prompt tokens."""
         self._accepted.labels(context.model, context.task or "").inc()
         self._prompt_tokens.labels(context.model).inc(context.tokens_in)
 
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
-        """`has_output`: there was a first output, so the times until it mean something."""
+        """Count an accepted request that ended; `has_output`: it had a first output, so its times are meaningful."""
         model = context.model
         self._requests.labels(model, context.task or "", outcome.value).inc()
         self._e2e.labels(model).observe(timings.total_ms / 1000)
@@ -91,36 +94,37 @@ class Metrics:
             self._ttft.labels(model).observe(timings.ttft_ms / 1000)
             self._decode.labels(model).observe(timings.decode_ms / 1000)
 
-    def generated(self, model: str) -> Generated:
-        """Where the tokens of one request of `model` are counted."""
-        return Generated(self._generation_tokens.labels(model), self._inter_token.labels(model))
+    def generated(self, model: str) -> TokenCounter:
+        """Return a counter for the tokens of one request of `model`."""
+        return TokenCounter(self._generation_tokens.labels(model), self._inter_token.labels(model))
 
     def tokenized(self, model: str, seconds: float) -> None:
+        """Record the time that tokenising took."""
         self._tokenize.labels(model).observe(seconds)
 
     # The engines
 
     def loaded(self, models: Mapping[str, ModelInfo], version: str) -> None:
-        """The models are there: what does not change while they run."""
+        """Set what does not change while the loaded models run."""
         self._models = models
         for info in models.values():
             self._replicas.labels(info.name).set(1)
             self._load_seconds.labels(info.name).set(info.load_seconds)
             self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
 
-    def expect(self, tasks: Iterable[tuple[str, Task]]) -> None:
-        """Begin at 0 what the objectives count, for each model with a task it serves.
+    def initialize_counters(self, tasks: Iterable[tuple[str, Task]]) -> None:
+        """Export the counters of the service level objectives as 0, for each model and task.
 
-        `rate()` does not see how a series rises that is first scraped after it has risen: the batch that the first
-        lost engine of a process takes with it would cost no error budget.
+        Prometheus' `rate()` misses an increase before a series' first scrape: the requests that fail with the first
+        lost engine would not consume the error budget.
         """
-        for reason in OUR_FAULT:
+        for reason in SERVER_FAULTS:
             self._rejections.labels("", reason)
         for model, task in tasks:
             self._received.labels(task)
             for outcome in FinishReason:
                 self._requests.labels(model, task, outcome.value)
-            for reason in OUR_FAULT:
+            for reason in SERVER_FAULTS:
                 self._rejections.labels(model, reason)
             if task is Task.GENERATE:
                 self._ttft.labels(model)
@@ -135,22 +139,22 @@ class Metrics:
         self._batch_sequences.labels(stats.model).observe(stats.num_sequences)
 
     def render(self, client: EngineClient) -> bytes:
-        """The text for a scrape, with the engines' state as of now."""
-        self.engines(client)
-        # Whatever else keeps figures in a shared folder (parts of Ray) is not ours to show.
+        """Return the text for a scrape, with the current state of the engines."""
+        self.update_engines(client)
+        # Ray may write metrics of its own into the shared folder; they are left out.
         families = [one for one in self._collector().collect() if one.name.startswith("triptych_")]
         if self._vllm_names:
             families += vllm_families(families, self._models)
         return generate_latest(_Families(families))
 
-    async def follow(self, client: EngineClient) -> None:
-        """Where other processes may be asked for our figures, write them down every second; forever."""
+    async def update_forever(self, client: EngineClient) -> None:
+        """Update the gauges every second, forever, if other processes may be scraped for this one's values."""
         while MULTIPROCESS_FOLDER in os.environ:
-            self.engines(client)
-            await asyncio.sleep(_FOLLOW_SECONDS)
+            self.update_engines(client)
+            await asyncio.sleep(_UPDATE_SECONDS)
 
     def _collector(self) -> Collector:
-        """This process's registry, or the figures of all that share a folder."""
+        """Return this process's registry, or a collector of all processes that share the folder."""
         folder = os.environ.get(MULTIPROCESS_FOLDER)
         if folder is None:
             return self.registry
@@ -159,8 +163,8 @@ class Metrics:
                 multiprocess.mark_process_dead(pid, folder)
         return multiprocess.MultiProcessCollector(None, folder)
 
-    def engines(self, client: EngineClient) -> None:
-        """The state of all engines."""
+    def update_engines(self, client: EngineClient) -> None:
+        """Set the gauges to the current state of all engines."""
         health = client.health()
         for name, demand in client.demand().items():
             self._saturation.labels(name).set(demand.saturation)
@@ -183,7 +187,7 @@ class Metrics:
         self._add(self._prefix_hits, stats.model, "prefix_hits", stats.prefix_hits)
 
     def _add(self, counter: Counter, model: str, name: str, value: int) -> None:
-        """What an engine has counted since the last scrape; a new engine counts from 0."""
+        """Add what an engine has counted since the last update; a new engine counts from 0."""
         seen = self._seen.get((model, name), 0)
         counter.labels(model).inc(value - seen if value >= seen else value)
         self._seen[model, name] = value
@@ -201,56 +205,84 @@ class Metrics:
         return Gauge(f"triptych_{name}", text, ("model", *labels), registry=self.registry, multiprocess_mode=mode)
 
     def _make_counters(self) -> None:
-        self._received = self._counter("requests_received_total", "Requests on a model's route.", "task")
-        self._accepted = self._counter("requests_accepted_total", "Requests an engine took.", "model", "task")
-        self._rejections = self._counter("rejections_total", "Requests refused.", "model", "reason")
-        self._requests = self._counter("requests_total", "Accepted requests that ended.", "model", "task", "outcome")
-        self._prompt_tokens = self._counter("prompt_tokens_total", "Tokens of accepted prompts and inputs.", "model")
-        self._generation_tokens = self._counter("generation_tokens_total", "Tokens generated.", "model")
-        self._prefix_queries = self._counter("prefix_cache_queries_total", "Prompt tokens looked for.", "model")
-        self._prefix_hits = self._counter("prefix_cache_hits_total", "Prompt tokens found.", "model")
-        self._preemptions = self._counter("preemptions_total", "Sequences put back for want of KV blocks.", "model")
-        self._restarts = self._counter("engine_restarts_total", "Times a lost engine was started again.", "model")
+        self._received = self._counter("requests_received_total", "Requests received on the routes of a task.", "task")
+        self._accepted = self._counter("requests_accepted_total", "Requests accepted by an engine.", "model", "task")
+        self._rejections = self._counter("rejections_total", "Requests rejected, by reason.", "model", "reason")
+        self._requests = self._counter(
+            "requests_total", "Accepted requests that ended, by outcome.", "model", "task", "outcome"
+        )
+        self._prompt_tokens = self._counter(
+            "prompt_tokens_total", "Prompt and input tokens of accepted requests.", "model"
+        )
+        self._generation_tokens = self._counter("generation_tokens_total", "Generated tokens.", "model")
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "model"
+        )
+        self._prefix_hits = self._counter(
+            "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "model"
+        )
+        self._preemptions = self._counter(
+            "preemptions_total", "Sequences preempted because no KV block was free.", "model"
+        )
+        self._restarts = self._counter("engine_restarts_total", "Restarts of failed engines.", "model")
 
     def _make_histograms(self) -> None:
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.")
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")
-        self._queue_time = self._histogram("request_queue_time_seconds", "From arrival to being scheduled.")
-        self._tokenize = self._histogram("tokenize_seconds", "Tokenising the texts of a request.")
-        self._prefill = self._histogram("prefill_seconds", "From being scheduled to the first output.")
-        self._decode = self._histogram("decode_seconds", "From the first token to the end.")
-        self._step_seconds = self._histogram("step_seconds", "One step of an engine.", "kind")
-        self._batch_tokens = self._histogram("batch_tokens", "Tokens of a generation step.", buckets=_SIZES)
-        self._batch_sequences = self._histogram("batch_sequences", "Sequences of a generation step.", buckets=_SIZES)
-        self._encode_tokens = self._histogram("encode_batch_tokens", "Tokens of an encode step.", buckets=_SIZES)
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
+        )
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Seconds between two tokens of a sequence.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled."
+        )
+        self._tokenize = self._histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
+        self._prefill = self._histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")
+        self._decode = self._histogram("decode_seconds", "Seconds from the first token to the end.")
+        self._step_seconds = self._histogram("step_seconds", "Seconds of an engine step, by kind.", "kind")
+        self._batch_tokens = self._histogram(
+            "batch_tokens", "Tokens in the batch of a generation step.", buckets=_SIZES
+        )
+        self._batch_sequences = self._histogram(
+            "batch_sequences", "Sequences in the batch of a generation step.", buckets=_SIZES
+        )
+        self._encode_tokens = self._histogram(
+            "encode_batch_tokens", "Tokens in the batch of an encode step.", buckets=_SIZES
+        )
 
     def _make_gauges(self) -> None:
-        self._running = self._gauge("requests_running", "Sequences being computed.")
-        self._waiting = self._gauge("requests_waiting", "Requests queued in an engine.")
-        self._waiting_tokens = self._gauge("tokens_waiting", "Tokens of prompts and inputs without an output yet.")
-        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of KV blocks in use.", over_replicas="max")
-        self._blocks = self._gauge("kv_blocks", "KV blocks by state.", "state")
+        self._running = self._gauge("requests_running", "Sequences that are running.")
+        self._waiting = self._gauge("requests_waiting", "Requests waiting in an engine's queue.")
+        self._waiting_tokens = self._gauge(
+            "tokens_waiting", "Prompt and input tokens of requests that have no output yet."
+        )
+        self._kv_usage = self._gauge(
+            "kv_cache_usage_ratio", "Used share of the KV cache's blocks.", over_replicas="max"
+        )
+        self._blocks = self._gauge("kv_blocks", "Blocks of the KV cache, by state.", "state")
         self._saturation = self._gauge(
-            "saturation_ratio", "What runs and waits over what can run at once.", over_replicas="max"
+            "saturation_ratio", "Running and waiting work over capacity.", over_replicas="max"
         )
         self._replicas = self._gauge("replicas", "Replicas that serve the model.")
-        self._ready = self._gauge("engine_ready", "Engines that take work.")
-        self._live = self._gauge("engine_live", "Engines that run or are started again; not those hung or given up.")
-        self._load_seconds = self._gauge("model_load_seconds", "How long loading took.", over_replicas="max")
+        self._ready = self._gauge("engine_ready", "Engines that accept requests.")
+        self._live = self._gauge(
+            "engine_live", "Engines that run or are being restarted, without hung and abandoned ones."
+        )
+        self._load_seconds = self._gauge("model_load_seconds", "Seconds that loading took.", over_replicas="max")
         labels = ("version", "form", "dtype", "attention")
-        self._build_info = self._gauge("build_info", "What runs; always 1.", *labels, over_replicas="max")
+        self._build_info = self._gauge(
+            "build_info", "Version and configuration of a model, in labels; always 1.", *labels, over_replicas="max"
+        )
 
 
-class Generated:
-    """Counts the tokens of one model, whose label is looked up once and not for every token."""
+class TokenCounter:
+    """Counts generated tokens of one model, whose label is looked up once and not for every token."""
 
     def __init__(self, tokens: Counter, gaps: Histogram) -> None:
         self._tokens = tokens
         self._gaps = gaps
 
     def __call__(self, tokens: int, seconds_each: float | None) -> None:
-        """`tokens` came, so long after those before them (None: they are the first of their sequence)."""
+        """Count `tokens`; `seconds_each` is their mean inter-token latency, None for the first of a sequence."""
         self._tokens.inc(tokens)
         if seconds_each is not None:
             for _ in range(tokens):
@@ -258,7 +290,7 @@ class Generated:
 
 
 class _Families(Collector):
-    """Families that no registry holds, as `generate_latest` wants them."""
+    """Wraps metric families for `generate_latest`, which takes a collector."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

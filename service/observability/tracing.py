@@ -1,10 +1,10 @@
-"""OpenTelemetry spans of accepted requests: the request, and below it its queue, prefill and decode.
+"""OpenTelemetry spans of accepted requests: one for the request, and below it one each for queue, prefill and decode.
 
     triptych serve --otlp-endpoint http://collector:4318     (pip install 'triptych[otel]')
 
-Spans are made when a request has ended, from the times that it keeps anyway, so tracing costs nothing while tokens come
-and nothing at all when it is off. Names and attributes are those of OpenTelemetry's semantic conventions for generative
-AI. A client's `traceparent` (W3C Trace Context) is the parent. Spans hold no prompt, output or key.
+Spans are made when a request has ended, from times that are recorded anyway, so tracing costs nothing while tokens are
+generated. Names and attributes follow OpenTelemetry's semantic conventions for generative AI. A client's `traceparent`
+(W3C Trace Context) is the parent. Spans contain no prompt, output or key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from service.core.request_context import RequestContext
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the nearest for scores and labels too
+_OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the nearest term for scores and labels too
 _CHAT = "/v1/chat/completions"
 
 
 class Tracer:
-    """Exports the spans of one application, in batches, from a thread of its own."""
+    """Exports the spans of one application in batches, from its own thread."""
 
     def __init__(self, exporter: SpanExporter, version: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -38,7 +38,7 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str, version: str) -> Tracer:
-        """Spans go to a collector by OTLP over HTTP; raises `ConfigError` where the extra is not installed."""
+        """Create a tracer that sends spans by OTLP over HTTP; raises `ConfigError` if the extra is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError:
@@ -46,7 +46,7 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), version)
 
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
-        """An accepted request has ended just now."""
+        """Export the spans of an accepted request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -83,5 +83,5 @@ class Tracer:
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

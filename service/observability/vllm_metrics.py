@@ -1,6 +1,7 @@
-"""Our figures under the names that vLLM gives them, for gateways, autoscalers and load tools that scrape those.
+"""The metrics under vLLM's names, for gateways, autoscalers and load generators that scrape those.
 
-Only what means the same is shown; the label `model` becomes `model_name`. `docs.vllm.ai`, "Production Metrics".
+Only metrics with the same meaning are exported; the label `model` becomes `model_name`. Source: `docs.vllm.ai`,
+"Production Metrics".
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from model.api.stats import ModelInfo
 _NAMES = {  # ours without prefix: theirs
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
-    "kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # theirs is a share of 1 too
+    "kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # also between 0 and 1
     "prompt_tokens": ("prompt_tokens",),
     "generation_tokens": ("generation_tokens",),
     "prefix_cache_queries": ("prefix_cache_queries",),
@@ -33,7 +34,7 @@ _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline
 
 
 def vllm_families(families: Iterable[Metric], models: Mapping[str, ModelInfo]) -> Iterator[Metric]:
-    """What `families` (all of ours) and the models' settings are in vLLM's terms."""
+    """Convert the service's metric families, and the models' settings, to vLLM's metrics."""
     for family in families:
         ours = family.name.removeprefix("triptych_")
         for theirs in _NAMES.get(ours, ()):
@@ -57,7 +58,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _successes(family: Metric) -> Metric:
-    """Generations that ended, by reason: several of our outcomes are one of theirs."""
+    """Count generations that ended by vLLM's reasons, of which one may stand for several outcomes."""
     counts: dict[tuple[str, str], float] = {}
     for sample in family.samples:
         if sample.name.endswith("_total") and sample.labels["task"] == "generate":

@@ -1,1 +1,1 @@
-"""Bodies to requests: everything that is refused is refused here."""
+"""Conversion of request bodies to engine requests; a body that cannot be served is refused here."""

@@ -1,4 +1,4 @@
-"""The bounds of `Limits` on a parsed body: pure checks, each refusal naming its field and the bound."""
+"""Checks of a parsed body against `Limits`; each error names the field and its limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.settings.service_settings import Limits
 
 
 def check_generate(body: GenerateBody, limits: Limits) -> None:
-    """Raise the first bound that `body` breaks."""
+    """Raise an `ApiError` for the first limit that `body` exceeds."""
     _at_most("n", body.n, limits.max_n)
     _at_most("num_beams", body.num_beams, limits.max_beams)
     _at_most("logprobs", body.logprobs, limits.max_logprobs)
@@ -21,16 +21,18 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     _no_longer("prompt", num_inputs(body.prompt), limits.max_prompts)
     _check_stop(body, limits)
     check_timeout(body.timeout_s, limits)
-    if body.priority < limits.min_priority:  # words that hold for a dialect whose priorities are negated, too
+    if body.priority < limits.min_priority:  # worded to be true for a dialect with negated priorities too
         message = f"priority asks to be served before others, more than min_priority ({limits.min_priority}) allows"
         raise invalid(message, "priority")
 
 
 def check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limits) -> None:
-    """Refuse more log-probabilities than one reply may hold: a whole reply those of all its tokens, and a stream too
-    those of its prompts, which do not come one by one.
+    """Refuse a request for more log-probabilities than one reply may have.
+
+    An unstreamed reply has those of all its tokens. A stream sends those of each output token by itself, but those of
+    its prompts together.
     """
-    counts: dict[str, tuple[int, str]] = {}  # by field: how many, and of what
+    counts: dict[str, tuple[int, str]] = {}  # by field: their number, and its calculation in words
     if body.logprobs is not None and not body.stream:
         tokens, each = sum(one.params.max_tokens for one in requests), body.logprobs + 1
         counts["logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} max_tokens x {each}"
@@ -48,7 +50,7 @@ def check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limi
 
 
 def check_encode(body: EncodeBody, limits: Limits) -> None:
-    """Raise the first bound that `body` breaks; the bound on tokens is checked once they are counted."""
+    """Raise an `ApiError` for the first limit that `body` exceeds; the limit on tokens is checked after tokenising."""
     count = num_inputs(body.input)
     if count > limits.max_encode_inputs:
         message = f"input has {count} entries, more than {limits.max_encode_inputs}"
@@ -59,20 +61,23 @@ def check_encode(body: EncodeBody, limits: Limits) -> None:
 
 
 def encode_too_large(tokens: int, limit: int) -> ApiError:
+    """Return the error for inputs with too many tokens together."""
     return too_large(f"input has {tokens} tokens in all, more than {limit}", "input", "too_many_tokens")
 
 
 def check_timeout(timeout_s: float | None, limits: Limits) -> None:
+    """Raise an `ApiError` for a timeout above the limit."""
     if timeout_s is not None and timeout_s > limits.request_timeout_s:
         raise invalid(f"timeout_s must be at most {limits.request_timeout_s:g}", "timeout_s")
 
 
 def num_inputs(value: object) -> int:
-    """How many prompts or inputs a field holds: a string or a list of ids is one."""
+    """Return the number of prompts or inputs in a field; a string, or a list of ids, is one."""
     return len(value) if isinstance(value, list) and not isinstance(value[0], int) else 1
 
 
 def stop_texts(body: GenerateBody) -> list[str]:
+    """Return the stop strings of a body as a list."""
     if body.stop is None:
         return []
     return [body.stop] if isinstance(body.stop, str) else body.stop

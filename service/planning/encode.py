@@ -1,8 +1,8 @@
-"""An encode body becomes `EncodeRequest`s that are known to be servable, or a refusal before any work.
+"""Planning of /encode: a body becomes `EncodeRequest`s that can be served, or is refused before any work.
 
-An input must fit one step of its engine (attention over it is bidirectional, so it is never split), the model's
-context and what its checkpoint was made for; a longer one is refused or, where the client allows it, cut. A text
-that may be cut is bounded by the body's size alone.
+An input must fit one engine step (its attention is bidirectional, so it is never split), the model's context, and the
+length that the checkpoint was trained for. A longer input is refused or, if the client allows it, truncated. Only the
+size of the body limits a text that may be truncated.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from service.planning.tokenization import (
     TokenizerThreads,
     check_characters,
     check_vocabulary,
-    cut_ids,
-    cut_text,
+    truncate_ids,
+    truncate_text,
 )
 from service.schemas.bodies import EncodeBody
 from service.schemas.types import ImageFile, TextPair
@@ -36,7 +36,7 @@ from service.settings.service_settings import Limits
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """What one body asks: an `EncodeRequest` for each input, and which inputs were cut."""
+    """Holds an `EncodeRequest` for each input of a body, and which inputs were truncated."""
 
     served: ServedModel
     requests: tuple[EncodeRequest, ...]
@@ -44,13 +44,13 @@ class EncodePlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of texts, or patches of images."""
+        """The number of tokens of all texts, or of patches of all images."""
         return sum(request.source.num_positions for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """One input as sent: texts, ids or an image file."""
+    """Holds one input as sent: texts, ids or an image file."""
 
     param: str
     text: str = ""
@@ -64,7 +64,7 @@ class _Input:
 
 
 class EncodePlanner:
-    """Turns bodies into plans for the models that are loaded."""
+    """Makes plans of bodies, for the loaded models."""
 
     def __init__(self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads) -> None:
         self._registry = registry
@@ -73,7 +73,7 @@ class EncodePlanner:
         self._threads = threads
 
     async def plan(self, body: EncodeBody, request_id: str, arrival: float) -> EncodePlan:
-        """Raises `ApiError` for whatever cannot be served."""
+        """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.ENCODE)
         info = self._client.models[served.name]
         check_encode(body, self._limits)
@@ -105,7 +105,7 @@ class EncodePlanner:
         def work() -> list[Source]:
             return [image_source(_pixels(one, served, processing), shape, image.num_tokens) for one in inputs]
 
-        found = await self._threads.aside(work)
+        found = await self._threads.run_in_thread(work)
         requests = tuple(self._request(body, served, one, engine_id(request_id), arrival) for one in found)
         return EncodePlan(served, requests, (False,) * len(requests))
 
@@ -145,7 +145,7 @@ class EncodePlanner:
     async def _fit(
         self, inputs: Sequence[_Input], served: ServedModel, limit: int, side: Side | None
     ) -> tuple[list[Encoded], tuple[bool, ...]]:
-        """Each input in at most `limit` tokens, and which of them were cut."""
+        """Tokenise each input, truncate it to `limit` tokens, and return which inputs were truncated."""
 
         def work() -> list[tuple[Encoded, bool]]:
             return [_fit_one(one, served, limit, side) for one in inputs]
@@ -175,7 +175,7 @@ def _input(one: object, param: str) -> _Input:
 
 
 def _pixels(one: _Input, served: ServedModel, processing: ImageProcessing) -> bytes:
-    """The model's pixels of an image file; a 400 naming it where there are none."""
+    """Decode and resize an image file as the model needs; raises a 400 that names the input."""
     if one.image is None:
         raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
     param = f"{one.param}.image"
@@ -198,8 +198,8 @@ def _fit_one(one: _Input, served: ServedModel, limit: int, side: Side | None) ->
         message = f"{one.param} has {len(encoded.ids)} tokens, more than the {limit} that model {served.name} takes"
         raise invalid(message, one.param, "context_length_exceeded")
     if one.ids is not None:
-        return Encoded(cut_ids(one.ids, limit, side), ()), True
-    return cut_text(served.require_tokenizer(one.param), one.text, one.pair, encoded, limit, side), True
+        return Encoded(truncate_ids(one.ids, limit, side), ()), True
+    return truncate_text(served.require_tokenizer(one.param), one.text, one.pair, encoded, limit, side), True
 
 
 def _encode(one: _Input, served: ServedModel) -> Encoded:

@@ -1,7 +1,7 @@
-"""What a body says its output must be: `response_format`, `regex` or `choice` become a grammar that compiles.
+"""Output constraints: `response_format`, `regex` or `choice` of a body becomes a grammar that is known to compile.
 
-Sizes are bounded before anything is done with them; the grammar is then tried in a process that can be killed
-(`service.sandbox.grammar_main`), and what came of it is remembered.
+Sizes are checked first. The grammar is then compiled in a process that can be killed (`service.sandbox.grammar_main`),
+and the result is cached.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
 from service.schemas.bodies import GenerateBody, ResponseFormat
 from service.settings.service_settings import Limits
 
-STRUCTURE_FIELDS = ("response_format", "regex", "choice")
+CONSTRAINT_FIELDS = ("response_format", "regex", "choice")
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
 _WORKERS = 2
-_REMEMBERED = 256  # grammars with what came of them
-_REMEMBERED_CHARACTERS = 4_000_000
+_MAX_CACHED = 256  # grammars with their results
+_MAX_CACHED_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
-    """A grammar and the field that it stood in."""
+class OutputConstraint:
+    """Holds a grammar and the name of the field that it comes from."""
 
     grammar: str
     param: str
 
 
-def structure_of(body: GenerateBody, limits: Limits) -> Structure | None:
-    """The one that `body` asks for; raises `ApiError` for two, for what is too large and for what means nothing."""
+def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None:
+    """Return the constraint of a body, None if it has none; raises `ApiError` for two, or for one that is too large."""
     formatted = body.response_format is not None and body.response_format.type != "text"
-    given = [name for name in STRUCTURE_FIELDS[1:] if getattr(body, name) is not None]
+    given = [name for name in CONSTRAINT_FIELDS[1:] if getattr(body, name) is not None]
     given = ["response_format"] * formatted + given
     if not given:
         return None
@@ -47,90 +47,90 @@ def structure_of(body: GenerateBody, limits: Limits) -> Structure | None:
     if body.ignore_eos:
         raise invalid(f"ignore_eos has no meaning with {given[0]}, which says where the output ends", "ignore_eos")
     if body.response_format is not None and formatted:
-        return _of_format(body.response_format, limits)
+        return _from_format(body.response_format, limits)
     if body.regex is not None:
-        return _of_pattern(body.regex, limits)
-    return _of_choices(body.choice or [], limits)
+        return _from_pattern(body.regex, limits)
+    return _from_choices(body.choice or [], limits)
 
 
-def _of_format(asked: ResponseFormat, limits: Limits) -> Structure:
-    if asked.type == "json_object":
-        if asked.json_schema is not None:
+def _from_format(given: ResponseFormat, limits: Limits) -> OutputConstraint:
+    if given.type == "json_object":
+        if given.json_schema is not None:
             raise invalid("json_schema has no meaning with type json_object", "response_format.json_schema")
-        return Structure(json_grammar({"type": "object"}), "response_format")
-    if asked.json_schema is None:
+        return OutputConstraint(json_grammar({"type": "object"}), "response_format")
+    if given.json_schema is None:
         raise invalid("response_format.json_schema is required", "response_format.json_schema", "missing_field")
-    schema = asked.json_schema.schema_
+    schema = given.json_schema.schema_
     size = len(json.dumps(schema, separators=(",", ":")))
     if size > limits.max_schema_bytes:
         raise invalid(f"{SCHEMA_PARAM} has {size} bytes, more than {limits.max_schema_bytes}", SCHEMA_PARAM)
-    return Structure(json_grammar(schema), SCHEMA_PARAM)
+    return OutputConstraint(json_grammar(schema), SCHEMA_PARAM)
 
 
-def _of_pattern(pattern: str, limits: Limits) -> Structure:
+def _from_pattern(pattern: str, limits: Limits) -> OutputConstraint:
     if len(pattern) > limits.max_regex_characters:
         raise invalid(f"regex must have at most {limits.max_regex_characters} characters", "regex")
     try:
-        return Structure(regex_grammar(pattern), "regex")
+        return OutputConstraint(regex_grammar(pattern), "regex")
     except GrammarError as error:
-        raise refused("regex", str(error)) from None
+        raise invalid_grammar("regex", str(error)) from None
 
 
-def _of_choices(choices: list[str], limits: Limits) -> Structure:
+def _from_choices(choices: list[str], limits: Limits) -> OutputConstraint:
     if len(choices) > limits.max_choices:
         raise invalid(f"choice has {len(choices)} entries, more than {limits.max_choices}", "choice")
     for index, text in enumerate(choices):
         if len(text) > limits.max_choice_characters:
             param = f"choice[{index}]"
             raise invalid(f"{param} must have at most {limits.max_choice_characters} characters", param)
-    return Structure(choice_grammar(choices), "choice")
+    return OutputConstraint(choice_grammar(choices), "choice")
 
 
-class GrammarTrials:
-    """Tries grammars before they are accepted; the same one once."""
+class GrammarChecker:
+    """Compiles grammars before their requests are accepted, each grammar once."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._pool = WorkerPool(lambda: _worker(limits.grammar_s), limits.grammar_s, _WORKERS, "triptych-grammar")
-        self._known: OrderedDict[str, str] = OrderedDict()  # why it was refused, empty where it was not
+        self._results: OrderedDict[str, str] = OrderedDict()  # by grammar: the reason of its refusal, or empty
 
-    async def check(self, structure: Structure, served: ServedModel) -> None:
-        """Raise an `ApiError` that names the field where no output can be held to it."""
-        served.require_tokenizer(structure.param)
-        grammar = structure.grammar
-        if grammar not in self._known:
-            self._remember(grammar, await self._try(grammar, structure.param))
-        self._known.move_to_end(grammar)
-        if self._known[grammar]:
-            raise refused(structure.param, self._known[grammar])
+    async def check(self, constraint: OutputConstraint, served: ServedModel) -> None:
+        """Raise an `ApiError` that names the field if the grammar cannot be used."""
+        served.require_tokenizer(constraint.param)
+        grammar = constraint.grammar
+        if grammar not in self._results:
+            self._store(grammar, await self._compile(grammar, constraint.param))
+        self._results.move_to_end(grammar)
+        if self._results[grammar]:
+            raise invalid_grammar(constraint.param, self._results[grammar])
 
     def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         self._pool.close()
 
-    async def _try(self, grammar: str, param: str) -> str:
+    async def _compile(self, grammar: str, param: str) -> str:
         try:
             await self._pool.run(lambda worker: worker.ask({"grammar": grammar}))
         except WorkerError as error:
             if error.kind == "busy":
                 raise _busy() from None
             if error.kind == "start":
-                raise unavailable("no process that compiles grammars starts", "grammar_worker") from None
-            if error.kind == "time":  # by another clock, under another load, it may do
-                raise refused(param, f"it takes more than {self._limits.grammar_s:g} s to compile") from None
+                raise unavailable("the process that compiles grammars does not start", "grammar_worker") from None
+            if error.kind == "time":  # not cached: it may succeed under a lower load
+                raise invalid_grammar(param, f"it takes more than {self._limits.grammar_s:g} s to compile") from None
             return "it takes too much memory to compile" if error.kind == "crashed" else str(error)
         return ""
 
-    def _remember(self, grammar: str, refusal: str) -> None:
-        self._known[grammar] = refusal
-        size = sum(map(len, self._known))
-        while len(self._known) > 1 and (len(self._known) > _REMEMBERED or size > _REMEMBERED_CHARACTERS):
-            oldest, _ = self._known.popitem(last=False)
+    def _store(self, grammar: str, refusal: str) -> None:
+        self._results[grammar] = refusal
+        size = sum(map(len, self._results))
+        while len(self._results) > 1 and (len(self._results) > _MAX_CACHED or size > _MAX_CACHED_CHARACTERS):
+            oldest, _ = self._results.popitem(last=False)
             size -= len(oldest)
 
 
-def refused(param: str, reason: str) -> ApiError:
-    """For a grammar that is none, and for an output that could not go on although it is one."""
+def invalid_grammar(param: str, reason: str) -> ApiError:
+    """Return the error for a grammar that does not compile, or that failed while an output was generated."""
     return invalid(f"{param} cannot be followed: {scrub(reason)}", param, "invalid_grammar")
 
 

@@ -1,7 +1,6 @@
-"""Text to ids for requests, and ids to text: off the event loop when there is much of it, bounded before it starts, cut
-where a client allows it.
+"""Tokenisation of requests: in threads for long texts, with limits checked first, and with truncation where allowed.
 
-Cutting removes text tokens and keeps the special tokens that the tokenizer put around and between them.
+Truncation removes tokens of the text and keeps the special tokens that the tokenizer put around and between texts.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from service.core.errors import ApiError, invalid
 T = TypeVar("T")
 Side = Literal["left", "right"]
 
-_INLINE_CHARACTERS = 2_048  # tokenised on the event loop: about 1 ms, less than a hand-over under load costs
-_INLINE_TOKENS = 2_048  # likewise, the other way
+_INLINE_CHARACTERS = 2_048  # tokenised on the event loop, in about 1 ms: a thread would cost more under load
+_INLINE_TOKENS = 2_048  # likewise, for detokenising
 
 
 class TokenizerThreads:
-    """A few threads for long texts. `observe` gets the model and the seconds of every run."""
+    """Runs tokenisation of long texts in threads. `observe` gets the model and the seconds of every run."""
 
     def __init__(self, threads: int, observe: Callable[[str, float], None]) -> None:
         self._threads = threads
@@ -31,36 +30,36 @@ class TokenizerThreads:
         self._observe = observe
 
     async def run(self, model: str, characters: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which handles so many characters of text for `model`."""
+        """Return the result of `work`, which tokenises so many characters for `model`."""
         began = time.perf_counter()
         try:
-            return work() if characters <= _INLINE_CHARACTERS else await self.aside(work)
+            return work() if characters <= _INLINE_CHARACTERS else await self.run_in_thread(work)
         finally:
             self._observe(model, time.perf_counter() - began)
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """The result of `work`, off the event loop."""
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, run in a thread."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="triptych-tokenizer")
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def decoded(self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of `ids`."""
+    async def decode(self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of `ids`."""
 
         def work() -> str:
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        return work() if len(ids) <= _INLINE_TOKENS else await self.aside(work)
+        return work() if len(ids) <= _INLINE_TOKENS else await self.run_in_thread(work)
 
     def close(self) -> None:
-        """Let go of the threads; a later `run` starts new ones."""
+        """Stop the threads without waiting; a later `run` starts new ones."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
 
 def check_characters(text: str, limit: int, param: str) -> None:
-    """Refuse a text that is too long to be worth tokenising."""
+    """Refuse a text that is certain to have too many tokens."""
     if len(text) > limit:
         message = f"{param} has {len(text)} characters, more than the {limit} that can fit the model"
         raise invalid(message, param, "context_length_exceeded")
@@ -74,16 +73,19 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def outside_vocabulary(param: str, vocab_size: int) -> ApiError:
+    """Return the error for a token id that the model does not have."""
     return invalid(f"{param} must be a token id below {vocab_size}", param, "token_id_out_of_range")
 
 
-def cut_ids(ids: tuple[int, ...], limit: int, side: Side) -> tuple[int, ...]:
-    """At most `limit` ids, taken from the other end than `side`."""
+def truncate_ids(ids: tuple[int, ...], limit: int, side: Side) -> tuple[int, ...]:
+    """Return at most `limit` ids, with the others removed at `side`."""
     return ids[:limit] if side == "right" else ids[max(0, len(ids) - limit) :]
 
 
-def cut_text(tokenizer: Tokenizer, text: str, pair: str | None, encoded: Encoded, limit: int, side: Side) -> Encoded:
-    """`encoded` (of `text` and `pair`) in at most `limit` tokens: text tokens go, from the longer text first."""
+def truncate_text(
+    tokenizer: Tokenizer, text: str, pair: str | None, encoded: Encoded, limit: int, side: Side
+) -> Encoded:
+    """Truncate `encoded` (of `text` and `pair`) to `limit` tokens, removing tokens of the longer text first."""
     texts = [text] if pair is None else [text, pair]
     plain = [tokenizer.encode(one, add_special_tokens=False).ids for one in texts]
     sizes = _kept_sizes([len(ids) for ids in plain], len(encoded.ids) - limit)
@@ -91,24 +93,24 @@ def cut_text(tokenizer: Tokenizer, text: str, pair: str | None, encoded: Encoded
     at = 0
     for ids, size in zip(plain, sizes, strict=True):
         start = _find(encoded.ids, ids, at)
-        if start is None:  # special tokens cannot be told from text
-            return Encoded(cut_ids(encoded.ids, limit, side), cut_ids(encoded.type_ids, limit, side))
+        if start is None:  # special tokens cannot be distinguished from text
+            return Encoded(truncate_ids(encoded.ids, limit, side), truncate_ids(encoded.type_ids, limit, side))
         kept += range(at, start)
         at = start + len(ids)
         kept += range(start, start + size) if side == "right" else range(at - size, at)
-    kept = [*kept, *range(at, len(encoded.ids))][:limit]  # a limit below the special tokens alone cuts them too
+    kept = [*kept, *range(at, len(encoded.ids))][:limit]  # truncates special tokens if the limit is below their number
     type_ids = encoded.type_ids
     return Encoded(tuple(encoded.ids[i] for i in kept), tuple(type_ids[i] for i in kept) if type_ids else ())
 
 
 def _find(ids: tuple[int, ...], part: tuple[int, ...], start: int) -> int | None:
-    """Where `part` begins in `ids`, at `start` or after the few special tokens that may precede it."""
+    """Find `part` in `ids`, at `start` or after the special tokens that may precede it; None if it is not there."""
     last = len(ids) - len(part)
     return next((i for i in range(start, last + 1) if ids[i : i + len(part)] == part), None)
 
 
 def _kept_sizes(sizes: list[int], excess: int) -> list[int]:
-    """`sizes` less `excess` in all, taken from the longest while it is the longest."""
+    """Reduce one or two sizes by `excess` in total, taking from the larger one while it is larger."""
     if len(sizes) == 1:
         return [max(0, sizes[0] - excess)]
     left = max(0, sum(sizes) - excess)

@@ -1,1 +1,1 @@
-"""The routes, one file for each kind of work. Each only reads, plans, runs and replies."""
+"""The HTTP routes, one module for each kind of work. A route reads a body, plans it, runs the plan, and replies."""

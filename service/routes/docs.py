@@ -1,4 +1,4 @@
-"""/docs, and what /openapi.json says beyond the code: errors of a route, and bodies that are read without FastAPI."""
+"""/docs and /openapi.json, with what FastAPI does not know: errors of routes, and bodies that they read themselves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MEANING = {
     401: "The API key is missing or wrong.",
     404: "No such model, request or route.",
     405: "The route does not take this method.",
-    408: "The body did not come in time.",
+    408: "The body did not arrive in time.",
     409: "The request was cancelled.",
     413: "The body, or what it asks for, is too large.",
     415: "The body is not declared as JSON.",
@@ -68,27 +68,27 @@ BODY_ERRORS = (400, 408, 415)
 WORK_ERRORS = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
 
 
-def errors(*statuses: int) -> Responses:
-    """`responses=` for these error statuses and those that every route has."""
+def error_responses(*statuses: int) -> Responses:
+    """Return `responses=` for these error statuses and those of every route."""
     return {
         status: {"model": ErrorReply, "description": _MEANING[status]} for status in sorted({*statuses, *_EVERYWHERE})
     }
 
 
-def body(*models: type[BaseModel], **examples: Any) -> dict[str, Any]:
-    """`openapi_extra=` for a route that reads one of `models` itself; `examples` work as they are."""
+def request_body(*models: type[BaseModel], **examples: Any) -> dict[str, Any]:
+    """Return `openapi_extra=` for a route that reads one of `models` itself; the `examples` are complete bodies."""
     content: dict[str, Any] = {"schema": _any_of([_schema(model) for model in models])}
     if examples:
         content["examples"] = {name: {"value": value} for name, value in examples.items()}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def ok(description: str, *shapes: Any, events: Sequence[type[BaseModel]] = ()) -> Responses:
-    """`responses=` for a route that answers in one of `shapes` (types), or as a stream of one kind of `events`."""
+def ok_response(description: str, *shapes: Any, events: Sequence[type[BaseModel]] = ()) -> Responses:
+    """Return `responses=` for a route that replies with one of `shapes` (types), or with a stream of `events`."""
     content = {"application/json": {"schema": _any_of([_schema(shape) for shape in shapes])}} if shapes else {}
     if events:
         data = _any_of([*(_schema(event) for event in events), _schema(ErrorReply)])
-        # As OpenAPI before 3.2 is read, the schema is that of each event.
+        # Before OpenAPI 3.2 the schema of an event stream is that of each event.
         content["text/event-stream"] = {
             "schema": {
                 "type": "object",
@@ -107,7 +107,7 @@ def ok(description: str, *shapes: Any, events: Sequence[type[BaseModel]] = ()) -
 
 
 def _schema(shape: Any) -> dict[str, Any]:
-    """Of a type; models are referred to, and have to be among `_BODIES` or `_REPLIES`."""
+    """Return the JSON schema of a type; models become references, and must be among `_BODIES` or `_REPLIES`."""
     found = TypeAdapter(shape).json_schema(ref_template=_REFS)
     found.pop("$defs", None)
     return {"$ref": _REFS.format(model=shape.__name__)} if isinstance(shape, type(BaseModel)) else found
@@ -118,18 +118,18 @@ def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def query_model() -> dict[str, Any]:
-    """`openapi_extra=` for routes whose clients can say the model in the address only."""
+    """Return `openapi_extra=` for routes whose clients can name the model only in the URL."""
     parameter = {
         "name": "model",
         "in": "query",
         "schema": {"type": "string"},
-        "description": "Which model answers, where the body does not say.",
+        "description": "The model to use, if the body names none.",
     }
     return {"parameters": [parameter]}
 
 
 def path_parameter(name: str, description: str) -> dict[str, Any]:
-    """`openapi_extra=` for a route that reads a path parameter itself."""
+    """Return `openapi_extra=` for a route that reads a path parameter itself."""
     parameter = {
         "name": name,
         "in": "path",
@@ -141,23 +141,23 @@ def path_parameter(name: str, description: str) -> dict[str, Any]:
 
 
 def install(app: FastAPI, *, with_keys: bool) -> None:
-    """The routes /docs and /openapi.json, which describes bodies, streams and keys too."""
+    """Add the routes /docs and /openapi.json, which describes bodies, streams and keys too."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _build(app, with_keys)
         return app.openapi_schema
 
-    async def described(request: Request) -> Response:
+    async def serve_schema(request: Request) -> Response:
         prefix = prefix_of(request.scope)
         return JSONResponse({**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi())
 
-    async def drawn(request: Request) -> Response:
-        return page("docs")  # FastAPI's own would fetch its script from another host, and the root's description
+    async def serve_page(request: Request) -> Response:
+        return page("docs")  # FastAPI's own page loads its script from another host and ignores the prefix
 
     app.openapi = openapi  # type: ignore[method-assign]
-    app.add_route("/openapi.json", described, include_in_schema=False)
-    app.add_route("/docs", drawn, include_in_schema=False)
+    app.add_route("/openapi.json", serve_schema, include_in_schema=False)
+    app.add_route("/docs", serve_page, include_in_schema=False)
 
 
 def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:
@@ -169,7 +169,11 @@ def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:
     known = components.setdefault("schemas", {})
     known.update({name: one for name, one in definitions.get("$defs", {}).items() if name not in known})
     if with_keys:
-        as_password = {"type": "http", "scheme": "basic", "description": "For browsers: any user, the key as password."}
+        as_password = {
+            "type": "http",
+            "scheme": "basic",
+            "description": "For browsers: any user name, and the key as password.",
+        }
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "password": as_password}
         schema["security"] = [{"key": []}, {"password": []}]
     return schema

@@ -1,4 +1,4 @@
-"""POST /encode: plan, run as one batch, reply in the order asked."""
+"""POST /encode: plans a body, runs its inputs as one batch, and replies in their order."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from starlette.responses import Response
 
 from model.api.request import EncodeOutput, FinishReason
 from model.errors import EngineError, EngineGoneError, QueueFullError
-from service.core.errors import cancelled, deadline_passed, engine_failed, not_taken
+from service.core.errors import cancelled, deadline_passed, engine_failed, engine_refusal
 from service.dialects import huggingface, sglang
-from service.dialects.common import speaking
+from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.sglang import SglangEncodeBody
 from service.http.bodies import (
+    cancel_on_disconnect,
     context_of_request,
     json_response,
-    named,
     read_one_of,
-    unless_gone,
+    with_model_of_query,
 )
 from service.http.json_replies import Json, encode_reply
-from service.lifecycle.jobs import Job, worst
+from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
-from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import EncodeBody
 from service.schemas.dialect_replies import SglangVector, Vectors
 from service.schemas.replies import EncodeReply
@@ -48,11 +48,11 @@ _BODIES: dict[str, type[BaseModel]] = {
     summary="Turn inputs into vectors",
     response_model=None,
     responses={
-        **ok("The vectors.", EncodeReply, Vectors, SglangVector, list[SglangVector]),
-        **errors(*WORK_ERRORS),
+        **ok_response("The vectors.", EncodeReply, Vectors, SglangVector, list[SglangVector]),
+        **error_responses(*WORK_ERRORS),
     },
     openapi_extra={
-        **body(
+        **request_body(
             *(EncodeBody, EmbedBody, SglangEncodeBody),
             triptych={"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]},
             huggingface={"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]},
@@ -62,52 +62,52 @@ _BODIES: dict[str, type[BaseModel]] = {
     },
 )
 async def encode(request: Request) -> Response:
-    """Any loaded model answers: an encoder with its own pooling, an encoder-decoder with its encoder, a decoder
+    """Any loaded model can encode: an encoder with its own pooling, an encoder-decoder with its encoder, a decoder
     with its last hidden states.
 
-    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's: both answer in their own shape.
+    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
     """
-    asked = named(request, await read_one_of(request, EncodeBody, _BODIES))
-    if isinstance(asked, EmbedBody):
-        return await huggingface_answer(request, asked)
-    if isinstance(asked, SglangEncodeBody):
-        with speaking(sglang.encode_names(asked)):
-            return await answer(request, sglang.encode(asked), sglang.encode_reply(asked))
-    assert isinstance(asked, EncodeBody)
-    return await answer(request, asked)
+    body = with_model_of_query(request, await read_one_of(request, EncodeBody, _BODIES))
+    if isinstance(body, EmbedBody):
+        return await huggingface_answer(request, body)
+    if isinstance(body, SglangEncodeBody):
+        with naming_errors(sglang.encode_names(body)):
+            return await answer(request, sglang.encode(body), sglang.encode_reply(body))
+    assert isinstance(body, EncodeBody)
+    return await answer(request, body)
 
 
-async def huggingface_answer(request: Request, asked: EmbedBody) -> Response:
-    """A vector for each input."""
-    with speaking(huggingface.ENCODE_NAMES):
-        return await answer(request, huggingface.embed(asked), huggingface.embed_reply)
+async def huggingface_answer(request: Request, body: EmbedBody) -> Response:
+    """Return a vector for each input, for a client of Hugging Face."""
+    with naming_errors(huggingface.ENCODE_NAMES):
+        return await answer(request, huggingface.embed(body), huggingface.embed_reply)
 
 
 Show = Callable[[EncodePlan, Json], object]
 
 
-async def answer(request: Request, asked: EncodeBody, show: Show | None = None) -> Response:
-    """The vectors that `asked` asks for, as /encode gives them or as `show` makes of that."""
+async def answer(request: Request, body: EncodeBody, show: Show | None = None) -> Response:
+    """Encode the inputs of `body`, and reply as /encode does or as `show` converts it."""
     service, context = service_of(request), context_of_request()
-    with service.taking():
-        plan = await service.encode_planner.plan(asked, context.request_id, context.started)
+    with service.handling():
+        plan = await service.encode_planner.plan(body, context.request_id, context.started)
         context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
         service.check_not_given_up()
         job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
         try:
             outputs = await _run(request, service, plan, job)
-            reply = encode_reply(plan, outputs, job, asked.encoding_format)
+            reply = encode_reply(plan, outputs, job, body.encoding_format)
             return json_response(reply if show is None else show(plan, reply))
         finally:
             await job.aclose()
 
 
 async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -> Sequence[EncodeOutput]:
-    """Every input's vectors, or the `ApiError` that says why there are none."""
+    """Run the plan and return the outputs of all inputs; raises `ApiError`."""
     try:
-        outputs = await unless_gone(request, service.client.encode(plan.requests))
+        outputs = await cancel_on_disconnect(request, service.client.encode(plan.requests))
     except (QueueFullError, EngineGoneError) as error:
-        raise not_taken(error) from None
+        raise engine_refusal(error) from None
     except EngineError:
         service.jobs.accept(job)
         job.end(FinishReason.ERROR)
@@ -116,8 +116,8 @@ async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -
         service.jobs.accept(job)
         raise
     service.jobs.accept(job)
-    outcome = worst([output.finish_reason for output in outputs])
-    if outcome is FinishReason.STOP:  # else there is an input without an output, and no time at which all were there
+    outcome = combined_outcome([output.finish_reason for output in outputs])
+    if outcome is FinishReason.STOP:  # otherwise some inputs have no output, and the times would be wrong
         scheduled = [output.scheduled_time for output in outputs if output.scheduled_time is not None]
         job.observe(min(scheduled, default=None), time.monotonic())
     job.end(outcome)

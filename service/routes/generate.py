@@ -1,4 +1,4 @@
-"""POST /generate: plan, submit, then stream the outputs or wait for all of them."""
+"""POST /generate: plans a body, submits it, and streams the outputs or waits for all of them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from starlette.responses import Response
 from model.api.request import FinishReason
 from model.errors import EngineError, EngineGoneError, QueueFullError
 from service.core.engine_client import GenerationStream
-from service.core.errors import deadline_passed, engine_failed, not_taken
+from service.core.errors import deadline_passed, engine_failed, engine_refusal
 from service.core.model_registry import Task
 from service.dialects import huggingface, sglang
-from service.dialects.common import NATIVE_NAMES, renamed, speaking
+from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from service.dialects.huggingface_bodies import TextGenerationBody
 from service.dialects.sglang import SglangGenerateBody
 from service.http.bodies import (
+    cancel_on_disconnect,
     context_of_request,
     json_response,
-    named,
     read_one_of,
-    unless_gone,
+    with_model_of_query,
 )
-from service.http.json_replies import Generation, Json, Native, Render
+from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.sse import EventStream, generation_events
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
 from service.planning.generate import GeneratePlan
-from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import GenerateBody
 from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText, SglangText
 from service.schemas.replies import GenerateEvent, GenerateReply
@@ -44,7 +44,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "input_ids": SglangGenerateBody,
 }
 
-_OK = ok(
+_OK = ok_response(
     "The whole reply, or its events.",
     *(GenerateReply, HuggingFaceText, SglangText, list[SglangText]),
     events=(GenerateEvent, HuggingFaceEvent, SglangText),
@@ -55,9 +55,9 @@ _OK = ok(
     "/generate",
     summary="Generate text",
     response_model=None,
-    responses={**_OK, **errors(*WORK_ERRORS)},
+    responses={**_OK, **error_responses(*WORK_ERRORS)},
     openapi_extra={
-        **body(
+        **request_body(
             *(GenerateBody, TextGenerationBody, SglangGenerateBody),
             triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
             huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
@@ -69,81 +69,82 @@ _OK = ok(
 async def generate(request: Request) -> Response:
     """Continue a prompt, or answer it with an encoder-decoder. `stream: true` answers as server-sent events.
 
-    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's: both answer in their own shape.
+    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
     """
-    asked = named(request, await read_one_of(request, GenerateBody, _BODIES))
-    if isinstance(asked, TextGenerationBody):
-        return await huggingface_answer(request, asked)
-    if isinstance(asked, SglangGenerateBody):
-        return await _sglang_answer(request, asked)
-    assert isinstance(asked, GenerateBody)
-    return await answer(request, asked)
+    body = with_model_of_query(request, await read_one_of(request, GenerateBody, _BODIES))
+    if isinstance(body, TextGenerationBody):
+        return await huggingface_answer(request, body)
+    if isinstance(body, SglangGenerateBody):
+        return await _sglang_answer(request, body)
+    assert isinstance(body, GenerateBody)
+    return await answer(request, body)
 
 
 async def huggingface_answer(
-    request: Request, asked: TextGenerationBody, *, stream: bool | None = None, as_list: bool = False
+    request: Request, body: TextGenerationBody, *, stream: bool | None = None, as_list: bool = False
 ) -> Response:
-    """Text generation; `stream` overrules the body, `as_list` puts a reply in a list."""
+    """Generate text for a client of Hugging Face; `stream` overrides the body, `as_list` puts the reply in a list."""
     names = huggingface.GENERATE_NAMES
-    with speaking(names):
-        found = huggingface.generate(asked, stream=stream)
-        return await answer(request, found, lambda one: huggingface.TextGeneration(one, asked, as_list=as_list), names)
+    with naming_errors(names):
+        found = huggingface.generate(body, stream=stream)
+        return await answer(request, found, lambda one: huggingface.TextGeneration(one, body, as_list=as_list), names)
 
 
-async def _sglang_answer(request: Request, asked: SglangGenerateBody) -> Response:
-    with speaking(names := sglang.generate_names(asked)):
-        served = service_of(request).registry.resolve(asked.model, Task.GENERATE)
-        found = sglang.generate(asked, served)
-        return await answer(request, found, lambda one: sglang.SglangGeneration(one, asked), names)
+async def _sglang_answer(request: Request, body: SglangGenerateBody) -> Response:
+    with naming_errors(names := sglang.generate_names(body)):
+        served = service_of(request).registry.resolve(body.model, Task.GENERATE)
+        found = sglang.generate(body, served)
+        return await answer(request, found, lambda one: sglang.SglangGeneration(one, body), names)
 
 
 async def answer(
-    request: Request, asked: GenerateBody, render: Render = Native, names: Mapping[str, str] = NATIVE_NAMES
+    request: Request, body: GenerateBody, render: Render = NativeRendering, names: Mapping[str, str] = NATIVE_NAMES
 ) -> Response:
-    """What `asked` generates, streamed or whole, as `render` shows it; 503 while no work is taken. Errors in a stream
-    name fields by `names`; those that are raised are for `speaking`.
+    """Generate what `body` requests and return it as `render` shows it, streamed or whole; 503 while not ready.
+
+    Errors in a stream name fields by `names`; those that are raised are renamed by `naming_errors`.
     """
-    with service_of(request).taking():
-        return await answer_taken(request, asked, render, names)
+    with service_of(request).handling():
+        return await answer_taken(request, body, render, names)
 
 
-async def answer_taken(request: Request, asked: GenerateBody, render: Render, names: Mapping[str, str]) -> Response:
-    """`answer`, within `Service.taking`."""
+async def answer_taken(request: Request, body: GenerateBody, render: Render, names: Mapping[str, str]) -> Response:
+    """Generate as `answer` does, inside `Service.handling`."""
     service, context = service_of(request), context_of_request()
-    plan = await service.generate_planner.plan(asked, context.request_id, context.started)
+    plan = await service.generate_planner.plan(body, context.request_id, context.started)
     stream, job = submit(service, plan)
     generation = Generation(plan, job, service.metrics)
     rendering = render(generation)
-    if asked.stream:
-        events = generation_events(generation, stream, job, rendering, lambda error: renamed(error, names))
+    if body.stream:
+        events = generation_events(generation, stream, job, rendering, lambda error: rename_fields(error, names))
         return EventStream(events, job, service.limits)
     try:
-        reply = await unless_gone(request, collect(generation, stream, job))
+        reply = await cancel_on_disconnect(request, collect(generation, stream, job))
     finally:
         await job.aclose()
     return json_response(rendering.reply(reply))
 
 
 def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]:
-    """Hand the plan to the engine, all of it or nothing; from then on the caller owns the job."""
+    """Submit all requests of a plan to the engine, or none; the caller must close the returned job."""
     service.check_not_given_up()
     context = context_of_request()
     context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     try:
         stream = service.client.submit(plan.requests)
     except (QueueFullError, EngineGoneError) as error:
-        raise not_taken(error) from None
+        raise engine_refusal(error) from None
     job = service.jobs.open(context, tuple(request.request_id for request in plan.requests), stream)
     service.jobs.accept(job)
     return stream, job
 
 
 async def collect(generation: Generation, stream: GenerationStream, job: Job) -> Json:
-    """The whole reply; raises `ApiError` 500 when the engine fails, 504 when time is up with nothing to show."""
+    """Wait for the whole reply; raises `ApiError` 500 if the engine fails, 504 at a deadline before the first token."""
     deltas: list[Json] = []
     try:
         async for output in stream:
-            deltas.append(generation.absorb(output))
+            deltas.append(generation.add(output))
             if generation.ended:
                 break
     except EngineError:

@@ -1,5 +1,6 @@
-"""The routes that clients of Hugging Face's servers know, over the same planners, streams and replies as /generate and
-/encode. Those clients name no model: it may stand in the address (`?model=`).
+"""The routes of Hugging Face's servers, with the same planners, streams and replies as /generate and /encode.
+
+Their clients name no model in the body; it may be given in the URL (`?model=`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from starlette.responses import Response
 from service.core.errors import invalid
 from service.core.model_registry import Task
 from service.dialects import huggingface
-from service.dialects.common import speaking
+from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.http.bodies import named, read_body
+from service.http.bodies import read_body, with_model_of_query
 from service.lifecycle.state import Service, service_of
 from service.routes import encode, generate
-from service.routes.docs import WORK_ERRORS, body, errors, ok, query_model
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import (
     HuggingFaceClass,
     HuggingFaceEvent,
@@ -42,58 +43,61 @@ _RERANK_NAMES = {"input": "texts"}
     summary="Generate or embed, as Hugging Face's servers do",
     response_model=None,
     responses={
-        **ok("One text in a list, or its events; or vectors.", list[HuggingFaceText], Vectors, events=_EVENTS),
-        **errors(*WORK_ERRORS),
+        **ok_response("One text in a list, or its events; or vectors.", list[HuggingFaceText], Vectors, events=_EVENTS),
+        **error_responses(*WORK_ERRORS),
     },
-    openapi_extra={**body(TextGenerationBody, EmbedBody, huggingface=_GENERATE), **query_model()},
+    openapi_extra={**request_body(TextGenerationBody, EmbedBody, huggingface=_GENERATE), **query_model()},
 )
 async def root(request: Request) -> Response:
-    """Text generation; embedding where the model that the address names, or every loaded one, only encodes."""
+    """Generates text, or embeds it if the model of the URL, or every loaded model, can only encode."""
     kind: type[BaseModel] = TextGenerationBody if _can_generate(service_of(request), request) else EmbedBody
-    asked = named(request, await read_body(request, kind))
-    if isinstance(asked, EmbedBody):
-        return await encode.huggingface_answer(request, asked)
-    assert isinstance(asked, TextGenerationBody)
-    return await generate.huggingface_answer(request, asked, as_list=True)
+    body = with_model_of_query(request, await read_body(request, kind))
+    if isinstance(body, EmbedBody):
+        return await encode.huggingface_answer(request, body)
+    assert isinstance(body, TextGenerationBody)
+    return await generate.huggingface_answer(request, body, as_list=True)
 
 
 @router.post(
     "/generate_stream",
     summary="Generate a stream, as text-generation-inference does",
     response_model=None,
-    responses={**ok("An event for each token.", events=_EVENTS), **errors(*WORK_ERRORS)},
-    openapi_extra={**body(TextGenerationBody, huggingface=_GENERATE), **query_model()},
+    responses={**ok_response("An event for each token.", events=_EVENTS), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(TextGenerationBody, huggingface=_GENERATE), **query_model()},
 )
 async def generate_stream(request: Request) -> Response:
-    """The last event has `generated_text` and `details`; nothing follows it."""
-    asked = named(request, await read_body(request, TextGenerationBody))
-    return await generate.huggingface_answer(request, asked, stream=True)
+    """Streams tokens. The last event has `generated_text` and `details`; nothing follows it."""
+    body = with_model_of_query(request, await read_body(request, TextGenerationBody))
+    return await generate.huggingface_answer(request, body, stream=True)
 
 
 @router.post(
     "/embed",
     summary="Embed, as text-embeddings-inference does",
     response_model=None,
-    responses={**ok("A vector for each input.", Vectors), **errors(*WORK_ERRORS)},
-    openapi_extra={**body(EmbedBody, huggingface=_EMBED), **query_model()},
+    responses={**ok_response("A vector for each input.", Vectors), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(EmbedBody, huggingface=_EMBED), **query_model()},
 )
 async def embed(request: Request) -> Response:
-    """Always a list of vectors, of length 1 unless `normalize` is false."""
-    return await encode.huggingface_answer(request, named(request, await read_body(request, EmbedBody)))
+    """Returns a list of vectors, of length 1 unless `normalize` is false."""
+    return await encode.huggingface_answer(request, with_model_of_query(request, await read_body(request, EmbedBody)))
 
 
 @router.post(
     "/rerank",
     summary="Rerank, as text-embeddings-inference does",
     response_model=None,
-    responses={**ok("`index` and `score` of each text, best first.", list[HuggingFaceRank]), **errors(*WORK_ERRORS)},
-    openapi_extra={**body(RerankBody), **query_model()},
+    responses={
+        **ok_response("`index` and `score` of each text, best first.", list[HuggingFaceRank]),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(RerankBody), **query_model()},
 )
 async def rerank(request: Request) -> Response:
-    """Needs a model that classifies pairs of texts."""
-    asked = _to_classifier(service_of(request), named(request, await read_body(request, RerankBody)))
-    with speaking(_RERANK_NAMES):
-        return await encode.answer(request, huggingface.rerank(asked), huggingface.rerank_reply(asked))
+    """Requires a model that classifies pairs of texts."""
+    body = _to_classifier(service_of(request), with_model_of_query(request, await read_body(request, RerankBody)))
+    with naming_errors(_RERANK_NAMES):
+        return await encode.answer(request, huggingface.rerank(body), huggingface.rerank_reply(body))
 
 
 @router.post(
@@ -101,36 +105,36 @@ async def rerank(request: Request) -> Response:
     summary="Classify, as text-embeddings-inference does",
     response_model=None,
     responses={
-        **ok("Each class, best first.", list[HuggingFaceClass], list[list[HuggingFaceClass]]),
-        **errors(*WORK_ERRORS),
+        **ok_response("Each class, best first.", list[HuggingFaceClass], list[list[HuggingFaceClass]]),
+        **error_responses(*WORK_ERRORS),
     },
-    openapi_extra={**body(PredictBody), **query_model()},
+    openapi_extra={**request_body(PredictBody), **query_model()},
 )
 async def predict(request: Request) -> Response:
-    """Needs a model that classifies texts."""
-    asked = _to_classifier(service_of(request), named(request, await read_body(request, PredictBody)))
-    with speaking(huggingface.ENCODE_NAMES):
-        return await encode.answer(request, huggingface.predict(asked), huggingface.predict_reply(asked))
+    """Requires a model that classifies texts."""
+    body = _to_classifier(service_of(request), with_model_of_query(request, await read_body(request, PredictBody)))
+    with naming_errors(huggingface.ENCODE_NAMES):
+        return await encode.answer(request, huggingface.predict(body), huggingface.predict_reply(body))
 
 
-def _to_classifier(service: Service, asked: C) -> C:
-    """`asked` with the model that classifies whole texts: the one it names, or the only one."""
+def _to_classifier(service: Service, body: C) -> C:
+    """Fill in the model that classifies whole texts: the named one, or the only one."""
     able = [one.name for one in service.registry if one.config.classifier and not one.config.classifier.per_token]
-    if asked.model is not None:
-        name = service.registry.resolve(asked.model, Task.ENCODE).name
+    if body.model is not None:
+        name = service.registry.resolve(body.model, Task.ENCODE).name
         if name not in able:
             message = f"model {name} does not classify texts; models that do: {', '.join(able) or 'none'}"
             raise invalid(message, "model", "wrong_task")
-        return asked
+        return body
     if not able:
         raise invalid("no loaded model classifies texts", "model", "wrong_task")
     if len(able) > 1:
         raise invalid(f"model is required: several classify texts: {', '.join(able)}", "model", "missing_field")
-    return asked.model_copy(update={"model": able[0]})
+    return body.model_copy(update={"model": able[0]})
 
 
 def _can_generate(service: Service, request: Request) -> bool:
-    """Whether the model that the address names does; where it names none, whether any does."""
+    """Return whether the model of the URL, or any model if it names none, can generate."""
     name = request.query_params.get("model")
     models = [model for model in service.registry if name in (None, model.name)]
     return any(model.serves(Task.GENERATE) for model in models) or not models

@@ -1,4 +1,4 @@
-"""What operators and clients ask about the service: health, models, metrics; and cancelling a request."""
+"""Routes for operators: health, models, metrics, and cancelling a request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.http.bodies import json_response
 from service.http.json_replies import Json
 from service.lifecycle.state import Service, service_of
 from service.observability.metrics import CONTENT_TYPE
-from service.routes.docs import errors, path_parameter
+from service.routes.docs import error_responses, path_parameter
 from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
 
 router = APIRouter()
@@ -26,10 +26,10 @@ router = APIRouter()
     "/livez",
     summary="Is it alive?",
     response_model=None,
-    responses={200: {"model": HealthReply, "description": "The engines' step loop moves."}, **errors(503)},
+    responses={200: {"model": HealthReply, "description": "The engines' step loop moves."}, **error_responses(503)},
 )
 async def livez(request: Request) -> Response:
-    """Asks for no key."""
+    """Reports whether the engines make progress. Needs no key."""
     service_of(request).check_live()
     return json_response({"status": "ok"})
 
@@ -38,10 +38,13 @@ async def livez(request: Request) -> Response:
     "/readyz",
     summary="Does it take work?",
     response_model=None,
-    responses={200: {"model": HealthReply, "description": "Models are loaded and work is taken."}, **errors(503)},
+    responses={
+        200: {"model": HealthReply, "description": "Models are loaded and work is taken."},
+        **error_responses(503),
+    },
 )
 async def readyz(request: Request) -> Response:
-    """Asks for no key. The error's message is the reason."""
+    """Reports whether new requests are accepted; the error's message is the reason if not. Needs no key."""
     service_of(request).check_ready()
     return json_response({"status": "ok"})
 
@@ -50,10 +53,10 @@ async def readyz(request: Request) -> Response:
     "/info",
     summary="Models, limits, versions",
     response_model=None,
-    responses={200: {"model": InfoReply, "description": "What is served and how."}, **errors()},
+    responses={200: {"model": InfoReply, "description": "What is served and how."}, **error_responses()},
 )
 async def info(request: Request) -> Response:
-    """What each model is and runs on, and every bound on a request."""
+    """Describes each model, its device and attention backend, and all limits on a request."""
     service = service_of(request)
     versions = {"python": platform.python_version()}
     for one in service.client.models.values():
@@ -75,10 +78,10 @@ async def info(request: Request) -> Response:
     "/metrics",
     summary="Prometheus metrics",
     response_class=PlainTextResponse,
-    responses={200: {"description": "Prometheus text format."}, **errors()},
+    responses={200: {"description": "Prometheus text format."}, **error_responses()},
 )
 async def metrics(request: Request) -> Response:
-    """Counters, gauges and histograms, all named `triptych_`."""
+    """Returns counters, gauges and histograms, whose names begin with `triptych_`."""
     service = service_of(request)
     text = service.metrics.render(service.client)
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
@@ -88,11 +91,11 @@ async def metrics(request: Request) -> Response:
     "/v1/models/{id}",
     summary="One model, as OpenAI shows it",
     response_model=None,
-    responses={200: {"model": ModelCard, "description": "The model."}, **errors(404)},
+    responses={200: {"model": ModelCard, "description": "The model."}, **error_responses(404)},
     openapi_extra=path_parameter("id", "The model's name."),
 )
 async def model(request: Request) -> Response:
-    """Whether a model is loaded."""
+    """Returns a model if it is loaded."""
     service, name = service_of(request), request.path_params["id"]
     if name not in service.registry.names:
         raise service.registry.unknown(name)
@@ -100,7 +103,7 @@ async def model(request: Request) -> Response:
 
 
 def card(service: Service, name: str) -> Json:
-    """A `ModelCard`."""
+    """Return a `ModelCard`."""
     return {"id": name, "object": "model", "created": service.created, "owned_by": "triptych"}
 
 
@@ -108,10 +111,10 @@ def card(service: Service, name: str) -> Json:
     "/v1/models",
     summary="Models, as OpenAI lists them",
     response_model=None,
-    responses={200: {"model": ModelsReply, "description": "The models."}, **errors()},
+    responses={200: {"model": ModelsReply, "description": "The models."}, **error_responses()},
 )
 async def models(request: Request) -> Response:
-    """The names to use as `model`."""
+    """Lists the names to use as `model`."""
     service = service_of(request)
     return json_response({"object": "list", "data": [card(service, name) for name in service.registry.names]})
 
@@ -120,11 +123,11 @@ async def models(request: Request) -> Response:
     "/requests/{id}",
     summary="Cancel a request",
     response_model=None,
-    responses={200: {"model": CancelReply, "description": "It was told to end."}, **errors(404, 503)},
+    responses={200: {"model": CancelReply, "description": "It was told to end."}, **error_responses(404, 503)},
     openapi_extra=path_parameter("id", "The request id, as sent or as `X-Request-Id` of the reply."),
 )
 async def cancel(request: Request) -> Response:
-    """End every running request of this id; each answers with what it has, finish_reason `cancelled`."""
+    """Ends all running requests with this id; each replies with its output so far and finish_reason `cancelled`."""
     request_id = request.path_params["id"]
     ended = await service_of(request).cancel(request_id)
     if not ended:
@@ -133,7 +136,7 @@ async def cancel(request: Request) -> Response:
 
 
 def _model(service: Service, served: ServedModel) -> Json:
-    """A model as its engine, its checkpoint and its settings describe it."""
+    """Return the description of a model from its engine, checkpoint and settings."""
     info = service.client.models.get(served.name)
     described: Json = {"name": served.name, "form": served.config.form, "model_type": served.config.model_type}
     if info is not None:

@@ -1,4 +1,4 @@
-"""`GET /`: the playground, one static page over the public API."""
+"""GET /: the playground, a static page that uses the public API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from service.http.route_prefix import is_bare, prefix_of
 from service.http.static_pages import page
-from service.routes.docs import errors
+from service.routes.docs import error_responses
 
 router = APIRouter()
 
@@ -20,12 +20,12 @@ router = APIRouter()
     responses={
         200: {"description": "A page to try the models with."},
         307: {"description": "Below a route prefix without its last slash: the page is there."},
-        **errors(),
+        **error_responses(),
     },
 )
 async def playground(request: Request) -> Response:
-    """Pick a model, generate with streaming, encode and compare. A browser may send the key as a Basic password."""
-    if is_bare(request.scope):  # the page asks for what lies beside it: without the slash, for the root's
+    """A page to select a model, generate with streaming, encode and compare. Browsers send the key as a password."""
+    if is_bare(request.scope):  # the page's relative URLs need the slash
         query = f"?{request.url.query}" if request.url.query else ""
         return RedirectResponse(f"{prefix_of(request.scope)}/{query}")
     return page("playground")

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: a model's tokenizer without its engine."""
+"""POST /tokenize and /detokenize: use a model's tokenizer without its engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.lifecycle.state import service_of
 from service.planning.tokenization import check_characters, check_vocabulary
-from service.routes.docs import BODY_ERRORS, body, errors
+from service.routes.docs import BODY_ERRORS, error_responses, request_body
 from service.schemas.bodies import DetokenizeBody, TokenizeBody
 from service.schemas.replies import DetokenizeReply, TokenizeReply
 
@@ -23,35 +23,38 @@ router = APIRouter()
     "/tokenize",
     summary="Text to token ids",
     response_model=None,
-    responses={200: {"model": TokenizeReply, "description": "The ids."}, **errors(*BODY_ERRORS, 404, 499, 503)},
-    openapi_extra=body(TokenizeBody),
+    responses={
+        200: {"model": TokenizeReply, "description": "The ids."},
+        **error_responses(*BODY_ERRORS, 404, 499, 503),
+    },
+    openapi_extra=request_body(TokenizeBody),
 )
 async def tokenize(request: Request) -> Response:
-    """The ids that a prompt of this text has."""
+    """Returns the ids that a prompt with this text has."""
     service = service_of(request)
-    asked = await read_body(request, TokenizeBody)
-    served = service.registry.resolve(asked.model, Task.TOKENIZE)
+    body = await read_body(request, TokenizeBody)
+    served = service.registry.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("text")
     info = service.model_info(served.name)
     bound = service.limits.prompt_characters_per_token * info.max_model_len
-    check_characters(asked.text, bound, "text")
-    check_characters(asked.text_pair or "", bound, "text_pair")
+    check_characters(body.text, bound, "text")
+    check_characters(body.text_pair or "", bound, "text_pair")
     context = context_of_request()
     context.model = served.name
 
     def work() -> Json:
-        ids = tokenizer.encode(asked.text, asked.text_pair, add_special_tokens=asked.add_special_tokens).ids
+        ids = tokenizer.encode(body.text, body.text_pair, add_special_tokens=body.add_special_tokens).ids
         reply: Json = {
             "model": served.name,
             "token_ids": ids,
             "count": len(ids),
             "max_model_len": info.max_model_len,
         }
-        if asked.return_texts:
+        if body.return_texts:
             reply["texts"] = [tokenizer.token_text(token) for token in ids]
         return reply
 
-    characters = len(asked.text) + len(asked.text_pair or "")
+    characters = len(body.text) + len(body.text_pair or "")
     reply = await service.threads.run(served.name, characters, work)
     context.tokens_in = reply["count"]
     return json_response(reply)
@@ -61,21 +64,24 @@ async def tokenize(request: Request) -> Response:
     "/detokenize",
     summary="Token ids to text",
     response_model=None,
-    responses={200: {"model": DetokenizeReply, "description": "The text."}, **errors(*BODY_ERRORS, 404, 499, 503)},
-    openapi_extra=body(DetokenizeBody),
+    responses={
+        200: {"model": DetokenizeReply, "description": "The text."},
+        **error_responses(*BODY_ERRORS, 404, 499, 503),
+    },
+    openapi_extra=request_body(DetokenizeBody),
 )
 async def detokenize(request: Request) -> Response:
-    """The text of these ids."""
+    """Returns the text of token ids."""
     service = service_of(request)
-    asked = await read_body(request, DetokenizeBody)
-    served = service.registry.resolve(asked.model, Task.TOKENIZE)
+    body = await read_body(request, DetokenizeBody)
+    served = service.registry.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("token_ids")
     bound = service.model_info(served.name).max_model_len
-    if len(asked.token_ids) > bound:
-        raise invalid(f"token_ids has {len(asked.token_ids)} entries, more than max_model_len {bound}", "token_ids")
-    check_vocabulary(asked.token_ids, served.vocab_size, "token_ids")
+    if len(body.token_ids) > bound:
+        raise invalid(f"token_ids has {len(body.token_ids)} entries, more than max_model_len {bound}", "token_ids")
+    check_vocabulary(body.token_ids, served.vocab_size, "token_ids")
     context = context_of_request()
-    context.model, context.tokens_in = served.name, len(asked.token_ids)
-    skip = asked.skip_special_tokens
-    text = await service.threads.decoded(tokenizer, asked.token_ids, skip_special_tokens=skip)
+    context.model, context.tokens_in = served.name, len(body.token_ids)
+    skip = body.skip_special_tokens
+    text = await service.threads.decode(tokenizer, body.token_ids, skip_special_tokens=skip)
     return json_response({"model": served.name, "text": text})

@@ -1,1 +1,1 @@
-"""The service over its engines, in one process or under Ray Serve."""
+"""Runtimes, which run the application over its engines: in one process, or under Ray Serve."""

@@ -1,1 +1,1 @@
-"""Processes that may be killed, for chat templates and grammars of strangers."""
+"""Processes that can be killed, for chat templates and for grammars of clients."""

@@ -1,13 +1,12 @@
-"""Renders chat templates in a process of its own, which whoever started it can kill. Run as a file; imports nothing of
-the project.
+"""The process that renders chat templates, which its parent can kill. It runs as a file and imports no other module.
 
-A template is a program, and neither Jinja's sandbox nor a tracing function bounds what it spends: one operation such as
-`9**9**9` or `'x' * 10**10` never comes back to the interpreter. Here the kernel bounds time (an alarm that ends the
-process), memory, files and their size; the environment is empty. Compiling happens here too: it already computes
-constants.
+A template is a program. Neither Jinja's sandbox nor a tracing function limits its cost: one operation such as
+`9**9**9` or `'x' * 10**10` does not return to the interpreter. Here the kernel limits time (an alarm ends the process),
+memory, open files and their size, and the environment is empty. Templates are compiled here too, because the compiler
+evaluates constants.
 
-On standard input, a socket: a length of 4 bytes (big-endian) and JSON, both ways. One request, `{template, variables,
-limit, seconds}`, gets one reply, `{"text"}` or `{"error", "message"}`.
+Messages on standard input, a socket, are a length of 4 bytes (big-endian) and JSON, in both directions. A request
+`{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _MESSAGE = 300
 
 
 class _Raised(TemplateError):
-    """The template's own refusal, by `raise_exception`."""
+    """Is raised by the template itself, by `raise_exception`."""
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what an assistant said: its content, in a scope."""
+    """Renders the content of `{% generation %}...{% endgeneration %}`, which marks assistant messages, in a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,14 +51,14 @@ class _Generation(Extension):
 
 
 class _Dictionaries:
-    """`dict` without the type behind it."""
+    """Provides `dict(...)` without giving access to the type."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
 
 
 class _Namespace(Namespace):
-    """`namespace` without names that Python keeps for itself."""
+    """Provides `namespace` and refuses names with a leading underscore."""
 
     def __init__(*args: Any, **named: Any) -> None:
         for name in dict(*args[1:], **named):
@@ -83,7 +82,7 @@ def _raise(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML; templates of checkpoints expect plain JSON."""
+    """Return plain JSON, which templates of checkpoints expect; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -92,7 +91,7 @@ def _now(layout: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As the reference library renders checkpoints' templates."""
+    """Return a Jinja environment with the settings and functions of `transformers`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -113,7 +112,7 @@ def _compiled(source: str) -> Template:
 
 
 def render(source: str, variables: dict[str, Any], limit: int) -> dict[str, str]:
-    """The text, if it has at most `limit` characters, or an `error`: raised, syntax, failed, memory or length."""
+    """Return the text, of at most `limit` characters, or an `error`: raised, syntax, failed, memory or length."""
     pieces, size = [], 0
     try:
         for piece in _compiled(source).generate(variables):
@@ -122,7 +121,7 @@ def render(source: str, variables: dict[str, Any], limit: int) -> dict[str, str]
                 return {"error": "length", "message": f"more than {limit} characters"}
             pieces.append(piece)
         text = "".join(pieces)
-        text.encode()  # half a surrogate pair is no text
+        text.encode()  # raises for half of a surrogate pair
         return {"text": text}
     except _Raised as error:
         return {"error": "raised", "message": str(error)[:_MESSAGE]}
@@ -145,7 +144,7 @@ def _confine() -> None:
 
 
 def _take(channel: socket.socket, size: int) -> bytes:
-    """So many bytes; fewer when the other side is gone."""
+    """Receive `size` bytes, or fewer if the other side has closed."""
     data = bytearray()
     while len(data) < size and (part := channel.recv(size - len(data))):
         data += part
@@ -155,14 +154,14 @@ def _take(channel: socket.socket, size: int) -> bytes:
 def _serve(channel: socket.socket, answer: Callable[..., dict[str, str]]) -> None:
     while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
         request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # nobody handles it: the kernel ends the process
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
         reply = json.dumps(answer(request["template"], request["variables"], request["limit"])).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(_LENGTH.pack(len(reply)) + reply)
 
 
 def main() -> None:
-    """Serve until the other side closes."""
+    """Answer requests until the other side closes."""
     channel = socket.socket(fileno=0)
     _confine()
     channel.sendall(READY)

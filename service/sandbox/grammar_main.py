@@ -1,12 +1,12 @@
-"""Tries grammars in a process of its own, which whoever started it can kill: `python -m service.sandbox.grammar_main`.
+"""The process that test-compiles grammars, which its parent can kill: `python -m service.sandbox.grammar_main`.
 
-The grammar library counts most of what a grammar may cost, but not all: `multipleOf: 1000003` takes seconds and
-hundreds of megabytes. Here the kernel bounds time (an alarm that ends the process) and memory. A grammar that compiles
-is followed for some tokens of one byte each, so that most that are too much to follow are told before a request is
-accepted.
+The grammar library limits most of a grammar's cost, but not all: `multipleOf: 1000003` takes seconds and hundreds of
+megabytes. Here the kernel limits time (an alarm ends the process) and memory. A grammar that compiles is then matched
+against a few random one-byte tokens, so that most grammars that are too expensive to match are refused before a request
+is accepted.
 
-On standard input, a socket: a length of 4 bytes (big-endian) and JSON, both ways. One request, `{grammar, seconds}`,
-gets one reply, `{}` or `{"error", "message"}`.
+Messages on standard input, a socket, are a length of 4 bytes (big-endian) and JSON, in both directions. A request
+`{grammar, seconds}` gets one reply, `{}` or `{"error", "message"}`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from model.text.token_bytes import TokenBytes
 READY = b"R"
 _LENGTH = struct.Struct(">I")
 _MEMORY = 512 << 20
-_FOLLOWED = 64  # tokens of each trial
+_TRIAL_TOKENS = 64
 _TRIALS = 4
 _MESSAGE = 300
 
 
 def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
-    """Nothing, or an `error` (refused) with its reason."""
+    """Return an empty dictionary, or an `error` (refused) with its reason."""
     try:
         start = compile_grammar(grammar, vocabulary)
         for trial in range(_TRIALS):
-            matcher, draw = start.fork(), random.Random(trial)
-            for _ in range(_FOLLOWED):
+            matcher, generator = start.fork(), random.Random(trial)
+            for _ in range(_TRIAL_TOKENS):
                 if matcher.is_exhausted:
                     break
-                matcher.accept(int(draw.choice(matcher.tokens.nonzero()[0])))
+                matcher.accept(int(generator.choice(matcher.tokens.nonzero()[0])))
             if matcher.is_exhausted and not matcher.is_complete:
                 raise GrammarError(matcher.failure)
     except GrammarError as error:
@@ -48,7 +48,7 @@ def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _take(channel: socket.socket, size: int) -> bytes:
-    """So many bytes; fewer when the other side is gone."""
+    """Receive `size` bytes, or fewer if the other side has closed."""
     data = bytearray()
     while len(data) < size and (part := channel.recv(size - len(data))):
         data += part
@@ -56,7 +56,7 @@ def _take(channel: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """Serve until the other side closes."""
+    """Answer requests until the other side closes."""
     channel = socket.socket(fileno=0)
     single = tuple(bytes([byte]) for byte in range(256))
     vocabulary = Vocabulary(TokenBytes(single, single))
@@ -66,7 +66,7 @@ def main() -> None:
     channel.sendall(READY)
     while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
         request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # nobody handles it: the kernel ends the process
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
         reply = json.dumps(try_grammar(request["grammar"], vocabulary)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(_LENGTH.pack(len(reply)) + reply)

@@ -1,7 +1,7 @@
-"""Processes that do what a client may make expensive: one for each task under way, killed when it takes too long.
+"""A pool of processes for tasks that a client can make expensive; a process that takes too long is killed.
 
-What a worker is asked and answers is JSON behind a length (`service.sandbox.chat_main`,
-`service.sandbox.grammar_main`). One that was killed is replaced by the next task; while some are stuck, others go on.
+Each process works on one task at a time. Requests and replies are JSON with a length before it
+(`service.sandbox.chat_main`, `service.sandbox.grammar_main`). The next task replaces a process that was killed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ W = TypeVar("W", bound="Worker")
 
 _LENGTH = struct.Struct(">I")
 _START_SECONDS = 20.0
-_GRACE_SECONDS = 0.5  # after which a worker that should have ended itself is killed
-_WAIT_SECONDS = 5.0
+_GRACE_SECONDS = 0.5  # beyond the time limit, until a worker that has not ended by its alarm is killed
+_QUEUE_SECONDS = 5.0  # for a worker to become free
 
 
 class WorkerError(Exception):
-    """No answer came. `kind`: what the worker says, or start, time, busy or crashed."""
+    """Says that a task has no result. `kind`: the worker's own word, or start, time, busy or crashed."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One process, started when it is needed. Not for two threads at once."""
+    """Runs one process, started on first use. Not thread-safe."""
 
     def __init__(self, seconds: float, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._seconds = seconds
@@ -46,14 +46,14 @@ class Worker:
         self._channel: socket.socket | None = None
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer within `seconds`; raises `WorkerError`."""
+        """Send a request and return the reply, within the worker's time limit; raises `WorkerError`."""
         reply = json.loads(self._exchange(json.dumps({**request, "seconds": self._seconds}).encode()))
         if "error" in reply:
             raise WorkerError(reply["error"], reply["message"])
         return reply
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
@@ -105,7 +105,7 @@ class Worker:
 
 
 def _take(channel: socket.socket, size: int, end: float) -> bytes:
-    """So many bytes before `end`; raises `OSError`."""
+    """Receive `size` bytes until the time `end`; raises `OSError`."""
     data = bytearray()
     while len(data) < size:
         channel.settimeout(max(end - time.monotonic(), 0.001))
@@ -117,30 +117,30 @@ def _take(channel: socket.socket, size: int, end: float) -> bytes:
 
 
 class WorkerPool(Generic[W]):
-    """Work off the event loop, several tasks at a time; each within `seconds`."""
+    """Runs several tasks at a time outside the event loop, each within `seconds`."""
 
     def __init__(self, make: Callable[[], W], seconds: float, workers: int, name: str) -> None:
         self._seconds = seconds
         self._size = workers
         self._name = name
         self._threads: ThreadPoolExecutor | None = None
-        self._workers: LifoQueue[W] = LifoQueue()  # those just used first: few processes where few are needed
+        self._workers: LifoQueue[W] = LifoQueue()  # last in, first out: a light load uses few processes
         for _ in range(workers):
             self._workers.put(make())
 
     async def run(self, task: Callable[[W], T]) -> T:
-        """The result of `task` with a worker; `WorkerError` `busy` when none was free in time."""
+        """Return the result of `task` with a worker; raises `WorkerError`, `busy` if none became free."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=self._name)
         work = self._threads.submit(self._run, task)
         try:
-            async with asyncio.timeout(_WAIT_SECONDS + self._seconds):
+            async with asyncio.timeout(_QUEUE_SECONDS + self._seconds):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             raise WorkerError("busy", "all workers are busy") from None
 
     def close(self) -> None:
-        """Wait for what runs and end all processes; a later `run` starts new ones."""
+        """Wait for running tasks and end all processes; a later `run` starts new ones."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None

@@ -1,4 +1,4 @@
-"""What clients type and get back: strict Pydantic models, the source of /docs and /openapi.json.
+"""Bodies and replies as strict Pydantic models, from which /docs and /openapi.json are made.
 
-`bodies` is what is accepted (unknown fields refused, no coercion), `replies` what is answered.
+`bodies` has the request bodies (unknown fields are refused, values are not coerced), `replies` the replies.
 """

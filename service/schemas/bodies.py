@@ -1,5 +1,4 @@
-"""The bodies that clients send. Bounds that an operator can set (`Limits`) are checked in
-`service.planning.body_limits`."""
+"""The bodies of native requests. `service.planning.body_limits` checks the limits that an operator can set."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from service.settings.service_settings import MAX_PRIORITY, MIN_PRIORITY
 ModelName = Annotated[
     str | None,
     Field(
-        description="Which loaded model answers; may be left out when only one can serve the task.",
+        description="The model to use; optional if only one loaded model can serve the task.",
         examples=["code"],
     ),
 ]
@@ -32,7 +31,7 @@ RequestId = Annotated[
     str | None,
     Field(
         pattern=REQUEST_ID_PATTERN,
-        description="Names this request in reply, log and `DELETE /requests/{id}`; wins over `X-Request-Id`.",
+        description="Names the request in the reply, the log and `DELETE /requests/{id}`; overrides `X-Request-Id`.",
         examples=["my-request-1"],
     ),
 ]
@@ -40,70 +39,74 @@ Timeout = Annotated[
     float | None,
     Field(
         gt=0,
-        description="Seconds until the request is ended with finish_reason `deadline`; default and most: 600.",
+        description="Seconds until the request ends with finish_reason `deadline`; default and maximum: 600.",
         examples=[30.0],
     ),
 ]
 
 
 class JsonSchema(Body):
-    """A JSON schema for the output."""
+    """A JSON schema that constrains the output."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["schema"]})
 
-    name: str | None = Field(None, description="A label of the client's; it changes nothing.", examples=["person"])
+    name: str | None = Field(None, description="A label without effect.", examples=["person"])
     schema_: dict[str, Any] = Field(
         alias="schema",
-        description="At most 64 KiB. Properties come in its order. A keyword that cannot be enforced is refused by "
-        "name; references are followed within the schema only.",
+        description="At most 64 KiB. The output's properties have its order. Keywords that cannot be enforced are "
+        "refused by name; references must be within the schema.",
         examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
     )
     strict: bool | None = Field(
-        None, description="The schema is always enforced, so that this changes nothing.", examples=[True]
+        None, description="Without effect, since the schema is always enforced.", examples=[True]
     )
 
 
 class ResponseFormat(Body):
-    """What the output is."""
+    """Sets the format of the output."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
-        description="Anything, any JSON object, or JSON that `json_schema` accepts.", examples=["json_object"]
+        description="Any text, any JSON object, or JSON that matches `json_schema`.", examples=["json_object"]
     )
-    json_schema: JsonSchema | None = Field(None, description="With the type `json_schema`, which needs it.")
+    json_schema: JsonSchema | None = Field(None, description="Required with the type `json_schema`.")
 
 
 class GenerateBody(Body):
-    """Continue a prompt (decoder-only) or answer it (encoder-decoder)."""
+    """Continue a prompt (decoder-only) or generate from a source (encoder-decoder)."""
 
     model: ModelName = None
     prompt: Prompt = Field(
-        description="Text, token ids, or up to 32 of either. Text gets the tokenizer's special tokens, ids are "
-        "taken as they are.",
+        description="Text, token ids, or a list of up to 32 of either. The tokenizer adds special tokens to text, not "
+        "to ids.",
         examples=["def fibonacci(n):", ["import os", "import sys"], [1, 42, 7], [[1, 42], [1, 7]]],
     )
     decoder_prompt: TextOrIds | None = Field(
         None,
-        description="Encoder-decoder only: what follows the decoder's start token, taken as already generated and "
-        "not returned unless `echo`.",
+        description="Encoder-decoder only: a beginning of the output after the decoder's start token, returned only "
+        "with `echo`.",
         examples=["2024-", [5, 9]],
     )
     target_language: str | None = Field(
         None,
         min_length=1,
         max_length=64,
-        description="Encoder-decoder with language tokens (NLLB, mBART, M2M-100): the output's language, by the "
-        "tokenizer's own code. The output begins behind it.",
+        description="Encoder-decoder with language tokens (NLLB, mBART, M2M-100): the output's language, as the "
+        "tokenizer's code. The output begins after its token.",
         examples=["fra_Latn", "fr_XX", "fr"],
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
         le=MAX_INT,
-        description="Most tokens to generate. Default: the checkpoint's, else 256, cut to what the context leaves.",
+        description="Maximum number of tokens to generate. Default: the checkpoint's, else 256, within the context.",
         examples=[64],
     )
     min_tokens: int | None = Field(
-        None, ge=0, le=MAX_INT, description="End-of-sequence and stops are ignored before so many.", examples=[0]
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="End-of-sequence and stops are ignored before this many tokens.",
+        examples=[0],
     )
     temperature: float | None = Field(
         None,
@@ -119,47 +122,51 @@ class GenerateBody(Body):
         None,
         gt=0,
         le=1,
-        description="Sample among the fewest tokens holding this much probability.",
+        description="Sample among the most likely tokens that have this total probability.",
         examples=[0.95],
     )
     min_p: float | None = Field(
-        None, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest.", examples=[0.05]
+        None,
+        ge=0,
+        le=1,
+        description="Exclude tokens less likely than this share of the most likely one.",
+        examples=[0.05],
     )
     typical_p: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Sample among the tokens whose surprise is nearest to the expected, holding this much probability.",
+        description="Sample among the tokens whose information is closest to the entropy, with this total probability.",
         examples=[0.9],
     )
     seed: int | None = Field(
         None,
         ge=0,
         le=2**63 - 1,
-        description="The same request and seed give the same tokens whatever runs beside it. Default: random.",
+        description="The same request and seed give the same tokens in any batch. Default: random.",
         examples=[7],
     )
-    n: int = Field(1, ge=1, le=MAX_INT, description="Choices for each prompt, at most 8.", examples=[1, 2])
+    n: int = Field(1, ge=1, le=MAX_INT, description="Number of choices for each prompt, at most 8.", examples=[1, 2])
     num_beams: int | None = Field(
         None,
         ge=1,
         le=MAX_INT,
-        description="More than 1, at most 8: beam search, whose n best hypotheses come at its end. Not with sampling, "
-        "stop texts or log-probabilities. Default: the checkpoint's, else 1.",
+        description="2 to 8: beam search, which returns its n best hypotheses at the end. Not with sampling, stop "
+        "texts or log-probabilities. Default: the checkpoint's, else 1.",
         examples=[4],
     )
     length_penalty: float | None = Field(
         None,
         ge=-10,
         le=10,
-        description="Beam search compares score / length ** length_penalty: above 0 favours long answers. Default: the "
+        description="Beam search compares score / length ** length_penalty: above 0 favours long outputs. Default: the "
         "checkpoint's, else 1.",
         examples=[1.0],
     )
     early_stopping: Literal[True, False, "never"] | None = Field(
         None,
-        description="Beam search ends with num_beams hypotheses (true), when none is likely to get better (false), or "
-        "only when none can (never). Default: the checkpoint's, else false.",
+        description="Beam search ends at num_beams hypotheses (true), when a better one is unlikely (false), or when "
+        "none is possible (never). Default: the checkpoint's, else false.",
         examples=[False],
     )
     stop: TextOrTexts | None = Field(
@@ -171,23 +178,23 @@ class GenerateBody(Body):
         default_factory=list, description="Up to 128 ids that end the output.", examples=[[2]]
     )
     include_stop: bool = Field(False, description="Keep the stop text in the output.", examples=[False])
-    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence id.", examples=[False])
+    ignore_eos: bool = Field(False, description="Continue after the end-of-sequence id.", examples=[False])
     response_format: ResponseFormat | None = Field(
         None,
-        description="Hold the output to JSON; default: text, which is anything. The output ends where it is complete, "
-        "unless `max_tokens` or a stop text cuts it. Only one of `response_format`, `regex` and `choice`.",
+        description="Constrain the output to JSON; default: any text. The output ends where the JSON is complete, or "
+        "before, at `max_tokens` or a stop text. Only one of `response_format`, `regex` and `choice`.",
         examples=[{"type": "json_object"}],
     )
     regex: str | None = Field(
         None,
         min_length=1,
-        description="Hold the output to a pattern of at most 4,096 characters that all of it must match. No "
-        "look-around, back-references or anchors inside. Default: none.",
+        description="Constrain the whole output to a regular expression of at most 4,096 characters, without "
+        "look-around, back-references and inner anchors. Default: none.",
         examples=["[0-9]{4}-[0-9]{2}-[0-9]{2}"],
     )
     choice: Texts | None = Field(
         None,
-        description="The output is one of these texts: at most 1,000 of 1 to 1,024 characters. Default: anything.",
+        description="Constrain the output to one of at most 1,000 texts of 1 to 1,024 characters. Default: none.",
         examples=[["yes", "no"]],
     )
     repetition_penalty: float | None = Field(
@@ -201,14 +208,14 @@ class GenerateBody(Body):
         None,
         ge=0,
         le=MAX_INT,
-        description="No run of so many tokens comes twice; 0: off. Default: the checkpoint's, else 0.",
+        description="No sequence of this many tokens occurs twice; 0: off. Default: the checkpoint's, else 0.",
         examples=[3],
     )
     presence_penalty: float = Field(
         0.0, ge=-2, le=2, description="Subtracted from the logits of tokens in the output.", examples=[0.0]
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="The same, times how often each occurs.", examples=[0.0]
+        0.0, ge=-2, le=2, description="The same, multiplied by the number of occurrences.", examples=[0.0]
     )
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict, description="Added to the logits of up to 300 token ids.", examples=[{"42": -5.0}]
@@ -217,39 +224,38 @@ class GenerateBody(Body):
         None,
         ge=0,
         le=MAX_INT,
-        description="Log-probability of each output token under the model's own distribution, with so many (at "
-        "most 20) likeliest alternatives.",
+        description="Return the log-probability of each output token under the model's own distribution, with this "
+        "many (at most 20) most likely alternatives.",
         examples=[3],
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_INT, description="The same for the prompt; its first entry is null.", examples=[0]
+        None, ge=0, le=MAX_INT, description="The same for the prompt; the first entry is null.", examples=[0]
     )
     echo: bool = Field(
         False,
-        description="Put the prompt before the output (encoder-decoder: the decoder_prompt).",
+        description="Return the prompt before the output (encoder-decoder: the decoder_prompt).",
         examples=[False],
     )
     return_token_ids: bool = Field(
-        False, description="Return ids beside text; a model without a tokenizer always does.", examples=[True]
+        False, description="Return token ids too; a model without a tokenizer always does.", examples=[True]
     )
     skip_special_tokens: bool = Field(
         True, description="Leave special tokens such as end-of-sequence out of the text.", examples=[True]
     )
-    stream: bool = Field(False, description="Answer as server-sent events.", examples=[False])
+    stream: bool = Field(False, description="Reply with server-sent events.", examples=[False])
     timeout_s: Timeout = None
     priority: int = Field(
         0,
         ge=MIN_PRIORITY,
         le=MAX_PRIORITY,
-        description="Lower is served first; first come, first served within one. Below 0 only as far as `min_priority` "
-        "of `/info` allows.",
+        description="Lower is served first; equal ones in order of arrival. At least `min_priority` of `/info`.",
         examples=[0],
     )
     cache_salt: str | None = Field(
         None,
         min_length=1,
         max_length=256,
-        description="Only requests of one salt (and, where keys are configured, one key) share computed prefixes.",
+        description="Only requests with the same salt (and the same API key) share the prefix cache.",
         examples=["tenant-7"],
     )
     request_id: RequestId = None
@@ -260,34 +266,34 @@ class EncodeBody(Body):
 
     model: ModelName = None
     input: EncodeInput = Field(
-        description="Text, token ids, pairs of texts, image files, or up to 256 of a kind (16,384 tokens together).",
+        description="Text, token ids, or up to 256 texts, id lists, text pairs or images (16,384 tokens in all).",
         examples=["a cat", ["a cat", "a dog"], [101, 4937, 102], [{"text": "a cat?", "text_pair": "a dog"}]],
     )
     output: Literal["embedding", "tokens", "logits"] = Field(
         "embedding",
-        description="One vector for each input, one for each of its tokens, or a classifier's logits, before any "
-        "softmax, over the reply's `labels`.",
+        description="One vector for each input, one for each token, or a classifier's logits, before softmax, over the "
+        "reply's `labels`.",
         examples=["embedding"],
     )
     pooling: Literal["default", "mean", "cls", "last", "pooler"] = Field(
         "default",
-        description="How token vectors become one; `default` is the checkpoint's own.",
+        description="How token vectors are combined into one; `default` is the checkpoint's.",
         examples=["default", "mean"],
     )
     normalize: bool | None = Field(
-        None, description="Scale vectors to length 1; default: as the checkpoint says.", examples=[True]
+        None, description="Scale vectors to length 1; default: the checkpoint's setting.", examples=[True]
     )
     dimensions: int | None = Field(
         None,
         ge=1,
         le=MAX_INT,
-        description="Keep only so many leading dimensions (for models trained for it).",
+        description="Number of leading dimensions to keep (for models trained for it).",
         examples=[128],
     )
     truncate: Literal[False, "left", "right"] = Field(
         False,
-        description="Which end of a too long input is cut; false: it is refused. Special tokens are kept, and the "
-        "item of a cut input says `truncated`.",
+        description="Which end of a too long input is truncated; false: it is refused. Special tokens are kept, and "
+        "the item of a truncated input has `truncated`.",
         examples=[False, "right"],
     )
     encoding_format: Literal["float", "base64"] = Field(
@@ -300,7 +306,7 @@ class EncodeBody(Body):
 
 
 class TokenizeBody(Body):
-    """Text to token ids, as a prompt or an input would be tokenised."""
+    """Convert text to token ids, as for a prompt or an input."""
 
     model: ModelName = None
     text: str = Field(description="The text.", examples=["def f(x):"])
@@ -310,7 +316,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids to text."""
+    """Convert token ids to text."""
 
     model: ModelName = None
     token_ids: TokenIds = Field(description="The ids, at most max_model_len.", examples=[[1, 42, 7]])

@@ -1,5 +1,8 @@
-"""What the dialects answer, in the shapes that their own documentations give. `service.dialects` writes plain
-dictionaries; the OpenAPI document shows these, and a test holds every reply to them."""
+"""Replies of the dialects, with the shapes of their own documentation.
+
+`service.dialects` writes plain dictionaries; the OpenAPI document describes these, and a test compares all replies with
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from service.schemas.types import Reply
 
 _ID = Field(description="The request id.", examples=["cmpl-5f0c1d"])
 _CREATED = Field(description="Unix time.", examples=[1_790_000_000])
-_MODEL = Field(description="Who answered.", examples=["code"])
+_MODEL = Field(description="The model that replied.", examples=["code"])
 _INDEX = Field(description="Which choice.", examples=[0])
 _TOKEN_TEXT = Field(description="The token alone as text.", examples=[" the"])
 _LOGPROB = Field(description="Natural logarithm, of the model's own distribution.", examples=[-0.5])
@@ -23,32 +26,34 @@ OpenAIFinish = Literal["stop", "length", "abort", "error"]
 
 
 class OpenAIPromptDetails(Reply):
-    cached_tokens: int = Field(description="Prompt tokens that needed no computing.", examples=[0])
+    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.", examples=[0])
 
 
 class OpenAIUsage(Reply):
     prompt_tokens: int = _PROMPT_TOKENS
     completion_tokens: int = _COMPLETION_TOKENS
     total_tokens: int = _TOTAL_TOKENS
-    prompt_tokens_details: OpenAIPromptDetails = Field(description="Of the prompt tokens.")
+    prompt_tokens_details: OpenAIPromptDetails = Field(description="Details of the prompt tokens.")
 
 
 class OpenAICompletionLogprobs(Reply):
-    text_offset: list[int] = Field(description="Where in the text each token begins, in characters.", examples=[[0]])
-    token_logprobs: list[float | None] = Field(description="Of each token.", examples=[[-0.5]])
+    text_offset: list[int] = Field(description="Offset of each token in the text, in characters.", examples=[[0]])
+    token_logprobs: list[float | None] = Field(description="Log-probability of each token.", examples=[[-0.5]])
     tokens: list[str] = Field(description="Each token alone as text.", examples=[[" the"]])
-    top_logprobs: list[dict[str, float] | None] | None = Field(description="The likeliest.", examples=[[{" a": -1.0}]])
+    top_logprobs: list[dict[str, float] | None] | None = Field(
+        description="The most likely alternatives.", examples=[[{" a": -1.0}]]
+    )
 
 
 class OpenAICompletionChoice(Reply):
     index: int = _INDEX
-    text: str = Field(description="The text; in a stream, what is new of it.", examples=[" return n"])
-    logprobs: OpenAICompletionLogprobs | None = Field(description="Where asked for.")
+    text: str = Field(description="The text; in a stream, its new part.", examples=[" return n"])
+    logprobs: OpenAICompletionLogprobs | None = Field(description="If requested.")
     finish_reason: OpenAIFinish | None = Field(description="Why it ended.", examples=["stop"])
 
 
 class OpenAIHead(Reply):
-    """What begins every reply and event."""
+    """The first fields of every reply and event."""
 
     id: str = _ID
     created: int = _CREATED
@@ -58,9 +63,9 @@ class OpenAIHead(Reply):
 class OpenAICompletion(OpenAIHead):
     """A `text_completion`; each event of a stream is one too."""
 
-    object: Literal["text_completion"] = Field(description="What this is.", examples=["text_completion"])
+    object: Literal["text_completion"] = Field(description="The type of this object.", examples=["text_completion"])
     choices: list[OpenAICompletionChoice] = Field(description="n for each prompt.")
-    usage: OpenAIUsage | None = Field(None, description="In a stream only where `include_usage` asks for it.")
+    usage: OpenAIUsage | None = Field(None, description="In a stream only with `include_usage`.")
 
 
 class OpenAIToken(Reply):
@@ -70,53 +75,55 @@ class OpenAIToken(Reply):
 
 
 class OpenAITopToken(OpenAIToken):
-    top_logprobs: list[OpenAIToken] = Field(description="The likeliest alternatives.")
+    top_logprobs: list[OpenAIToken] = Field(description="The most likely alternatives.")
 
 
 class OpenAIChatLogprobs(Reply):
     content: list[OpenAITopToken] = Field(description="One for each output token.")
-    refusal: None = Field(description="Never there.", examples=[None])
+    refusal: None = Field(description="Always null.", examples=[None])
 
 
 class OpenAIMessage(Reply):
-    role: Literal["assistant"] = Field(description="Who speaks.", examples=["assistant"])
-    content: str = Field(description="What was said.", examples=["Paris."])
-    refusal: None = Field(description="Never there.", examples=[None])
+    role: Literal["assistant"] = Field(description="The role of the author.", examples=["assistant"])
+    content: str = Field(description="The text.", examples=["Paris."])
+    refusal: None = Field(description="Always null.", examples=[None])
 
 
 class OpenAIChatChoice(Reply):
     index: int = _INDEX
-    message: OpenAIMessage = Field(description="The answer.")
-    logprobs: OpenAIChatLogprobs | None = Field(description="Where asked for.")
+    message: OpenAIMessage = Field(description="The reply.")
+    logprobs: OpenAIChatLogprobs | None = Field(description="If requested.")
     finish_reason: OpenAIFinish = Field(description="Why it ended.", examples=["stop"])
 
 
 class OpenAIChatCompletion(OpenAIHead):
-    object: Literal["chat.completion"] = Field(description="What this is.", examples=["chat.completion"])
-    choices: list[OpenAIChatChoice] = Field(description="n answers.")
+    object: Literal["chat.completion"] = Field(description="The type of this object.", examples=["chat.completion"])
+    choices: list[OpenAIChatChoice] = Field(description="n choices.")
     usage: OpenAIUsage = Field(description="Token counts.")
 
 
 class OpenAIDelta(Reply):
     role: Literal["assistant"] | None = Field(None, description="On the first event.", examples=["assistant"])
-    content: str | None = Field(None, description="What is new.", examples=["Pa"])
+    content: str | None = Field(None, description="The new part.", examples=["Pa"])
 
 
 class OpenAIChunkChoice(Reply):
     index: int = _INDEX
-    delta: OpenAIDelta = Field(description="What is new.")
-    logprobs: OpenAIChatLogprobs | None = Field(description="Where asked for.")
+    delta: OpenAIDelta = Field(description="The new part.")
+    logprobs: OpenAIChatLogprobs | None = Field(description="If requested.")
     finish_reason: OpenAIFinish | None = Field(description="On the last event.", examples=["stop"])
 
 
 class OpenAIChatChunk(OpenAIHead):
-    object: Literal["chat.completion.chunk"] = Field(description="What this is.", examples=["chat.completion.chunk"])
-    choices: list[OpenAIChunkChoice] = Field(description="One choice's news; none where only usage is told.")
-    usage: OpenAIUsage | None = Field(None, description="Where `include_usage` asks for it, on an event of its own.")
+    object: Literal["chat.completion.chunk"] = Field(
+        description="The type of this object.", examples=["chat.completion.chunk"]
+    )
+    choices: list[OpenAIChunkChoice] = Field(description="The new part of one choice; empty on the event with usage.")
+    usage: OpenAIUsage | None = Field(None, description="With `include_usage`, on an event of its own.")
 
 
 class OpenAIEmbedding(Reply):
-    object: Literal["embedding"] = Field(description="What this is.", examples=["embedding"])
+    object: Literal["embedding"] = Field(description="The type of this object.", examples=["embedding"])
     index: int = Field(description="Which input.", examples=[0])
     embedding: list[float] | str = Field(description="Its vector, or that as base64 of float32.", examples=[[0.1]])
 
@@ -127,7 +134,7 @@ class OpenAIEmbeddingUsage(Reply):
 
 
 class OpenAIEmbeddings(Reply):
-    object: Literal["list"] = Field(description="What this is.", examples=["list"])
+    object: Literal["list"] = Field(description="The type of this object.", examples=["list"])
     data: list[OpenAIEmbedding] = Field(description="One for each input, in order.")
     model: str = _MODEL
     usage: OpenAIEmbeddingUsage = Field(description="Token counts.")
@@ -137,7 +144,7 @@ class HuggingFaceToken(Reply):
     id: int = Field(description="Token id.", examples=[42])
     text: str = _TOKEN_TEXT
     logprob: float = _LOGPROB
-    special: bool = Field(description="Whether it shows nothing.", examples=[False])
+    special: bool = Field(description="Whether it is a special token, without text.", examples=[False])
 
 
 class HuggingFacePrefillToken(Reply):
@@ -147,20 +154,24 @@ class HuggingFacePrefillToken(Reply):
 
 
 class HuggingFaceEnding(Reply):
-    finish_reason: Literal["eos_token", "stop_sequence", "length"] = Field(description="Why.", examples=["length"])
+    finish_reason: Literal["eos_token", "stop_sequence", "length"] = Field(
+        description="The reason.", examples=["length"]
+    )
     generated_tokens: int = _COMPLETION_TOKENS
     seed: int | None = Field(description="Of sampling; null when greedy.", examples=[7])
 
 
 class HuggingFaceDetails(HuggingFaceEnding):
-    prefill: list[HuggingFacePrefillToken] = Field(description="Of the prompt, where asked for.")
+    prefill: list[HuggingFacePrefillToken] = Field(description="Tokens of the prompt, if requested.")
     tokens: list[HuggingFaceToken] = Field(description="One for each output token.")
-    top_tokens: list[list[HuggingFaceToken]] | None = Field(None, description="The likeliest, where asked for.")
+    top_tokens: list[list[HuggingFaceToken]] | None = Field(
+        None, description="The most likely alternatives, if requested."
+    )
 
 
 class HuggingFaceText(Reply):
     generated_text: str = Field(description="The text.", examples=[" return n"])
-    details: HuggingFaceDetails | None = Field(None, description="Where asked for.")
+    details: HuggingFaceDetails | None = Field(None, description="If requested.")
 
 
 class HuggingFaceStreamEnding(HuggingFaceEnding):
@@ -169,36 +180,36 @@ class HuggingFaceStreamEnding(HuggingFaceEnding):
 
 class HuggingFaceEvent(Reply):
     index: int = Field(description="Which token, from 1.", examples=[1])
-    token: HuggingFaceToken = Field(description="It.")
-    top_tokens: list[HuggingFaceToken] | None = Field(None, description="The likeliest, where asked for.")
+    token: HuggingFaceToken = Field(description="The token.")
+    top_tokens: list[HuggingFaceToken] | None = Field(None, description="The most likely alternatives, if requested.")
     generated_text: str | None = Field(description="The whole text, on the last event.", examples=[None])
     details: HuggingFaceStreamEnding | None = Field(description="On the last event.")
 
 
 class HuggingFaceRank(Reply):
     index: int = Field(description="Which text.", examples=[0])
-    score: float = Field(description="How well it answers the query.", examples=[0.9])
-    text: str | None = Field(None, description="It, where asked for.", examples=["a cat"])
+    score: float = Field(description="Relevance to the query.", examples=[0.9])
+    text: str | None = Field(None, description="The text, if requested.", examples=["a cat"])
 
 
 class HuggingFaceClass(Reply):
-    score: float = Field(description="Probability, or the logit where asked for.", examples=[0.9])
+    score: float = Field(description="Probability, or logit if requested.", examples=[0.9])
     label: str = Field(description="The class.", examples=["POSITIVE"])
 
 
 class SglangMatched(Reply):
-    type: Literal["stop"] = Field(description="Ended by itself.", examples=["stop"])
+    type: Literal["stop"] = Field(description="Ended by a stop id or text.", examples=["stop"])
     matched: int | str | None = Field(description="The stop id or text.", examples=[2])
 
 
 class SglangLength(Reply):
-    type: Literal["length"] = Field(description="Cut.", examples=["length"])
+    type: Literal["length"] = Field(description="Ended at the maximum length.", examples=["length"])
     length: int = _COMPLETION_TOKENS
 
 
 class SglangAbort(Reply):
-    type: Literal["abort"] = Field(description="Ended from outside.", examples=["abort"])
-    message: str = Field(description="Why.", examples=["the deadline passed"])
+    type: Literal["abort"] = Field(description="Ended by a deadline, a cancellation or an error.", examples=["abort"])
+    message: str = Field(description="The reason.", examples=["the deadline passed"])
 
 
 SglangFinish = Annotated[SglangMatched | SglangLength | SglangAbort, Field(discriminator="type")]
@@ -207,24 +218,24 @@ SglangTriple = Annotated[list[Any], Field(min_length=3, max_length=3, descriptio
 
 class SglangMeta(Reply):
     id: str = _ID
-    finish_reason: SglangFinish | None = Field(description="Null while it goes on.")
+    finish_reason: SglangFinish | None = Field(description="Null while it continues.")
     prompt_tokens: int = _PROMPT_TOKENS
     completion_tokens: int = _COMPLETION_TOKENS
-    cached_tokens: int = Field(description="Prompt tokens that needed no computing.", examples=[0])
+    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.", examples=[0])
     e2e_latency: float | None = Field(None, description="Seconds, at the end.", examples=[0.1])
-    output_token_logprobs: list[SglangTriple] | None = Field(None, description="Where asked for.")
-    output_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="Where asked for.")
-    input_token_logprobs: list[SglangTriple] | None = Field(None, description="Where asked for.")
-    input_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="Where asked for.")
+    output_token_logprobs: list[SglangTriple] | None = Field(None, description="If requested.")
+    output_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="If requested.")
+    input_token_logprobs: list[SglangTriple] | None = Field(None, description="If requested.")
+    input_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="If requested.")
 
 
 class SglangText(Reply):
-    """An event of a stream is one too; its text is all of it so far."""
+    """A reply, or an event of a stream with the whole text so far."""
 
     text: str = Field(description="The text.", examples=[" return n"])
     output_ids: list[int] = Field(description="Its ids.", examples=[[42]])
-    meta_info: SglangMeta = Field(description="What there is to tell.")
-    index: int | None = Field(None, description="Which choice of several, in a stream.", examples=[0])
+    meta_info: SglangMeta = Field(description="Details.")
+    index: int | None = Field(None, description="In a stream, the choice of several.", examples=[0])
 
 
 class SglangVectorMeta(Reply):
@@ -236,7 +247,7 @@ class SglangVectorMeta(Reply):
 
 class SglangVector(Reply):
     embedding: list[float] = Field(description="The vector.", examples=[[0.1, -0.2]])
-    meta_info: SglangVectorMeta = Field(description="What there is to tell.")
+    meta_info: SglangVectorMeta = Field(description="Details.")
 
 
 Vectors = list[list[float]]

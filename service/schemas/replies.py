@@ -1,5 +1,4 @@
-"""The replies. Hot ones are written as plain dictionaries by `service.http.json_replies`; tests hold them to these
-shapes."""
+"""The replies. `service.http.json_replies` writes the hot ones as plain dictionaries; tests compare them with these."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ Finish = Literal["stop", "length", "deadline", "cancelled", "error"]
 
 class ErrorDetail(Reply):
     message: str = Field(description="What is wrong and what would be right.", examples=["n must be at most 8"])
-    type: str = Field(description="The class of error.", examples=["invalid_request_error"])
-    param: str | None = Field(description="The field at fault.", examples=["n", "prompt[1][5]"])
-    code: str | None = Field(description="A word for programs.", examples=["invalid_value"])
+    type: str = Field(description="The type of error.", examples=["invalid_request_error"])
+    param: str | None = Field(description="The field that caused the error.", examples=["n", "prompt[1][5]"])
+    code: str | None = Field(description="A word that programs can compare.", examples=["invalid_value"])
 
 
 class ErrorReply(Reply):
@@ -29,11 +28,11 @@ class Usage(Reply):
     prompt_tokens: int = Field(description="Of all prompts; encoder-decoder: of the sources.", examples=[5])
     completion_tokens: int = Field(description="Generated, over all choices.", examples=[16])
     total_tokens: int = Field(description="The sum.", examples=[21])
-    cached_tokens: int = Field(description="Prompt tokens that needed no computing.", examples=[0])
+    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.", examples=[0])
 
 
 class TimingsReply(Reply):
-    """Milliseconds since the request arrived, split where its first token was scheduled and where it came out."""
+    """Milliseconds since the request arrived, divided at its first scheduling and at its first token."""
 
     queue_ms: float = Field(description="Until it was first scheduled.", examples=[0.4])
     prefill_ms: float = Field(description="From then to the first token.", examples=[5.1])
@@ -49,18 +48,18 @@ class TopLogprob(Reply):
 
 
 class TokenLogprobReply(TopLogprob):
-    top: list[TopLogprob] = Field(description="The likeliest alternatives.", examples=[[]])
+    top: list[TopLogprob] = Field(description="The most likely alternatives.", examples=[[]])
 
 
 class Choice(Reply):
     index: int = Field(description="prompt_index x n + which of the n: unique in the reply.", examples=[0])
     prompt_index: int = Field(description="Which prompt it continues.", examples=[0])
-    text: str = Field(description="The text; in a stream, what is new of it.", examples=[" return n"])
-    token_ids: list[int] | None = Field(None, description="Its ids, where asked for.", examples=[[42]])
-    finish_reason: Finish | None = Field(description="Why it ended; null while it goes on.", examples=["stop"])
+    text: str = Field(description="The text; in a stream, its new part.", examples=[" return n"])
+    token_ids: list[int] | None = Field(None, description="Its ids, if requested.", examples=[[42]])
+    finish_reason: Finish | None = Field(description="Why it ended; null while it continues.", examples=["stop"])
     stop_reason: int | str | None = Field(None, description="The stop id or text that ended it.", examples=["\n"])
     score: float | None = Field(
-        None, description="Of beam search: its log-probability over its length.", examples=[-0.4]
+        None, description="With beam search: log-probability divided by length ** length_penalty.", examples=[-0.4]
     )
     logprobs: list[TokenLogprobReply] | None = Field(None, description="One for each output token.")
     prompt_logprobs: list[TokenLogprobReply | None] | None = Field(None, description="One for each prompt token.")
@@ -68,20 +67,20 @@ class Choice(Reply):
 
 class GenerateReply(Reply):
     id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="Who answered.", examples=["code"])
+    model: str = Field(description="The model that replied.", examples=["code"])
     created: int = Field(description="Unix time.", examples=[1_790_000_000])
     choices: list[Choice] = Field(description="n for each prompt, in order.")
     usage: Usage = Field(description="Token counts.")
-    timings: TimingsReply = Field(description="Where the time went.")
+    timings: TimingsReply = Field(description="The request's times.")
 
 
 class GenerateEvent(Reply):
     """One event of a stream; the last also has usage and timings, or is an `ErrorReply`. Then comes `[DONE]`."""
 
     id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="Who answers.", examples=["code"])
+    model: str = Field(description="The model that replies.", examples=["code"])
     created: int = Field(description="Unix time.", examples=[1_790_000_000])
-    choices: list[Choice] = Field(description="What is new.")
+    choices: list[Choice] = Field(description="New parts of choices.")
     usage: Usage | None = Field(None, description="On the last event.")
     timings: TimingsReply | None = Field(None, description="On the last event.")
 
@@ -91,32 +90,32 @@ class EncodeItem(Reply):
     embedding: list[float] | str | None = Field(None, description="Its vector.", examples=[[0.1, -0.2]])
     tokens: list[list[float]] | str | None = Field(None, description="A vector for each token.")
     scores: list[float] | list[list[float]] | str | None = Field(
-        None, description="Logits over the reply's labels; a row for each token from a token classifier."
+        None, description="Logits over the reply's labels; from a token classifier, a row for each token."
     )
-    shape: list[int] | None = Field(None, description="Rows and columns of base64 in rows.", examples=[[3, 384]])
-    truncated: bool | None = Field(None, description="True when the input was cut.", examples=[True])
+    shape: list[int] | None = Field(None, description="Rows and columns of a matrix in base64.", examples=[[3, 384]])
+    truncated: bool | None = Field(None, description="True if the input was truncated.", examples=[True])
 
 
 class EncodeReply(Reply):
     id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="Who answered.", examples=["embed"])
+    model: str = Field(description="The model that replied.", examples=["embed"])
     created: int = Field(description="Unix time.", examples=[1_790_000_000])
     data: list[EncodeItem] = Field(description="One for each input, in order.")
-    labels: list[str] | None = Field(None, description="What `scores` are of.", examples=[["NEGATIVE", "POSITIVE"]])
+    labels: list[str] | None = Field(None, description="The classes of `scores`.", examples=[["NEGATIVE", "POSITIVE"]])
     usage: Usage = Field(description="Token counts.")
-    timings: TimingsReply = Field(description="Where the time went.")
+    timings: TimingsReply = Field(description="The request's times.")
 
 
 class TokenizeReply(Reply):
-    model: str = Field(description="Whose tokenizer.", examples=["code"])
+    model: str = Field(description="The model of the tokenizer.", examples=["code"])
     token_ids: list[int] = Field(description="The ids.", examples=[[1, 42]])
-    count: int = Field(description="How many.", examples=[2])
-    max_model_len: int = Field(description="What the model can take.", examples=[1024])
+    count: int = Field(description="Their number.", examples=[2])
+    max_model_len: int = Field(description="The model's context length.", examples=[1024])
     texts: list[str] | None = Field(None, description="Each token alone.", examples=[["<s>", "def"]])
 
 
 class DetokenizeReply(Reply):
-    model: str = Field(description="Whose tokenizer.", examples=["code"])
+    model: str = Field(description="The model of the tokenizer.", examples=["code"])
     text: str = Field(description="The text.", examples=["def"])
 
 
@@ -132,20 +131,20 @@ class CancelReply(Reply):
 class InfoReply(Reply):
     name: str = Field(description="The service.", examples=["triptych"])
     version: str = Field(description="Its version.", examples=["0.1.0"])
-    versions: dict[str, str] = Field(description="What it runs on.", examples=[{"python": "3.11.7"}])
-    models: list[dict[str, Any]] = Field(description="Each model: form, size, limits, device, attention backend.")
+    versions: dict[str, str] = Field(description="Versions of Python and libraries.", examples=[{"python": "3.11.7"}])
+    models: list[dict[str, Any]] = Field(description="Form, size, limits, device and attention backend of each model.")
     elsewhere: dict[str, str] = Field(
         description="Models of other groups, and the route below which each is served.", examples=[{"chat": "/chat"}]
     )
     asks_for_key: bool = Field(description="Whether requests must carry a key.", examples=[False])
-    limits: dict[str, float] = Field(description="The bounds on one request.", examples=[{"max_n": 8}])
+    limits: dict[str, float] = Field(description="The limits on one request.", examples=[{"max_n": 8}])
 
     model_id: str = Field(description="For clients of Hugging Face's servers: the first model.", examples=["code"])
     model_sha: str | None = Field(None, description="Not known.", examples=[None])
     model_dtype: str = Field(description="Of the first model.", examples=["float32"])
-    model_pipeline_tag: str | None = Field(description="What it does.", examples=["text-generation"])
-    model_type: dict[str, Any] | None = Field(description="What an encoder does.", examples=[None])
-    max_concurrent_requests: int = Field(description="That run or wait.", examples=[320])
+    model_pipeline_tag: str | None = Field(description="Its task.", examples=["text-generation"])
+    model_type: dict[str, Any] | None = Field(description="The type of an encoder.", examples=[None])
+    max_concurrent_requests: int = Field(description="Maximum number of running and waiting requests.", examples=[320])
     max_best_of: int = Field(description="`best_of`.", examples=[1])
     max_stop_sequences: int = Field(description="`stop`.", examples=[4])
     max_input_length: int = Field(description="Tokens of an input.", examples=[1024])
@@ -153,7 +152,7 @@ class InfoReply(Reply):
     max_total_tokens: int = Field(description="Tokens of input and output.", examples=[1024])
     max_batch_tokens: int = Field(description="Tokens of a step.", examples=[2048])
     max_client_batch_size: int = Field(description="Inputs of a request.", examples=[256])
-    auto_truncate: bool = Field(description="Inputs are cut only where asked.", examples=[False])
+    auto_truncate: bool = Field(description="Inputs are truncated only if requested.", examples=[False])
     tokenization_workers: int = Field(description="Threads.", examples=[2])
     validation_workers: int = Field(description="Threads.", examples=[2])
     router: str = Field(description="The service.", examples=["triptych"])
@@ -162,7 +161,7 @@ class InfoReply(Reply):
 
 
 class ModelCard(Reply):
-    id: str = Field(description="The name to ask for.", examples=["code"])
+    id: str = Field(description="The name to use in requests.", examples=["code"])
     object: Literal["model"] = Field("model", description="As OpenAI's API has it.", examples=["model"])
     created: int = Field(description="Unix time at which the service started.", examples=[1_790_000_000])
     owned_by: str = Field(description="As OpenAI's API has it.", examples=["triptych"])

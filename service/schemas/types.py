@@ -1,7 +1,7 @@
-"""Building blocks of the bodies: the strict base, bounded numbers, and unions told apart by their first element.
+"""Building blocks of the bodies: the strict base, bounded numbers, and unions discriminated by their first element.
 
-Members of a union carry tags of the form `<name>`; `service.core.errors` leaves them out of the `param` it shows, so
-that an error names `prompt[1][5]`. Lists fail at their first bad element.
+Members of a union have tags of the form `<name>`; `service.core.errors` removes them from `param`, so that an error
+names `prompt[1][5]`. The validation of a list stops at its first bad element.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A request body: exact types, finite numbers, no unknown field."""
+    """Is the base of request bodies: exact types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -33,7 +33,7 @@ class Body(BaseModel):
 
 
 class Reply(BaseModel):
-    """A reply; written by hand where speed matters, always of this shape."""
+    """Is the base of replies. Hot replies are written as dictionaries of the same shape."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 

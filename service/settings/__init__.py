@@ -1,1 +1,1 @@
-"""Every setting of the service, in one table."""
+"""The settings of the service: their table, their sources, and the configuration made of them."""

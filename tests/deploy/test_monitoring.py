@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deploy.monitoring import PROMETHEUS_RULE, RULES, rendered
-from service.core.errors import OUR_FAULT
+from service.core.errors import SERVER_FAULTS
 from tests.deploy.docker import ROOT
 from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
 from tests.service.processes import running
@@ -62,7 +62,7 @@ def test_the_error_budget_is_spent_by_what_is_our_fault() -> None:
     counted = [
         re.findall(r'reason=~"([^"]+)"', rule["expr"]) for rule in rules() if ":errors:" in rule.get("record", "")
     ]
-    assert len(counted) == 4 and all(one == ["|".join(OUR_FAULT)] for one in counted)
+    assert len(counted) == 4 and all(one == ["|".join(SERVER_FAULTS)] for one in counted)
 
 
 def test_each_alert_fires_on_what_it_is_for() -> None:

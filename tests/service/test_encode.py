@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from model.api.request import EncodeTask, Pooling
-from service.planning.tokenization import cut_text
+from service.planning.tokenization import truncate_text
 from service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
 from tests.service.support import App, ask, check_accounts, hold, make_app, run, samples, until, word_tokenizer
 from tests.service.test_bad_requests import check_error
@@ -86,7 +86,7 @@ def test_cutting_keeps_special_tokens(app: App) -> None:
 def test_cutting_a_pair_takes_from_the_longer_text(side: Any, limit: int) -> None:
     tokenizer = word_tokenizer()
     text, pair = "w1 w2 w3 w4 w5", "w6 w7"
-    cut = cut_text(tokenizer, text, pair, tokenizer.encode(text, pair), limit, side)
+    cut = truncate_text(tokenizer, text, pair, tokenizer.encode(text, pair), limit, side)
     assert len(cut.ids) == len(cut.type_ids) == limit
     assert (cut.ids[0], cut.ids[-1], cut.ids.count(2)) == (1, 2, 2)
     sizes = sorted((cut.type_ids.count(0) - 2, cut.type_ids.count(1) - 1))
@@ -95,7 +95,7 @@ def test_cutting_a_pair_takes_from_the_longer_text(side: Any, limit: int) -> Non
 
 def test_a_cut_below_the_special_tokens_still_fits() -> None:
     tokenizer = word_tokenizer()
-    assert len(cut_text(tokenizer, "w1 w2", None, tokenizer.encode("w1 w2"), 1, "right").ids) == 1
+    assert len(truncate_text(tokenizer, "w1 w2", None, tokenizer.encode("w1 w2"), 1, "right").ids) == 1
 
 
 def test_too_many_tokens_in_all() -> None:

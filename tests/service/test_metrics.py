@@ -44,7 +44,7 @@ class Client:
         return {"gen": Demand(used / 4, 100 * used)}
 
 
-metrics.engines(Client())
+metrics.update_engines(Client())
 print("counted", flush=True)
 sys.stdin.readline()
 sys.stdout.write(metrics.render(Client()).decode())

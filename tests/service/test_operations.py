@@ -16,7 +16,7 @@ import pytest
 from model.api.request import FinishReason
 from model.errors import ConfigError
 from service.cli import banner
-from service.core.errors import OUR_FAULT
+from service.core.errors import SERVER_FAULTS
 from service.observability import logs
 from service.schemas.replies import InfoReply, ModelsReply
 from service.settings.service_settings import Limits, ServiceSettings
@@ -252,7 +252,9 @@ def test_what_the_objectives_count_begins_at_zero() -> None:
     )
     assert samples(app, "triptych_requests_received_total") == {("encode",): 0, ("generate",): 0}
     names = {"", *(model for model, _ in SERVED)}
-    assert samples(app, "triptych_rejections_total") == {(name, reason): 0 for name in names for reason in OUR_FAULT}
+    assert samples(app, "triptych_rejections_total") == {
+        (name, reason): 0 for name in names for reason in SERVER_FAULTS
+    }
     for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"):
         assert samples(app, f"triptych_{name}") == {(model,): 0 for model, task in SERVED if task == "generate"}
 

@@ -108,7 +108,7 @@ def test_hostile_grammars_are_answered_in_bounded_time_and_stall_nobody(served: 
     async def work(client: httpx.AsyncClient) -> None:
         for name, (fields, param) in HOSTILE.items():
             for _ in range(5):  # as often as the machine stands still meanwhile
-                served.service.grammars._known.clear()  # what was tried is remembered
+                served.service.grammars._results.clear()  # what was tried is remembered
                 began = time.perf_counter()
                 asked = asyncio.create_task(client.post("/generate", json={**GOOD, **fields}))
                 await asyncio.sleep(0.05)
@@ -144,13 +144,13 @@ def test_a_reference_is_never_fetched() -> None:
 def test_what_was_tried_is_remembered(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     trials = served.service.grammars
-    ask_worker = trials._try
+    ask_worker = trials._compile
 
     async def counted(grammar: str, param: str) -> str:
         tried.append(grammar)
         return await ask_worker(grammar, param)
 
-    monkeypatch.setattr(trials, "_try", counted)
+    monkeypatch.setattr(trials, "_compile", counted)
 
     async def work(client: httpx.AsyncClient) -> None:
         for pattern, status in (("[0-9]x", 200), ("(", 400)):

@@ -48,7 +48,7 @@ def test_saturation_counts_sequences_and_tokens_that_run_and_wait() -> None:
     admission.admit({"long": 150})
     assert admission.saturation(stats) == pytest.approx((10 + 30 + 150) / 160)  # they wait for blocks
     for name in ("a", "b", "long"):
-        admission.started(name)
+        admission.mark_started(name)
     assert admission.saturation(stats) == 3 / 4
     stats.free_blocks = 1
     assert admission.saturation(stats) == 9 / 10

@@ -39,7 +39,7 @@ def test_what_is_long_leaves_the_event_loop(way: str, size: int, aside: bool) ->
             if way == "text to ids":
                 await threads.run("m", size, lambda: tokenizer.encode("a" * size))
             else:
-                await threads.decoded(tokenizer, [0] * size, skip_special_tokens=True)
+                await threads.decode(tokenizer, [0] * size, skip_special_tokens=True)
         finally:
             threads.close()
 

@@ -1,1 +1,1 @@
-"""The service as deployments of Ray Serve."""
+"""The Ray Serve runtime."""

@@ -102,8 +102,8 @@ class Replica:
             async with asyncio.timeout(_CANCEL_SECONDS):
                 if self._siblings is None:
                     self._siblings = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
-                asked = self._siblings.broadcast("cancel", request_id, _replica_id())
-                answers = await asked.results_async(return_exceptions=True)
+                calls = self._siblings.broadcast("cancel", request_id, _replica_id())
+                answers = await calls.results_async(return_exceptions=True)
         except (RayError, RayServeException) as error:
             raise TimeoutError from error
         ended = sum(answer for answer in answers if isinstance(answer, int))

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.planning.response_format import GrammarTrials
+from service.planning.response_format import GrammarChecker
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox.chat_pool import RenderPool
 from service.settings.service_settings import Limits, ServiceSettings
@@ -345,7 +345,7 @@ def test_nothing_is_prepared_for_an_engine_that_takes_nothing(route: str, monkey
     async def prepared(*_: object, **__: object) -> None:
         raise AssertionError("rendered, tokenised or tried")
 
-    for owner, name in ((TokenizerThreads, "run"), (RenderPool, "render"), (GrammarTrials, "check")):
+    for owner, name in ((TokenizerThreads, "run"), (RenderPool, "render"), (GrammarChecker, "check")):
         monkeypatch.setattr(owner, name, prepared)
     asked = {**GOOD[route], **({"regex": "a+"} if route == C else {})}
     assert ask(app, "POST", route, json=asked).status_code == 500  # as it is prepared here

@@ -1,0 +1,90 @@
+"""Sampling parameters of a generation request: the client's fields over the checkpoint's defaults."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from model.api.request import SamplingParams
+from model.api.sampling_bounds import GREEDY_BELOW
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel
+from service.planning.body_limits import stop_texts
+from service.schemas.bodies import GenerateBody
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "min_tokens",
+)
+_BEAM_FIELDS = ("num_beams", "length_penalty", "early_stopping")
+_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "typical_p", "seed", "stop", "logprobs", "prompt_logprobs")
+
+
+def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int) -> SamplingParams:
+    """Merge the client's fields over the checkpoint's defaults, and those over greedy decoding."""
+    chosen = {name: served.checkpoint.sampling_defaults.get(name) for name in _SAMPLING_FIELDS}
+    chosen |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    sampling = {name: value for name, value in chosen.items() if value is not None}
+    if sampling.get("temperature", 0.0) < GREEDY_BELOW:
+        sampling["temperature"] = 0.0
+    min_tokens = sampling.pop("min_tokens", 0)
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise invalid(f"min_tokens ({min_tokens}) must be at most max_tokens ({max_tokens})", "min_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        n=body.n,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=dict(body.logit_bias),
+        stop=_stop(body, served),
+        stop_token_ids=tuple(body.stop_token_ids),
+        include_stop=body.include_stop,
+        ignore_eos=body.ignore_eos,
+        skip_special_tokens=body.skip_special_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        **sampling,
+        **_beams(body, served),
+    )
+
+
+def _stop(body: GenerateBody, served: ServedModel) -> tuple[str, ...]:
+    stop = stop_texts(body)
+    if stop:
+        served.require_tokenizer("stop")
+    return tuple(stop)
+
+
+def num_beams(body: GenerateBody, served: ServedModel) -> int:
+    """Return the requested number, or the checkpoint's default unless the client asks for sampling."""
+    if body.num_beams is not None:
+        return body.num_beams
+    return 1 if body.temperature else int(served.checkpoint.sampling_defaults.get("num_beams", 1))
+
+
+def _beams(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
+    """Return the parameters of beam search; refuses fields that have no meaning with it, or without it."""
+    beams = num_beams(body, served)
+    if beams == 1:
+        for name in _BEAM_FIELDS[1:]:
+            if getattr(body, name) is not None:
+                raise invalid(f"{name} has no meaning without beam search: num_beams is 1", name)
+        return {}
+    if body.n > beams:
+        raise invalid(f"n ({body.n}) must be at most num_beams ({beams})", "n")
+    given = [name for name in _NOT_WITH_BEAMS if getattr(body, name) is not None]
+    given += ["temperature"] if body.temperature else []
+    if given:
+        raise invalid(f"{given[0]} has no meaning with beam search; send num_beams: 1", given[0])
+    defaults = served.checkpoint.sampling_defaults
+    chosen = {name: defaults[name] for name in _BEAM_FIELDS if name in defaults}
+    chosen |= {name: value for name in _BEAM_FIELDS if (value := getattr(body, name)) is not None}
+    return {**chosen, "num_beams": beams}
