@@ -1,1 +1,1 @@
-"""The machine: memory, devices, copies between them, child processes."""
+"""Interfaces to the machine: memory, devices, copies between them, child processes."""

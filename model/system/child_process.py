@@ -1,4 +1,4 @@
-"""Child processes that compute, and the length-prefixed frames that go to and from them over a socket pair."""
+"""Start of child processes that compute, and length-prefixed frames over the socket pair to them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-HEADER = struct.Struct("<I")  # the bytes of the frame behind it
-# Threads that wait for each other spin so often (tens of microseconds), then sleep. GCC's default is milliseconds: on a
-# box that several engines share, each then burns the time that the one it waits for needs.
+HEADER = struct.Struct("<I")  # the size of the frame that follows, in bytes
+# OpenMP threads spin this often (tens of microseconds) at a barrier, then sleep. GCC's default is milliseconds, which
+# on a machine shared by several engines takes CPU time from the threads that are waited for.
 SPIN_COUNT = "2000"
 
 
 class FrameSocket:
-    """A blocking end of a socket pair; raises `EOFError` where the other end is gone."""
+    """Sends and receives frames over one end of a socket pair, blocking; raises `EOFError` if the other is closed."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -49,16 +49,16 @@ class FrameSocket:
 
 
 def engine_environment() -> dict[str, str]:
-    """Of a process that computes; read when torch loads, so it must be there from the start."""
+    """Return the environment variables of a process that computes; torch reads them when it is imported."""
     environment = dict(os.environ)
-    # Ray sets this to its own idea of the replica's share; the engine decides on its threads itself.
+    # Ray sets this to the replica's number of CPUs; the engine chooses its threads itself.
     environment.pop("OMP_NUM_THREADS", None)
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     return environment
 
 
 def start_child(module: str, *arguments: int, descriptors: Iterable[int]) -> subprocess.Popen[bytes]:
-    """`python -m module arguments`, importing what this process can import and inheriting `descriptors` alone."""
+    """Start `python -m module arguments` with this process's import path; it inherits only these `descriptors`."""
     environment = engine_environment()
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
@@ -70,10 +70,11 @@ def start_child(module: str, *arguments: int, descriptors: Iterable[int]) -> sub
 
 
 def ignore_signals() -> None:
-    """Ctrl-C in a terminal reaches the whole group, and so do some supervisors' signals: the front decides."""
+    """Ignore SIGINT and SIGTERM, which terminals and supervisors send to all processes: the front ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def describe_exit(code: int) -> str:
+    """Describe a child's exit code or signal, to follow the word "ended"."""
     return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,4 +1,4 @@
-"""The device that a model is computed on, and what the CPU can multiply."""
+"""Selection of the device that a model is computed on, and detection of the CPU's bfloat16 support."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from model.errors import ConfigError
 
 
 def resolve_device(name: str) -> torch.device:
+    """Return the device of the setting `device` (auto, cpu, cuda[:N]); raises `ConfigError` if it is not usable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -20,5 +21,5 @@ def resolve_device(name: str) -> torch.device:
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies in bfloat16: AVX-512 BF16 or AMX."""
+    """Return whether this CPU has bfloat16 products: AVX-512 BF16 or AMX."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

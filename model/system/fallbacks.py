@@ -1,34 +1,39 @@
-"""What this process runs slower than it could, because something of a GPU did not work: noted where it happens, shown
-by the banner, /info and the log, and refused at start where the operator wants that. Stdlib only."""
+"""Record of features that fell back to a slower path because something on the GPU failed. Stdlib only.
+
+The code that falls back notes it here. The banner, /info and the log show the notes; with `slow_fallbacks: refuse` the
+engine does not start with any.
+"""
 
 from __future__ import annotations
 
 import logging
 
-_found: dict[str, str] = {}
+_reasons: dict[str, str] = {}  # by feature
 
 logger = logging.getLogger(__name__)
 
 
 def note(what: str, error: BaseException) -> None:
-    """`what` goes on in a slower way because of `error`; called while that is handled."""
-    _found[what] = summary(error)
-    logger.warning("%s: %s", what, _found[what], exc_info=error)
+    """Record and log the fallback `what`, a short sentence, with its cause `error`."""
+    _reasons[what] = summary(error)
+    logger.warning("%s: %s", what, _reasons[what], exc_info=error)
 
 
 def found() -> tuple[str, ...]:
-    """All of them, each with its reason."""
-    return tuple(f"{what}: {why}" for what, why in _found.items())
+    """Return all recorded fallbacks, each with its reason."""
+    return tuple(f"{what}: {why}" for what, why in _reasons.items())
 
 
 def noted(what: str) -> bool:
-    return what in _found
+    """Return whether the fallback `what` was recorded."""
+    return what in _reasons
 
 
 def forget() -> None:
-    _found.clear()
+    """Remove all records, for tests."""
+    _reasons.clear()
 
 
 def summary(error: BaseException) -> str:
-    """The first line of what an error says, or its name."""
+    """Return the first line of an error's message, or its type's name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

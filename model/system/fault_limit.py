@@ -1,4 +1,4 @@
-"""A limit on faults within a span of time."""
+"""A limit on the number of faults within a time window. Stdlib only."""
 
 from __future__ import annotations
 

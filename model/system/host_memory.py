@@ -1,11 +1,11 @@
-"""How much memory this process can still take. Stdlib only."""
+"""The host memory that is available to this process. Stdlib only."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_GROUPS = (  # limit and use of the container, by version of Linux' control groups
+_CGROUP_FILES = (  # limit, usage, statistics and its field of file cache, for cgroup versions 2 and 1
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
     (
         "sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -17,25 +17,25 @@ _GROUPS = (  # limit and use of the container, by version of Linux' control grou
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes: of the machine or, where that is less, of the container. What only caches files counts as available."""
-    found = [left for group in _GROUPS if (left := _left_to_group(root, *group)) is not None]
-    machine = _fields(root / "proc/meminfo").get("MemAvailable:")  # in KiB
+    """Return the available bytes of the machine or, if less, of the container; file cache counts as available."""
+    of_groups = [left for files in _CGROUP_FILES if (left := _left_to_cgroup(root, *files)) is not None]
+    machine = _read_fields(root / "proc/meminfo").get("MemAvailable:")  # in KiB
     if machine is None:
-        return min([os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *found])
-    return min([machine * 1024, *found])
+        return min([os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *of_groups])
+    return min([machine * 1024, *of_groups])
 
 
-def _left_to_group(root: Path, limit: str, use: str, stat: str, cached: str) -> int | None:
-    """None where there is no such group or it has no limit, which is the word "max" or a number beyond any memory."""
+def _left_to_cgroup(root: Path, limit_file: str, usage_file: str, stat_file: str, cache_field: str) -> int | None:
+    """Return the bytes left to the control group; None without a group or a limit ("max" or a huge number)."""
     try:
-        most, used = (root / limit).read_text().strip(), int((root / use).read_text())
+        limit, used = (root / limit_file).read_text().strip(), int((root / usage_file).read_text())
     except (OSError, ValueError):
         return None
-    return max(0, int(most) - used + _fields(root / stat).get(cached, 0)) if most.isdigit() else None
+    return max(0, int(limit) - used + _read_fields(root / stat_file).get(cache_field, 0)) if limit.isdigit() else None
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number; what else there is in a line is not looked at."""
+def _read_fields(path: Path) -> dict[str, int]:
+    """Read a file of lines with a name and a number; the rest of a line is ignored."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
