@@ -1,7 +1,7 @@
-"""What ranks compute together: sums, concatenations and broadcasts by torch.distributed, Gloo on CPUs and NCCL on GPUs.
+"""Collective operations of tensor parallel ranks by torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
-A group is an object, not torch's default group: a process may hold ranks of several models. Ranks find each other
-through a file in memory that only their processes have, and Gloo and NCCL listen on the loopback interface alone.
+A group is an object, not torch's default group, since a process may hold ranks of several models. The rendezvous is a
+file in memory whose descriptor only the ranks' processes have. Gloo and NCCL listen on the loopback interface alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 
 from model.config.sharding import Range, Shard
 
-_c10d: Any = torch.distributed  # its annotations know little of what its backends can do
-TIMEOUT_SECONDS = 60.0  # a rank that hangs (one that dies is noticed at once) is waited for so long
+_c10d: Any = torch.distributed  # untyped: its annotations lack most of the backends' interface
+TIMEOUT_SECONDS = 60.0  # for a rank that hangs; one that ends is detected at once
 
 
 class Group:
-    """One rank's end. Every call is made by all ranks, with tensors of the same shapes on their own devices.
+    """One rank's handle of its group. All ranks make each call, with tensors of equal shapes on their own devices.
 
-    Raises `RuntimeError` where another rank is gone or hangs.
+    A call raises `RuntimeError` if another rank has ended or hangs.
     """
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
@@ -34,41 +34,42 @@ class Group:
         self._backend: Any = None
 
     def connect(self, rendezvous: int) -> None:
-        """Meet the other ranks, which do the same; `rendezvous` is the descriptor of a file that they share."""
+        """Connect all ranks, each of which calls this; `rendezvous` is the descriptor of a file that they share."""
         store = _c10d.FileStore(f"/proc/self/fd/{rendezvous}", self.shard.size)
         self._backend = (_nccl if self.device.type == "cuda" else _gloo)(store, self.shard)
-        self.sum(torch.zeros(1, device=self.device))  # connections and buffers are made by the first call
+        self.sum(torch.zeros(1, device=self.device))  # the first call creates connections and buffers
 
     def abort(self) -> None:
-        """End what waits for a rank that is gone: sums of Gloo raise by themselves, those of NCCL wait."""
+        """Abort operations that wait for a rank that has ended: Gloo's raise by themselves, NCCL's would hang."""
         if self._backend is not None and self.device.type == "cuda":
             self._backend.abort()
 
     def close(self) -> None:
-        """Leave the group; idempotent. A backend that outlives the interpreter's last statement aborts it."""
+        """Leave the group; idempotent. Without it the backend may abort the interpreter when that exits."""
         self.abort()
         self._backend = None
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all ranks, in place; the same bits on each."""
-        self._open.allreduce(tensor).wait()
+        """Sum the tensor over all ranks in place (all-reduce); the result's bits are the same on each rank."""
+        self._connected.allreduce(tensor).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor into everyone's."""
-        self._open.broadcast(tensor, 0).wait()
+        """Copy rank 0's tensor into those of the other ranks."""
+        self._connected.broadcast(tensor, 0).wait()
         return tensor
 
     def concatenate(self, part: Tensor, ranges: Sequence[Range]) -> Tensor:
-        """`[N, V]` of each rank's columns `[N, last - first]`, which may differ by a few."""
+        """Concatenate each rank's columns `[N, last - first]` to `[N, V]` (all-gather); their numbers may differ."""
         width = max(last - first for first, last in ranges)
         padded = pad(part, (0, width - part.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in ranges]
-        self._open.allgather([parts], [padded]).wait()
-        return torch.cat([found[:, : last - first] for found, (first, last) in zip(parts, ranges, strict=True)], dim=-1)
+        self._connected.allgather([parts], [padded]).wait()
+        columns = [rank_part[:, : last - first] for rank_part, (first, last) in zip(parts, ranges, strict=True)]
+        return torch.cat(columns, dim=-1)
 
     @property
-    def _open(self) -> Any:
+    def _connected(self) -> Any:
         if self._backend is None:
             raise RuntimeError("the group of ranks is not connected")
         return self._backend
@@ -82,7 +83,7 @@ def _gloo(store: Any, shard: Shard) -> Any:
 
 
 def _nccl(store: Any, shard: Shard) -> Any:
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are of this machine
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks run on this machine
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_SECONDS)
     return _c10d.ProcessGroupNCCL(store, shard.rank, shard.size, options)

@@ -1,6 +1,6 @@
-"""What rank 0 tells the other ranks: plain data over a socket, and beside it the tensors of a call, over the group.
+"""Messages from rank 0 to the other ranks: plain data over a socket; the tensors of a call by broadcast.
 
-A call's arguments travel as the fields of their dataclasses with a place holder for each tensor. Nothing is pickled.
+A call's arguments are sent as the fields of their dataclasses, with a placeholder for each tensor. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from model.attention.base import AttentionMetadata, DeviceLengths
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 
-_TYPES: dict[str, type[Any]] = {one.__name__: one for one in (StackInput, CrossInput, AttentionMetadata, DeviceLengths)}
+_TYPES: dict[str, type[Any]] = {
+    type_.__name__: type_ for type_ in (StackInput, CrossInput, AttentionMetadata, DeviceLengths)
+}
 
 
 class Load(msgspec.Struct, tag=True):
-    """First: which share of which model. The rank answers when it has it, and again when the group is connected."""
+    """The first message: load this model. The rank answers after loading, and again when the group is connected."""
 
     path: str
     max_model_len: int
@@ -31,7 +33,7 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Pool(msgspec.Struct, tag=True):
-    """The KV pool of a model that generates; answered."""
+    """Allocate the rank's KV pool; the rank answers when that is done."""
 
     num_blocks: int
     block_size: int
@@ -39,7 +41,7 @@ class Pool(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """Make this call, as rank 0 does now."""
+    """Make this call, which rank 0 makes at the same time."""
 
     name: str
     arguments: list[Any]
@@ -50,7 +52,7 @@ Message = Load | Pool | Call
 
 
 class Answer(msgspec.Struct):
-    """From a rank: done. `free` and `total` are its GPU's bytes, where it has one."""
+    """A rank's reply that it is done. `free` and `total`: bytes of its GPU, if it has one."""
 
     free: int = 0
     total: int = 0
@@ -61,62 +63,62 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def packed(name: str, arguments: Sequence[Any]) -> tuple[Call, list[Tensor]]:
-    """The call, and the tensors that it speaks of."""
+def pack_call(name: str, arguments: Sequence[Any]) -> tuple[Call, list[Tensor]]:
+    """Return the message of a call, and its tensors, which `send_tensors` sends."""
     tensors: list[Tensor] = []
-    plain = [_plain(argument, tensors) for argument in arguments]
+    plain = [_to_plain(argument, tensors) for argument in arguments]
     return Call(name, plain, [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]), tensors
 
 
-def unpacked(call: Call, tensors: Sequence[Tensor], device: torch.device) -> list[Any]:
-    """The arguments of a call, on this rank's device."""
-    return [_argument(value, tensors, device) for value in call.arguments]
+def unpack_arguments(call: Call, tensors: Sequence[Tensor], device: torch.device) -> list[Any]:
+    """Return the arguments of a call, on this rank's device."""
+    return [_from_plain(value, tensors, device) for value in call.arguments]
 
 
 def send_tensors(tensors: Sequence[Tensor], group: Group) -> None:
-    """Rank 0's half of `receive_tensors`: one broadcast for all tensors of a dtype."""
-    for dtype in _dtypes([tensor.dtype for tensor in tensors]):
+    """Send a call's tensors from rank 0 to `receive_tensors` of the others, in one broadcast for each dtype."""
+    for dtype in _distinct([tensor.dtype for tensor in tensors]):
         group.broadcast(torch.cat([tensor.reshape(-1) for tensor in tensors if tensor.dtype is dtype]))
 
 
 def receive_tensors(call: Call, group: Group) -> list[Tensor]:
-    """The tensors of a call, which are views of one for each dtype."""
+    """Receive the tensors of a call; those of one dtype are views of one buffer."""
     shapes = [(dtype_of(name), torch.Size(shape)) for name, shape in call.tensors]
-    flat: dict[torch.dtype, Tensor] = {}
-    for dtype in _dtypes([dtype for dtype, _ in shapes]):
-        elements = sum(shape.numel() for one, shape in shapes if one is dtype)
-        flat[dtype] = group.broadcast(torch.empty(elements, dtype=dtype, device=group.device))
-    used = dict.fromkeys(flat, 0)
-    found = []
+    buffers: dict[torch.dtype, Tensor] = {}
+    for dtype in _distinct([dtype for dtype, _ in shapes]):
+        elements = sum(shape.numel() for shape_dtype, shape in shapes if shape_dtype is dtype)
+        buffers[dtype] = group.broadcast(torch.empty(elements, dtype=dtype, device=group.device))
+    used = dict.fromkeys(buffers, 0)
+    tensors = []
     for dtype, shape in shapes:
         begin = used[dtype]
         used[dtype] += shape.numel()
-        found.append(flat[dtype][begin : used[dtype]].view(shape))
-    return found
+        tensors.append(buffers[dtype][begin : used[dtype]].view(shape))
+    return tensors
 
 
-def _dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """Each once, in the order of their first tensors."""
+def _distinct(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """Return the distinct dtypes in the order of their first tensors, the same on every rank."""
     return list(dict.fromkeys(dtypes))
 
 
-def _plain(value: Any, tensors: list[Tensor]) -> Any:
+def _to_plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, torch.device):
         return {"device": None}  # each rank has its own
     if is_dataclass(value):
-        inside = {one.name: _plain(getattr(value, one.name), tensors) for one in fields(value) if one.init}
-        return {"type": type(value).__name__, "fields": inside}
+        plain = {field.name: _to_plain(getattr(value, field.name), tensors) for field in fields(value) if field.init}
+        return {"type": type(value).__name__, "fields": plain}
     return value
 
 
-def _argument(value: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
+def _from_plain(value: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, dict):
@@ -125,5 +127,5 @@ def _argument(value: Any, tensors: Sequence[Tensor], device: torch.device) -> An
         return tensors[value["tensor"]]
     if "device" in value:
         return device
-    inside = {name: _argument(one, tensors, device) for name, one in value["fields"].items()}
-    return _TYPES[value["type"]](**inside)
+    arguments = {name: _from_plain(plain, tensors, device) for name, plain in value["fields"].items()}
+    return _TYPES[value["type"]](**arguments)

@@ -1,11 +1,11 @@
-"""Rank 0: a Transformer and a pool that tell the other ranks each call before they make it.
+"""Rank 0's Transformer and KV cache send each call to the other ranks before making it.
 
     engine -- decode, encode, logits, ... --> Rank0Transformer, Rank0Cache
                                                   |  the call as data, its tensors by broadcast
                                                   v
-                                              rank_processes, which make the same call
+                                              ranks 1 and up, which make the same call
 
-Requests, policy and sampling are rank 0's alone.
+Requests, scheduling and sampling exist on rank 0 only.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class Rank0Transformer(Transformer):
-    """Rank 0 of a model: a Transformer to whom it asks, whole hidden states and logits of the whole vocabulary."""
+    """Rank 0 of a split model: callers use it as a Transformer and get complete hidden states and logits."""
 
-    can_pause = False  # the other ranks are told whole passes
+    can_pause = False  # the other ranks are sent whole forward passes only
 
     def __init__(
         self, config: ModelConfig, backend: AttentionBackend, linear: LinearFactory, rank_processes: RankProcesses
@@ -61,14 +61,17 @@ class Rank0Transformer(Transformer):
             return super().logits(hidden)
 
     def _check_ids(self, inputs: StackInput) -> None:
-        """What breaks one request must not break the group; on a GPU looking would cost a synchronisation."""
+        """Raise `IndexError` for an invalid token id before the call, which would break the group.
+
+        On a GPU this is not checked: it would cost a synchronisation.
+        """
         ids, size = inputs.input_ids, self.config.embedding.vocab_size
         if inputs.pixels is None and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise IndexError(f"a token id is outside the vocabulary of {size}")
 
 
 class Rank0Cache(KVCache):
-    """Rank 0's pool of its own heads; every other rank has one of the same blocks."""
+    """Rank 0's KV pool of its own heads; every other rank has a pool with the same number of blocks."""
 
     def __init__(
         self,
@@ -80,11 +83,11 @@ class Rank0Cache(KVCache):
         rank_processes: RankProcesses,
     ) -> None:
         super().__init__(stack, num_blocks, block_size, dtype, device)
-        self._followers = rank_processes
+        self._rank_processes = rank_processes
         rank_processes.make_pool(num_blocks, block_size, dtype)
 
     def copy_blocks(self, copies: Mapping[int, int]) -> None:
-        with self._followers.call("copy_blocks", list(copies), list(copies.values())):
+        with self._rank_processes.call("copy_blocks", list(copies), list(copies.values())):
             super().copy_blocks(copies)
 
 
@@ -96,12 +99,12 @@ def load_rank0(
     *,
     max_model_len: int,
 ) -> Rank0Transformer:
-    """Rank 0 of the group in `linear` with its share of the weights, all others started and connected.
+    """Load rank 0 of the group in `linear`, and start and connect the other ranks.
 
-    Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not come up.
+    Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not start.
     """
     from model.parallel.messages import Load, dtype_name
-    from model.parallel.rank_processes import RankProcesses  # a bare machine with one rank needs no msgspec
+    from model.parallel.rank_processes import RankProcesses  # a machine with one rank needs no msgspec
 
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
     assert isinstance(group, Group)
@@ -122,5 +125,5 @@ def load_rank0(
 
 
 def rank_device(first: torch.device, rank: int) -> torch.device:
-    """Ranks follow each other on the GPUs from rank 0's on."""
+    """Return a rank's device: ranks use consecutive GPUs, from rank 0's on."""
     return first if first.type != "cuda" else torch.device("cuda", (first.index or 0) + rank)

@@ -1,7 +1,7 @@
-"""Ranks 1 and up: processes that hold their share of one model and make rank 0's calls after it.
+"""The process of a rank from 1 on: it holds its shard of one model and makes rank 0's calls with it.
 
-`python -m model.parallel.rank_main SOCKET RENDEZVOUS RANK SIZE` is started by rank 0 and ends with its socket: none
-outlives rank 0, even where that ends in the middle of a sum. A follower that breaks ends, which rank 0 notices.
+Rank 0 starts `python -m model.parallel.rank_main SOCKET RENDEZVOUS RANK SIZE`. The process ends when its socket
+closes, so it never outlives rank 0, even within a collective operation. On an exception it ends, which rank 0 detects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from model.parallel.messages import (
     Pool,
     dtype_of,
     receive_tensors,
-    unpacked,
+    unpack_arguments,
 )
 from model.system.child_process import FrameSocket, ignore_signals
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankWorker:
-    """One rank over its end of the socket."""
+    """Executes rank 0's messages on one rank."""
 
     def __init__(self, frames: FrameSocket, rendezvous: int, shard: Shard) -> None:
         self._frames = frames
@@ -55,7 +55,7 @@ class RankWorker:
         self._cache: KVCache | None = None
 
     def run(self) -> None:
-        """Serve until rank 0 is gone, which is an `EOFError`."""
+        """Execute messages until rank 0 ends; then raise `EOFError`."""
         while True:
             message = self._decoder.decode(self._frames.receive())
             if isinstance(message, Call):
@@ -91,10 +91,10 @@ class RankWorker:
     def _call(self, call: Call) -> None:
         model, cache, group = self._model, self._cache, self._group
         assert model is not None and group is not None
-        arguments: list[Any] = unpacked(call, receive_tensors(call, group), group.device)
+        arguments: list[Any] = unpack_arguments(call, receive_tensors(call, group), group.device)
         if call.name == "decode":
-            inputs, cached, cross = arguments
-            model.decode(inputs, cache if cached else None, cross)
+            inputs, uses_cache, cross = arguments
+            model.decode(inputs, cache if uses_cache else None, cross)
         elif call.name == "encode":
             model.encode(*arguments)
         elif call.name == "logits":
@@ -112,21 +112,21 @@ class RankWorker:
         self._frames.send(msgspec.msgpack.encode(Answer(free, total)))
 
 
-def _end_with(connection: socket.socket) -> None:
-    """End this process when the other end of the socket is closed, whatever it waits for then."""
-    watched = select.poll()
-    watched.register(connection, select.POLLRDHUP)
-    watched.poll()
+def _exit_on_close(connection: socket.socket) -> None:
+    """Wait until the other end of the socket is closed, then end this process, whatever its main thread does."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
     os._exit(0)
 
 
 def main() -> None:
-    """The process's life. It leaves without cleaning up: half-done sums would make that hang or abort."""
+    """Run the rank. The process exits without cleanup, which unfinished collectives would make hang or abort."""
     ignore_signals()
     descriptor, rendezvous, rank, size = map(int, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s (rank {rank}): %(message)s")
     connection = socket.socket(fileno=descriptor)
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=_exit_on_close, args=(connection,), daemon=True).start()
     try:
         RankWorker(FrameSocket(connection), rendezvous, Shard(rank, size)).run()
     except EOFError:

@@ -17,10 +17,10 @@ from model.parallel.group import Group
 from model.parallel.messages import (
     Call,
     Message,
-    packed,
+    pack_call,
     receive_tensors,
     send_tensors,
-    unpacked,
+    unpack_arguments,
 )
 from tests.model.checkpoints import CPU
 from tests.parallel.ranks import on_ranks
@@ -50,7 +50,7 @@ def test_a_call_arrives_as_it_was_made() -> None:
 
     def work(group: Group) -> list[Any]:
         if group.shard.rank == 0:
-            call, tensors = packed("decode", said)
+            call, tensors = pack_call("decode", said)
             frames[0] = msgspec.msgpack.encode(call)
             sent.set()
             send_tensors(tensors, group)
@@ -58,7 +58,7 @@ def test_a_call_arrives_as_it_was_made() -> None:
         assert sent.wait(60)
         heard = msgspec.msgpack.decode(frames[0], type=Message)
         assert isinstance(heard, Call) and heard.name == "decode"
-        return unpacked(heard, receive_tensors(heard, group), group.device)
+        return unpack_arguments(heard, receive_tensors(heard, group), group.device)
 
     _, heard = on_ranks(2, work)
     heard[4] = list(heard[4])
@@ -67,6 +67,6 @@ def test_a_call_arrives_as_it_was_made() -> None:
 
 
 def test_what_is_no_plain_data_does_not_travel() -> None:
-    call, _ = packed("decode", [object()])
+    call, _ = pack_call("decode", [object()])
     with pytest.raises(TypeError):
         msgspec.msgpack.encode(call)
