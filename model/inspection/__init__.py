@@ -1,1 +1,1 @@
-"""What `triptych inspect` shows: a model's parts, and its attention."""
+"""Descriptions of a model for `triptych inspect`: parameters and costs, and attention maps."""

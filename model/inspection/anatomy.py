@@ -1,7 +1,7 @@
-"""What a checkpoint is made of and what it costs, from its configuration alone: no weight is read.
+"""Counts a checkpoint's parameters and costs from its configuration alone; no weight is read.
 
 Costs are per token. A matrix of p parameters costs 2p FLOPs; attention over a context of c tokens costs 4 c H D a layer
-(scores and weighted sum; Kaplan et al. 2020, table 1). The token table costs nothing to look up.
+(scores and weighted sum; Kaplan et al. 2020, table 1). An embedding lookup costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of one token; over n tokens attention costs O(n^2 d), the rest O(n d^2)."""
+    """Floating-point operations for one token; over n tokens attention costs O(n^2 d), the rest O(n d^2)."""
 
     projections: int  # q, k, v and out, of self and cross attention
     attention: int  # scores and weighted sums
@@ -44,11 +44,11 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """A model's parts."""
+    """A model's parameters by part, and costs derived from them."""
 
     config: ModelConfig
-    parameters: dict[str, int]  # by part, tied matrices once
-    multiplied: dict[str, int]  # the same, weights that layers share once for each of them
+    parameters: dict[str, int]  # by part; tied and shared weights count once
+    multiplied: dict[str, int]  # the same, but weights that layers share count once for each layer
 
     @property
     def total_parameters(self) -> int:
@@ -58,11 +58,11 @@ class Anatomy:
         return self.total_parameters * DTYPE_BYTES[dtype]
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Of the decoder's self attention; a source token of an encoder-decoder takes as much again."""
+        """Return the bytes of the decoder's self attention; a source token of an encoder-decoder takes as many."""
         return self.config.kv_elements_per_token * DTYPE_BYTES[dtype]
 
     def flops(self, stack: str, context: int) -> Flops:
-        """One token through a stack (and the head, behind the last) with `context` tokens to attend to."""
+        """Count one token through a stack (the decoder's includes the head) that attends to `context` tokens."""
         config = self.config.stacks[stack]
         projections = self.multiplied[f"{stack} attention"] + self.multiplied.get(f"{stack} cross attention", 0)
         head = 0
@@ -79,32 +79,32 @@ class Anatomy:
         return self.flops(stack, context).all
 
     def flops_per_prompt_token(self, stack: str, length: int) -> float:
-        """The mean over a prompt of `length` tokens: under causal attention a token sees half of it."""
+        """Return the mean over a prompt of `length` tokens; with causal attention a token sees half on average."""
         if not self.config.stacks[stack].causal:
             return self.flops_per_token(stack, length)
         return sum(self.flops_per_token(stack, position + 1) for position in range(length)) / length
 
     def sequences_that_fit(self, memory: int, length: int, dtype: str) -> int:
-        """Decoder sequences of `length` tokens whose keys and values `memory` bytes hold."""
+        """Return the number of decoder sequences of `length` tokens whose KV cache fits into `memory` bytes."""
         return memory // (self.kv_bytes_per_token(dtype) * length) if self.config.decoder else 0
 
 
 def dissect(config: ModelConfig) -> Anatomy:
-    """Count the parameters of every part."""
+    """Count a model's parameters by part."""
     return Anatomy(config, parameters_by_part(config), parameters_by_part(config, each_use=True))
 
 
 def _seen(attention: AttentionConfig, context: int) -> int:
-    """Keys of `context` that one query is compared with."""
+    """Return how many keys of `context` one query sees."""
     return context if attention.window is None else min(context, attention.window)
 
 
 def describe_stack(config: StackConfig) -> dict[str, str]:
-    """A stack in words, for people; where its layers differ, each property with the layers that have it."""
+    """Describe a stack in words; where its layers differ, each property names its layers."""
     sharing = f", {len(config.distinct_layers)} distinct" if len(config.distinct_layers) != config.num_layers else ""
 
     def described(describe: Callable[[LayerConfig], str]) -> str:
-        """What each layer is said to be, equal layers in groups: `a`, or `a (layers 0-4, 6), b (layer 5)`."""
+        """Describe each layer and group equal descriptions: `a`, or `a (layers 0-4, 6); b (layer 5)`."""
         groups: dict[str, list[int]] = {}
         for index, layer in enumerate(config.layers):
             groups.setdefault(describe(layer), []).append(index)

@@ -1,7 +1,7 @@
-"""The attention weights of every layer and head over one text, for people to look at.
+"""Computes the attention weights of every layer and head over one text, for display.
 
-Computed by the reference backend in float32, without a cache: slow and exact. An encoder-decoder answers greedily
-first, so that its decoder has something to attend from.
+The reference backend computes them in float32 without a KV cache: slow and exact. For an encoder-decoder, a greedy
+output is generated first, whose tokens are the decoder's queries.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.text.tokenizer import Tokenizer
 
-LONGEST = 128  # tokens: the page holds a square of them for every head
-_ANSWER = 48  # tokens of an encoder-decoder's answer
+MAX_TOKENS = 128  # the page holds a square of them for every head
+_MAX_OUTPUT_TOKENS = 48  # of an encoder-decoder
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMap:
-    """One kind of attention: who looks at whom."""
+    """The weights of one kind of attention, from queries to keys."""
 
     name: str  # encoder, decoder, cross
     weights: Tensor  # [layers, H, Q, S]
@@ -38,7 +38,7 @@ class AttentionMap:
 
 
 class RecordingBackend(ReferenceBackend):
-    """The reference, which keeps the weights of every call."""
+    """The reference backend, recording the weights of every call."""
 
     name = "recording"
 
@@ -54,34 +54,34 @@ class RecordingBackend(ReferenceBackend):
         config: AttentionConfig,
         bias: ScoreBias | None,
     ) -> Tensor:
-        found = super().weights(q, k, group, causal, config, bias)
-        self.recorded.append(found)
-        return found
+        weights = super().weights(q, k, group, causal, config, bias)
+        self.recorded.append(weights)
+        return weights
 
-    def take(self) -> list[Tensor]:
-        """What was recorded since the last time, in the order of calls."""
+    def take_recorded(self) -> list[Tensor]:
+        """Return the weights recorded since the last time, in the order of calls."""
         recorded, self.recorded = self.recorded, []
         return recorded
 
 
 @torch.inference_mode()
 def attention_maps(path: Path, text: str) -> list[AttentionMap]:
-    """The maps of the checkpoint at `path` over `text`; raises `ConfigError`."""
+    """Compute the attention maps of the checkpoint at `path` over `text`; raises `ConfigError`."""
     checkpoint, tokenizer = read_checkpoint(path), Tokenizer.from_folder(path)
     if tokenizer is None or checkpoint.config.image is not None:
         raise ConfigError(f"{path.name} reads no text: there is no tokenizer.json")
     encoded = tokenizer.encode(text)
-    longest = min(LONGEST, checkpoint.config.max_positions or LONGEST)
-    if not 0 < len(encoded.ids) <= longest:
-        raise ConfigError(f"the text has {len(encoded.ids)} tokens; attention is shown for 1 to {longest}")
+    limit = min(MAX_TOKENS, checkpoint.config.max_positions or MAX_TOKENS)
+    if not 0 < len(encoded.ids) <= limit:
+        raise ConfigError(f"the text has {len(encoded.ids)} tokens; attention is shown for 1 to {limit}")
     backend = RecordingBackend()
     model = load_model(checkpoint, backend)
     names = [tokenizer.token_text(token) for token in encoded.ids]
     if model.encoder is None:
         model.decode(packed_input([encoded.ids], _CPU, causal=True))
-        return [AttentionMap("decoder", torch.stack(backend.take()), names, names)]
+        return [AttentionMap("decoder", torch.stack(backend.take_recorded()), names, names)]
     encoder_output = model.encode(packed_input([encoded.ids], _CPU, causal=False, token_types=[encoded.type_ids]))
-    maps = [AttentionMap("encoder", torch.stack(backend.take()), names, names)]
+    maps = [AttentionMap("encoder", torch.stack(backend.take_recorded()), names, names)]
     if model.decoder is not None:
         maps += _decoder_maps(model, backend, encoder_output, names, tokenizer)
     return maps
@@ -90,8 +90,8 @@ def attention_maps(path: Path, text: str) -> list[AttentionMap]:
 def _decoder_maps(
     model: Transformer, backend: RecordingBackend, encoder_output: Tensor, sources: list[str], tokenizer: Tokenizer
 ) -> list[AttentionMap]:
-    ids = _answer(model, backend, encoder_output)
-    recorded = backend.take()  # of the last pass: self and cross attention of each layer, in turn
+    ids = _greedy_decoder_ids(model, backend, encoder_output)
+    recorded = backend.take_recorded()  # of the last pass: self and cross attention of each layer alternate
     names = [tokenizer.token_text(token) for token in ids]
     return [
         AttentionMap("decoder", torch.stack(recorded[0::2]), names, names),
@@ -99,18 +99,18 @@ def _decoder_maps(
     ]
 
 
-def _answer(model: Transformer, backend: RecordingBackend, encoder_output: Tensor) -> list[int]:
-    """The decoder's input of a greedy answer; afterwards the backend holds its last pass alone."""
+def _greedy_decoder_ids(model: Transformer, backend: RecordingBackend, encoder_output: Tensor) -> list[int]:
+    """Generate greedily and return the decoder's input; the backend then holds the weights of the last pass only."""
     start = model.config.decoder_start_token_id
     assert start is not None
     ids = [start]
     while True:
-        backend.take()
+        backend.take_recorded()
         cross = CrossInput(AttentionMetadata((len(ids),), (len(encoder_output),), causal=False), encoder_output)
         hidden = model.decode(packed_input([ids], _CPU, causal=True), cross=cross)
         logits = model.logits(hidden[-1:])[0]
         logits[list(model.config.generation.suppressed)] = float("-inf")
         token = int(logits.argmax())
-        if token in model.config.eos_token_ids or len(ids) >= _ANSWER:
+        if token in model.config.eos_token_ids or len(ids) >= _MAX_OUTPUT_TOKENS:
             return ids
         ids.append(token)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.errors import ConfigError
-from model.inspection.attention_maps import LONGEST, attention_maps
+from model.inspection.attention_maps import MAX_TOKENS, attention_maps
 from model.pretrained import embedded_models
 
 MODELS = embedded_models()
@@ -37,8 +37,8 @@ def test_the_answer_of_an_encoder_decoder_is_what_its_decoder_read() -> None:
 
 
 def test_a_text_of_too_many_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"attention is shown for 1 to {LONGEST}"):
-        attention_maps(MODELS["normalize"], "word " * (LONGEST + 1))
+    with pytest.raises(ConfigError, match=f"attention is shown for 1 to {MAX_TOKENS}"):
+        attention_maps(MODELS["normalize"], "word " * (MAX_TOKENS + 1))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
