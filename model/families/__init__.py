@@ -1,4 +1,4 @@
-"""The families that are served, each a table: how its config.json reads and how its tensors are named. No torch."""
+"""The supported model families. Each is a table: how to read its config.json, and its tensors' names. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: dict[str, Any]) -> Family:
-    """The table for a raw config.json; raises `ConfigError` naming the type and those that are served."""
+    """Return the table for a raw config.json; raises `ConfigError` for an unknown `model_type`."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not served; served are {', '.join(sorted(FAMILIES))}")
@@ -44,7 +44,10 @@ def family_of(raw: dict[str, Any]) -> Family:
 
 
 def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -> ModelConfig:
-    """The `ModelConfig` of a raw config.json and, where known, the tensor names of the checkpoint."""
+    """Build the `ModelConfig` of a raw config.json and, if known, the checkpoint's tensor names.
+
+    Raises `ConfigError` for missing, invalid and unknown settings.
+    """
     family = family_of(raw)
     settings = Settings(raw)
     try:

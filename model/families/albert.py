@@ -1,4 +1,4 @@
-"""ALBERT: one block for all layers, and a narrow token table that is projected up (Lan et al. 2020)."""
+"""ALBERT: all layers share their weights; narrow token embeddings are projected up (Lan et al. 2020)."""
 
 from __future__ import annotations
 

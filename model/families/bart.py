@@ -1,8 +1,7 @@
-"""The 2017 encoder-decoder (Vaswani et al.) and those shaped like it, under different norms and positions.
+"""The encoder-decoder of 2017 (Vaswani et al.) and its variants with other norms and positions.
 
-Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, a norm behind each sublayer. BART (Lewis et
-al. 2020) learns its positions and norms the embeddings; mBART, M2M-100 (and NLLB) and Pegasus norm before each sublayer
-and once at the end.
+Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, post-norm. BART (Lewis et al. 2020) has
+learned positions and an embedding norm. mBART, M2M-100 (and NLLB) and Pegasus are pre-norm, with a final norm.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def config(
     head_bias: bool = True,
     float16_overflows: bool = False,
 ) -> ModelConfig:
-    """Defaults are Marian's."""
+    """Build the configuration; the keyword arguments' defaults are Marian's."""
     learned = positions is PositionKind.LEARNED
     refuse_unless(
         raw,
@@ -98,7 +97,7 @@ def config(
 
 
 def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Its positions count from the padding id + 1, in sinusoids that end at exactly 10000."""
+    """Build M2M-100: positions start at the padding id + 1; the sinusoids' longest wavelength is exactly 10000."""
     raw = raw.otherwise(pad_token_id=1, scale_embedding=True, activation_function="relu")
     offset = raw["pad_token_id"] + 1
     return config(raw, names, offset=offset, inclusive=True, pre_norm=True, head_bias=False)

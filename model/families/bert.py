@@ -1,6 +1,6 @@
-"""BERT and those shaped like it: learned positions and segments, LayerNorm post-norm, GELU (Devlin et al. 2019).
+"""BERT and its variants: learned positions and segments, LayerNorm post-norm, GELU (Devlin et al. 2019).
 
-RoBERTa and XLM-RoBERTa count positions from the padding id + 1 and know one segment (Liu et al. 2019); ELECTRA may have
+RoBERTa and XLM-RoBERTa count positions from the padding id + 1 and have one segment (Liu et al. 2019). ELECTRA may have
 narrower embeddings (Clark et al. 2020).
 """
 
@@ -48,7 +48,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Its table holds rows for the padding id and those before it."""
+    """Build RoBERTa, whose position table also has rows for the padding id and the ids before it."""
     base = config(raw.otherwise(pad_token_id=1), names)
     assert base.encoder is not None and base.pad_token_id is not None
     offset = base.pad_token_id + 1

@@ -1,4 +1,4 @@
-"""Gemma: Llama with scaled embeddings and norms that are stored as distances from 1 (Mesnard et al. 2024)."""
+"""Gemma: Llama with scaled embeddings and norm weights stored minus 1 (Mesnard et al. 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 2: every second layer with a window, softcaps of scores and logits, sandwich norms (Riviere et al. 2024)."""
+"""Gemma 2: windows in every second layer, softcaps of scores and logits, sandwich norms (Riviere et al. 2024)."""
 
 from __future__ import annotations
 

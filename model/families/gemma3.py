@@ -40,9 +40,9 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def _ropes(raw: Settings) -> dict[str, Settings]:
-    """The folder as each type of layer reads its rotary settings.
+    """Return the settings with the rotary parameters of each type of layer.
 
-    New folders have a set for each type; old ones have two bases, and their `rope_scaling` is that of full attention.
+    New checkpoints have parameters for each type. Old ones have two bases, and `rope_scaling` is of full attention.
     """
     sets = raw.get("rope_parameters") or {}
     unknown = sorted(set(sets) - {"full_attention", "sliding_attention"})

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: rotary positions on a part of each head, attention and MLP side by side (Black et al. 2022)."""
+"""GPT-NeoX and Pythia: rotary positions on a part of each head, attention and MLP in parallel (Black et al. 2022)."""
 
 from __future__ import annotations
 

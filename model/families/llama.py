@@ -1,4 +1,4 @@
-"""Llama and those shaped like it: rotary positions, RMS pre-norm, a gated MLP, grouped-query attention.
+"""Llama and its variants: rotary positions, RMS pre-norm, a gated MLP, grouped-query attention.
 
 Llama (Touvron et al. 2023), Mistral (a sliding window), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k), Phi-3
 (fused projections, partial rotation). The Gemmas build on this table.
@@ -78,7 +78,7 @@ def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def _full_attention(raw: Settings) -> None:
-    """Refuse Qwen's windows over some of the layers."""
+    """Refuse Qwen's sliding windows in some of the layers."""
     refuse_unless(raw, use_sliding_window=False)
     raw.get("sliding_window"), raw.get("max_window_layers")  # how wide and from where on, if they were on
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
@@ -106,7 +106,7 @@ def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterator[WeightRule]:
-    """`norms` are a layer's, stored name to parameter."""
+    """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.decoder is not None
     yield from _outside(config)
     for i, layer in enumerate(config.decoder.layers):

@@ -1,9 +1,9 @@
-"""torch.nn.Transformer's weights: the 2017 encoder-decoder as people train it with PyTorch (Vaswani et al.).
+"""Weights of torch.nn.Transformer: the encoder-decoder of 2017 (Vaswani et al.) trained with PyTorch.
 
-The folder's config.json says `"model_type": "transformer"` and holds the arguments of `nn.Transformer` by their names,
-plus `vocab_size`, `scale_embedding` and the special ids. Its tensors are the module's state_dict under `transformer.`,
-beside `embedding.weight`, `generator.weight` and `generator.bias`; without a generator's weight the output is tied.
-Positions are the paper's: sine and cosine in turn, computed, never stored.
+config.json has `"model_type": "transformer"`, the arguments of `nn.Transformer` by their names, `vocab_size`,
+`scale_embedding` and the special ids. The tensors are the module's state_dict under `transformer.`, and
+`embedding.weight`, `generator.weight` and `generator.bias`; without `generator.weight` the head is tied. Positions are
+the paper's sinusoids, sine and cosine interleaved; they are computed, not stored.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _packed(source: str, target: str) -> Iterator[WeightRule]:
 
 
 def _cross(source: str, target: str, stack: StackConfig) -> Iterator[WeightRule]:
-    """One matrix holds q, k and v; q is apart from the others here, since it reads another sequence."""
+    """Split the stored matrix of q, k and v: q is separate, since it reads another sequence than k and v."""
     size = stack.hidden_size
     for kind, shape in (("weight", (3 * size, size)), ("bias", (3 * size,))):
         yield WeightRule(f"{source}.in_proj_{kind}", f"{target}.q.{kind}", shape=shape, part=(0, size))

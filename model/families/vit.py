@@ -1,4 +1,4 @@
-"""ViT: an image as a sequence of patches, LayerNorm pre-norm, learned positions (Dosovitskiy et al. 2021)."""
+"""ViT: an image is a sequence of patches; LayerNorm pre-norm, learned positions (Dosovitskiy et al. 2021)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""XLNet: scores from relative positions and segments, LayerNorm post-norm (Yang et al. 2019). Its encoder alone:
-no memory of earlier segments, no permutations, which belong to its training."""
+"""XLNet as an encoder: scores from relative positions and segments, LayerNorm post-norm (Yang et al. 2019).
+
+Memory of earlier segments and permutations, which belong to its training, are not supported.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a family's table is written with: weight rules, checked settings, shared parts."""
+"""Building blocks of family tables: weight rules, checked settings, shared parts."""

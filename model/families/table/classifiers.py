@@ -1,4 +1,4 @@
-"""Classification heads: where each family reads, through what, and how its tensors are named."""
+"""Classification heads: which token each family's head reads, its layers, and its tensors' names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
 from model.families.table.rules import ClassifierTable, WeightRule
 
-_MAX_LABELS = 1_000_000  # a number beyond is a mistake, and would be counted up to
+_MAX_LABELS = 1_000_000  # a larger number is an error in the file
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
@@ -31,7 +31,7 @@ _SCORING = (
     "gemma3_text",
 )  # their heads for tokens are called `score` too
 
-# One decision for a text. For tokens it is `classifier` in every other family.
+# Heads with one result for a text. Heads for tokens are called `classifier`, but for `_SCORING`.
 _SEQUENCE: dict[str, ClassifierTable] = {
     "albert": ClassifierTable("classifier", _POOLER),
     "bert": ClassifierTable("classifier", _POOLER),
@@ -52,7 +52,7 @@ def _head(model_type: str, per_token: bool) -> ClassifierTable | None:
 
 
 def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig | None:
-    """The head that `architectures` names, or None for a model without one."""
+    """Return the classification head that `architectures` names; None if the model has none. Raises `ConfigError`."""
     architecture = (raw.get("architectures") or [""])[0] or ""
     per_token = architecture.endswith("ForTokenClassification")
     if not per_token and not architecture.endswith(("ForSequenceClassification", "ForImageClassification")):
@@ -66,14 +66,14 @@ def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig
 
 
 def has_pooler(head: ClassifierConfig | None, names: Collection[str] | None, weight: str) -> bool:
-    """Whether there is a pooler: the tensors say, or else whether the head reads it."""
+    """Return whether the model has a pooler, by its tensors if known, else by whether the head reads one."""
     if names is not None:
         return weight in names
     return head is None or head.input is ClassifierInput.POOLER
 
 
 def _labels(raw: Settings) -> tuple[str, ...]:
-    """Names in the order of ids; two where the folder names none, as the reference library has it."""
+    """Return the label names in the order of ids; without names `num_labels`, by default two as in `transformers`."""
     names = raw.get("id2label")
     if names:
         return tuple(str(names[key]) for key in sorted(names, key=int))
@@ -84,6 +84,7 @@ def _labels(raw: Settings) -> tuple[str, ...]:
 
 
 def classifier_rules(config: ModelConfig) -> Iterator[WeightRule]:
+    """Yield the weight rules of the classification head, if any."""
     if config.classifier is None:
         return
     head = _head(config.model_type, config.classifier.per_token)

@@ -1,8 +1,7 @@
-"""config.json as a family reads it: remembers what was looked at, so that what was not can be refused.
+"""A raw config.json that records which settings a family's table reads, so that unread ones are refused.
 
-A setting that nobody reads could change the mathematics unnoticed. `refuse_unread` therefore raises for every key that
-the family's table did not look at, unless it is one of those known to be about training, bookkeeping or generation, or
-is switched off.
+An unread setting could change the computation unnoticed. `refuse_unread` therefore raises for every key that the
+table did not read, unless the key is known to concern training, bookkeeping or generation, or is switched off.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import Any
 
 from model.errors import ConfigError
 
-# What config.json may hold that changes no number in the network: bookkeeping, training, and generation, which
-# `model.checkpoint.folder` takes care of. Names are whole; patterns are for words that mean one thing at the end of any
-# name: dropout is for training, and which id a token has is the tokenizer's.
+# Settings that do not change the network's results: bookkeeping, training, and generation (which
+# `model.checkpoint.folder` reads). Patterns match suffixes with one meaning in any name: dropout and token ids.
 _PATTERNS = ("*dropout", "*dropout_prob", "*dropout_rate", "*_pdrop", "*layerdrop", "*_token_id")
 _HARMLESS = frozenset(
     """
@@ -42,7 +40,7 @@ _HARMLESS = frozenset(
 
 
 class Settings(Mapping[str, Any]):
-    """A raw config.json."""
+    """A raw config.json that records the keys that were read."""
 
     def __init__(self, raw: Mapping[str, Any], read: set[str] | None = None) -> None:
         self._raw = dict(raw)
@@ -59,15 +57,15 @@ class Settings(Mapping[str, Any]):
         return len(self._raw)
 
     def but(self, **changes: Any) -> Settings:
-        """The same with other values; what is read there counts as read here."""
+        """Return a copy with other values; a key read from the copy counts as read here."""
         return Settings({**self._raw, **changes}, self._read)
 
     def otherwise(self, **defaults: Any) -> Settings:
-        """The same with values for keys that are absent."""
+        """Return a copy with values for absent keys; a key read from the copy counts as read here."""
         return Settings({**defaults, **self._raw}, self._read)
 
     def refuse_unread(self) -> None:
-        """Raise `ConfigError` naming every setting that was not looked at and might matter."""
+        """Raise `ConfigError` naming every setting that was not read and might change the results."""
         unknown = sorted(
             key
             for key, value in self._raw.items()

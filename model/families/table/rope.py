@@ -1,4 +1,4 @@
-"""How folders write rotary settings: in `rope_parameters`, older ones in `rope_scaling` beside `rope_theta`."""
+"""Reads rotary settings from config.json: `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN = {
 
 
 def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 10_000.0) -> RotaryConfig:
-    """The rotary settings of a raw config.json; `share` of a head turns where the folder does not say."""
+    """Return the rotary settings of a raw config.json; by default `share` of a head's dimensions is rotated."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ConfigError(f"rope settings must be an object, found {scaling!r}")
@@ -32,13 +32,13 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
     unknown = sorted(scaling.keys() - _KNOWN[kind])
     if unknown:
         raise ConfigError(f"rope settings {', '.join(unknown)} are not known for rope type {kind!r}")
-    outside = raw.get("partial_rotary_factor")
-    share = scaling.get("partial_rotary_factor") or outside or share
+    top_level = raw.get("partial_rotary_factor")
+    share = scaling.get("partial_rotary_factor") or top_level or share
     dim, theta = int(head_dim * share), float(scaling.get("rope_theta") or raw.get("rope_theta") or theta)
     if kind == "default":
         return RotaryConfig(dim, theta)
-    longest = raw["max_position_embeddings"]
-    original = scaling.get("original_max_position_embeddings") or longest
+    max_positions = raw["max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings") or max_positions
     factor = scaling.get("factor")
     if factor is None:
         raise ConfigError(f"rope type {kind!r} lacks its factor")
@@ -47,8 +47,8 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
         theta,
         RopeScaling(kind),
         factor=float(factor),
-        original_max_positions=longest if kind == "dynamic" else original,
-        length=longest if kind == "dynamic" else 0,
+        original_max_positions=max_positions if kind == "dynamic" else original,
+        length=max_positions if kind == "dynamic" else 0,
         low_freq_factor=scaling.get("low_freq_factor", 1.0),
         high_freq_factor=scaling.get("high_freq_factor", 4.0),
         beta_fast=scaling.get("beta_fast") or 32.0,
@@ -59,7 +59,7 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """YaRN's temperature, `0.1 ln(factor) + 1` unless the folder sets it (Peng et al. 2023, section 3.3)."""
+    """Return YaRN's temperature, `0.1 ln(factor) + 1` unless it is set (Peng et al. 2023, section 3.3)."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
