@@ -1,1 +1,1 @@
-"""Folders with a model in them: their files, checked before anything is loaded."""
+"""Checkpoint folders: their files, validated before weights are loaded."""

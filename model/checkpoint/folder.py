@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder as data: what it is, how it samples and pools. Reads no tensor, needs no torch.
+"""Reads a Hugging Face checkpoint folder's description: its network, sampling defaults and pooling. No torch.
 
 `model.network.weights` reads the weights. A folder that cannot be served raises `ConfigError`.
 """
@@ -21,24 +21,24 @@ from model.errors import ConfigError
 from model.families import config_from_raw
 from model.media.images import ImageProcessing, read_image_processing
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there; each may be in shards behind an index
-_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")  # to be named in a refusal
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards with an index
+_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")  # named in the error message
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a folder says before any weight is read."""
+    """A checkpoint folder's description; no weights."""
 
     path: Path
     config: ModelConfig
     weight_files: tuple[Path, ...]
-    dtype: str  # of the stored weights as config.json names it, or float32
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by SamplingParams' names
+    dtype: str  # of the stored weights by config.json, else float32
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by fields of SamplingParams
     pooling: Pooling = Pooling.MEAN
     normalize: bool = False
-    images: ImageProcessing | None = None  # how an image is brought into the model's shape
-    max_input_tokens: int | None = None  # what an input of /encode may have; None: what the positions allow
-    not_served: tuple[str, ...] = ()  # settings of generation_config.json that would change outputs and are passed over
+    images: ImageProcessing | None = None
+    max_input_tokens: int | None = None  # of /encode; None: the number of positions
+    not_served: tuple[str, ...] = ()  # ignored settings of generation_config.json that would change outputs
 
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
@@ -49,7 +49,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder")
     raw = read_json(path / "config.json", required=True)
-    # Older folders keep generation settings in config.json, and the oldest call one of them by another name.
+    # Older folders keep generation settings in config.json; the oldest use another name for one of them.
     newer = read_json(path / "generation_config.json")
     if raw.get("force_bos_token_to_be_generated") and not newer:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
@@ -78,7 +78,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in `path`; {} where an optional file is absent."""
+    """Read the JSON object in `path`; {} if an optional file is absent. Raises `ConfigError`."""
     if not path.is_file():
         if required:
             raise ConfigError(f"{path.parent.name}: {path.name} is missing")
@@ -97,7 +97,7 @@ def _parse(path: Path) -> Any:
 
 
 def tensor_names(files: Iterable[Path]) -> frozenset[str]:
-    """Names of all stored tensors; reads headers only."""
+    """Return the names of all stored tensors; reads headers only. Raises `ConfigError`."""
     names: set[str] = set()
     for file in files:
         if file.suffix == ".bin":
@@ -112,7 +112,7 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str]:
 
 
 def _pooling(path: Path, config: ModelConfig) -> tuple[Pooling, bool]:
-    """sentence-transformers' modules where listed; else mean over an encoder, last token of a decoder."""
+    """Return pooling and normalisation by sentence-transformers' modules.json; else `_default_pooling`."""
     modules = {module.get("type", "").rpartition(".")[2]: module for module in _modules(path)}
     served = {"Transformer", "Pooling", "Normalize"}
     if modules.keys() - served:
@@ -138,14 +138,14 @@ def _pooling(path: Path, config: ModelConfig) -> tuple[Pooling, bool]:
 
 
 def _default_pooling(config: ModelConfig) -> Pooling:
-    """The last token of a decoder has seen the whole text; a vision model is trained on its first."""
+    """Return the last token for a decoder, which sees the whole text; CLS for a vision model; else the mean."""
     if config.encoder is None:
         return Pooling.LAST
     return Pooling.CLS if config.image is not None else Pooling.MEAN
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:
-    """What modules.json chains, in order; [] where the folder is no sentence-transformers model."""
+    """Return the entries of modules.json; [] if the folder is no sentence-transformers model."""
     if not (path / "modules.json").is_file():
         return []
     modules = _parse(path / "modules.json")
@@ -167,7 +167,7 @@ def _weight_files(path: Path, served: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names; raises `ConfigError` where one is missing or outside of the folder."""
+    """Return the files that an index names; raises `ConfigError` if one is missing or outside the folder."""
     folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

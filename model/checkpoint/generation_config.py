@@ -1,4 +1,4 @@
-"""Defaults and rules of generation_config.json, and what of it is not served."""
+"""Sampling defaults of generation_config.json, and its settings that are not served."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from model.errors import ConfigError
 
-_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # where the folder samples
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # used with do_sample
 GENERATION_SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_length", "min_length", "max_new_tokens", "min_new_tokens"),
@@ -16,7 +16,7 @@ _ALWAYS_DEFAULTS = (
     *("repetition_penalty", "no_repeat_ngram_size", "max_length"),
     *("num_beams", "length_penalty", "early_stopping"),
 )
-# What else of generation_config.json changes an output and is not served; at 1, or at 0 and empty, it changes nothing.
+# Settings that would change outputs and are not served; without effect at 1, or at 0, null or empty.
 _NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
 _NOT_SERVED = (
     "constraints",
@@ -36,7 +36,7 @@ _NOT_SERVED = (
 
 
 def token_id_settings(generation: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json overrules config.json on ids, as it does in the reference library."""
+    """Return the token id settings, which override config.json's as in `transformers`."""
     names = (
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "bad_words_ids"),
         *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
@@ -45,26 +45,27 @@ def token_id_settings(generation: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dict[str, Any]:
-    """Defaults for fields a client leaves out: greedy unless the folder asks for sampling."""
+    """Return defaults for fields of `SamplingParams` that a request omits: greedy unless `do_sample` is set."""
     for name in set(GENERATION_SETTINGS) - {"do_sample", "early_stopping"}:
         value = generation.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"generation_config.json: {name} must be a number, found {value!r}")
-    sampled = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
-    wanted = (*_ALWAYS_DEFAULTS, *sampled)
-    chosen = {name: generation[name] for name in wanted if generation.get(name) is not None}
-    if sampled:
-        chosen.setdefault("temperature", 1.0)
+    sampling = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
+    names = (*_ALWAYS_DEFAULTS, *sampling)
+    defaults = {name: generation[name] for name in names if generation.get(name) is not None}
+    if sampling:
+        defaults.setdefault("temperature", 1.0)
     if generation.get("max_new_tokens"):
-        chosen["max_tokens"] = generation["max_new_tokens"]
+        defaults["max_tokens"] = generation["max_new_tokens"]
     if generation.get("min_new_tokens"):
-        chosen["min_tokens"] = generation["min_new_tokens"]
+        defaults["min_tokens"] = generation["min_new_tokens"]
     elif generation.get("min_length") and encoder_decoder:
-        chosen["min_tokens"] = generation["min_length"] - 1  # the start token counts
-    return chosen
+        defaults["min_tokens"] = generation["min_length"] - 1  # min_length includes the start token
+    return defaults
 
 
 def not_served(generation: dict[str, Any]) -> tuple[str, ...]:
-    asked = {name for name in _NOT_SERVED if generation.get(name)}
-    asked |= {name for name in _NOT_SERVED_UNLESS_ONE if generation.get(name) not in (None, 1)}
-    return tuple(sorted(asked))
+    """Return the names of settings that would change outputs and are ignored."""
+    names = {name for name in _NOT_SERVED if generation.get(name)}
+    names |= {name for name in _NOT_SERVED_UNLESS_ONE if generation.get(name) not in (None, 1)}
+    return tuple(sorted(names))

@@ -1,7 +1,7 @@
-"""Stored tensors, read from files of safetensors or of `torch.save` a few rows at a time.
+"""Reads stored tensors from safetensors or `torch.save` files, some rows at a time.
 
-Nothing is mapped into memory: what is read goes into one buffer, which the next read overwrites, so a process holds
-what it keeps and a few megabytes. The `safetensors` package checks the headers; what is read here is what they say.
+Files are not mapped into memory: each read goes into one buffer, which the next read overwrites, so reading takes a few
+megabytes of memory. The `safetensors` package validates the headers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from model.checkpoint.state_dict import read_state_dict
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
-BUFFER_BYTES = 16 << 20  # what is read at a time; a single row may be more
-_MIN_RUN = 4096  # bytes of neighbouring columns that are worth a read of their own: a page of the file
+BUFFER_BYTES = 16 << 20  # of a read; a single row may be larger
+_MIN_RUN = 4096  # bytes of adjacent columns that are read separately: a page of the file
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,18 +36,18 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies."""
+    """A tensor's place and format in a file."""
 
     path: Path
     name: str
-    kind: str  # as safetensors calls the dtype
+    kind: str  # safetensors' name of the dtype
     shape: Shape
     offset: int  # of its first byte in the file
-    strides: Shape | None = None  # in elements, where rows do not follow each other without gaps
+    strides: Shape | None = None  # in elements; None: contiguous
 
     @property
     def holds_numbers(self) -> bool:
-        """Whether they are floating-point, of a kind that can be read."""
+        """Whether the tensor has a floating-point dtype that can be read."""
         return self.kind in _DTYPES
 
     @property
@@ -60,7 +60,7 @@ class StoredTensor:
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of all files by name, from their headers; raises `CheckpointError` for a file that is not valid."""
+    """Return the tensors of all files by name, from their headers; raises `CheckpointError` for an invalid file."""
     return {tensor.name: tensor for path in paths for tensor in _header(path)}
 
 
@@ -71,7 +71,7 @@ def _header(path: Path) -> Iterator[StoredTensor]:
             yield StoredTensor(path, saved.name, saved.kind, saved.shape, saved.offset, strides)
         return
     try:
-        with safe_open(path, framework="numpy"):  # every offset is then within the file, and has its tensor's size
+        with safe_open(path, framework="numpy"):  # validates that offsets match the file and the tensors' sizes
             pass
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} is not a valid safetensors file: {error}") from None
@@ -85,7 +85,7 @@ def _header(path: Path) -> Iterator[StoredTensor]:
 
 
 class TensorReader:
-    """Reads stored tensors; a context, within which files stay open."""
+    """Reads stored tensors; a context manager, within which files stay open."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = tensors
@@ -103,24 +103,24 @@ class TensorReader:
         self._files.clear()
 
     def rows(self, name: str, width: int, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """The rows `[first, last)` of a tensor seen as `[*, width]`, in pieces: first row, `[count, width]`.
+        """Yield the rows `[first, last)` of a tensor viewed as `[*, width]` in chunks: first row, `[count, width]`.
 
-        What is yielded is valid until the next is asked for.
+        A chunk is valid until the next one.
         """
         stored = self._tensors[name]
         if stored.strides is not None:
-            yield first, self._gathered(stored, width, first, last)
+            yield first, self._read_strided(stored, width, first, last)
             return
         row_bytes = width * stored.dtype.itemsize
         step = max(1, BUFFER_BYTES // max(1, row_bytes))
         for begin in range(first, last, step):
             end = min(begin + step, last)
-            data = self._room((end - begin) * row_bytes)
+            data = self._reserve((end - begin) * row_bytes)
             self._read(stored, begin * row_bytes, data)
             yield begin, data.view(stored.dtype).view(end - begin, width)
 
     def columns(self, name: str, width: int, wanted: slice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """As `rows`, of neighbouring columns alone; the others are not read unless that would save nothing."""
+        """Yield adjacent columns of rows as `rows` does; other columns are read only where skipping saves nothing."""
         size = self._tensors[name].dtype.itemsize
         run = (wanted.stop - wanted.start) * size
         if run < _MIN_RUN or run == width * size or self._tensors[name].strides is not None:
@@ -129,33 +129,34 @@ class TensorReader:
         step = max(1, BUFFER_BYTES // run)
         for begin in range(first, last, step):
             end = min(begin + step, last)
-            data = self._room((end - begin) * run).view(end - begin, run)
+            data = self._reserve((end - begin) * run).view(end - begin, run)
             for row, line in enumerate(data, begin):
                 self._read(self._tensors[name], (row * width + wanted.start) * size, line)
             yield begin, data.view(self._tensors[name].dtype)
 
     def region(self, name: str, width: int, wanted: slice, first: int, last: int) -> Tensor:
-        """Columns of rows in memory of their own, `[last - first, columns]`."""
-        found = torch.empty(last - first, wanted.stop - wanted.start, dtype=self._tensors[name].dtype)
+        """Return columns of rows as a new tensor `[last - first, columns]`."""
+        region = torch.empty(last - first, wanted.stop - wanted.start, dtype=self._tensors[name].dtype)
         for begin, rows in self.columns(name, width, wanted, first, last):
-            found[begin - first : begin - first + len(rows)] = rows
-        return found
+            region[begin - first : begin - first + len(rows)] = rows
+        return region
 
-    def _gathered(self, stored: StoredTensor, width: int, first: int, last: int) -> Tensor:
-        """Rows of a tensor that was saved transposed, or as a part of another: all of it is read at once."""
+    def _read_strided(self, stored: StoredTensor, width: int, first: int, last: int) -> Tensor:
+        """Return rows of a tensor that was saved transposed or as a view of another; reads all of it at once."""
         assert stored.strides is not None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
-        data = self._room(extent * stored.dtype.itemsize)
+        data = self._reserve(extent * stored.dtype.itemsize)
         self._read(stored, 0, data)
         return data.view(stored.dtype).as_strided(stored.shape, stored.strides).reshape(-1, width)[first:last]
 
-    def _room(self, size: int) -> Tensor:
+    def _reserve(self, size: int) -> Tensor:
+        """Return `size` bytes of the buffer, which grows if necessary."""
         if len(self._buffer) < size:
             self._buffer = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8)
         return self._buffer[:size]
 
     def _read(self, stored: StoredTensor, begin: int, into: Tensor) -> None:
-        """Fill bytes with the tensor's from `begin` on; raises `CheckpointError` where the file ends before."""
+        """Fill `into` with the tensor's bytes from `begin` on; raises `CheckpointError` if the file is too short."""
         file = self._files.get(stored.path)
         if file is None:
             file = self._files[stored.path] = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
