@@ -89,7 +89,7 @@ class LLM:
     def _outputs(self, engine: GenerateEngine, params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
         detokenizers: dict[tuple[int, int], Detokenizer] = {}
         while engine.has_work:
-            engine.wait_prepared(1.0)
+            engine.wait_for_grammars(1.0)
             outputs, _ = engine.step()
             self._loaded.check()
             for output in outputs:

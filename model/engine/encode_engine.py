@@ -1,9 +1,9 @@
-"""Vectors for one model: packed batches under a token budget, first come first served.
+"""The encode engine: packed batches of inputs under a token budget, in the order of arrival, for one model.
 
-The tokens of an input are never split (attention is bidirectional) and an input never waits for one behind it; a batch
-is filled up from the front of the queue until the budget is used. An input that is longer than the budget is computed
-by itself and pauses between layers. Any stack answers: an encoder by itself, a decoder with its last hidden states. No
-cache is involved.
+The tokens of an input are never split, since attention is bidirectional. A batch takes inputs from the front of the
+queue until the budget is used; no input overtakes another. An input longer than the budget is computed alone, some
+layers a step. The vectors are the last hidden states of the encoder, or of the decoder in a decoder-only model. No KV
+cache is used.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from model.system.transfer import to_host
 
 
 @dataclass(frozen=True, slots=True)
-class _Paused:
-    """An input that went through some of the layers."""
+class _PausedInput:
+    """An input of which some layers are computed."""
 
     request: EncodeRequest
-    rows: StackPass
+    stack_pass: StackPass
     began: float
 
 
 class EncodeEngine:
-    """A token-budget batcher over one Transformer."""
+    """Batches and computes the encode requests of one model."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class EncodeEngine:
         self.normalize = normalize
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
-        self._batch: list[EncodeRequest] = []  # being computed; else empty
+        self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
         self._waiting_tokens = 0
-        self._paused: _Paused | None = None
+        self._paused: _PausedInput | None = None
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._paused)
 
     @property
-    def only_prepares(self) -> bool:
+    def waits_for_grammars(self) -> bool:
         return False
 
     @property
@@ -90,32 +90,34 @@ class EncodeEngine:
         return len(self._waiting)
 
     def demand(self) -> StepDemand:
-        """What the next step could compute. One layer of an input counts as that share of its tokens."""
+        """Return what the next step could compute. One of L layers of an input counts as 1/L of its tokens."""
         if self._paused is not None:
-            rows, length = self._paused.rows, self._length(self._paused.request)
-            left = self._share(length, rows.layers_left)
-            return StepDemand(waiting=len(self._waiting), whole_tokens=self._share(length, 1), all_whole_tokens=left)
+            stack_pass, length = self._paused.stack_pass, self._length(self._paused.request)
+            left = self._layer_tokens(length, stack_pass.layers_left)
+            return StepDemand(
+                waiting=len(self._waiting), whole_tokens=self._layer_tokens(length, 1), all_whole_tokens=left
+            )
         if not self._waiting:
             return StepDemand()
         first = self._length(self._waiting[0])
-        most = min(self._waiting_tokens, max(self.max_num_batched_tokens, first))
-        least = self._share(first, 1) if self.model.can_pause else first
-        return StepDemand(waiting=len(self._waiting), whole_tokens=least, all_whole_tokens=most)
+        min_tokens = self._layer_tokens(first, 1) if self.model.can_pause else first
+        max_tokens = min(self._waiting_tokens, max(self.max_num_batched_tokens, first))
+        return StepDemand(waiting=len(self._waiting), whole_tokens=min_tokens, all_whole_tokens=max_tokens)
 
     def add(self, request: EncodeRequest) -> None:
         self._waiting.append(request)
         self._waiting_tokens += self._length(request)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:
-        """Drop an input that waits; idempotent."""
-        return self._drop([request for request in self._inputs if request.request_id == request_id], reason)
+        """Drop a waiting or paused input; idempotent."""
+        return self._drop([request for request in self._unanswered if request.request_id == request_id], reason)
 
     def recover(self) -> list[EncodeOutput]:
-        """Begin anew after a step that raised: end with an error what waits and what was being computed.
+        """Reset the engine after an exception: end every input with an error.
 
-        Raises what the smallest pass raises: then it is not this queue that is at fault.
+        Raises what the smallest forward pass raises: then the fault is not in this engine's state.
         """
-        ended = [*self._batch, *self._inputs]
+        ended = [*self._batch, *self._unanswered]
         self._batch, self._paused = [], None
         self._waiting = deque()
         self._waiting_tokens = 0
@@ -123,88 +125,88 @@ class EncodeEngine:
         return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
 
     def finish_pending(self) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Nothing: a step is over when `step` returns."""
+        """Return nothing: every step is complete when `step` returns."""
         return [], None
 
     def check_deadlines(self) -> list[EncodeOutput]:
         """Drop the inputs whose deadline has passed."""
         now = time.monotonic()
-        late = [request for request in self._inputs if request.deadline is not None and request.deadline <= now]
+        late = [request for request in self._unanswered if request.deadline is not None and request.deadline <= now]
         return self._drop(late, FinishReason.DEADLINE)
 
     def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Encode one batch: from the front of the queue what the budget holds, at least a layer of one input."""
+        """Encode one batch within the budget from the front of the queue; at least one layer of one input."""
         outputs = self.check_deadlines()
         began = time.monotonic()
         if self._paused is not None:
-            return self._go_on(outputs, began, budget)
+            return self._resume(outputs, began, budget)
         batch = self._next_batch(budget)
         if not batch:
             return outputs, None
         if budget.whole_tokens is not None and self.model.can_pause and self._length(batch[0]) > budget.whole_tokens:
-            return self._start_alone(batch, outputs, began, budget)
+            return self._start_paused(batch, outputs, began, budget)
         self._batch = batch
-        for part, found in run_isolated(batch, self._encode, self._probe):
-            if found is None:
+        for part, vectors in run_isolated(batch, self._encode, self._probe):
+            if vectors is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
                 continue
-            outputs += _outputs(part, found, began)
+            outputs += _to_outputs(part, vectors, began)
         self._batch = []
         tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
         return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch), num_whole_tokens=tokens)
 
-    def _start_alone(
+    def _start_paused(
         self, batch: list[EncodeRequest], outputs: list[EncodeOutput], began: float, budget: StepBudget
     ) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Begin with the only input of a batch, which goes on in later steps; one that breaks here ends here."""
+        """Start the only input of a batch, whose layers are divided over steps; if it raises here it ends."""
         self._batch = batch
-        ((_, rows),) = run_isolated(batch, lambda part: self._begin(part[0]), self._probe)
+        ((_, stack_pass),) = run_isolated(batch, lambda part: self._start_pass(part[0]), self._probe)
         self._batch = []
-        if rows is None:
+        if stack_pass is None:
             return [*outputs, EncodeOutput(batch[0].request_id, finish_reason=FinishReason.ERROR)], None
-        self._paused = _Paused(batch[0], rows, began)
-        return self._go_on(outputs, began, budget)
+        self._paused = _PausedInput(batch[0], stack_pass, began)
+        return self._resume(outputs, began, budget)
 
-    def _go_on(
+    def _resume(
         self, outputs: list[EncodeOutput], began: float, budget: StepBudget
     ) -> tuple[list[EncodeOutput], StepStats]:
-        """Take the input that paused through as many layers as the budget holds, but at least one."""
+        """Compute as many layers of the paused input as the budget allows, at least one."""
         assert self._paused is not None
-        paused, rows = self._paused, self._paused.rows
-        length, total = self._length(paused.request), rows.layers_done + rows.layers_left
+        paused, stack_pass = self._paused, self._paused.stack_pass
+        length, total = self._length(paused.request), stack_pass.layers_done + stack_pass.layers_left
         layers = total if budget.whole_tokens is None else max(1, budget.whole_tokens * total // length)
-        layers = min(layers, rows.layers_left)
-        ((_, found),) = run_isolated([paused.request], lambda _: self._advance(paused, layers), self._probe)
-        if found is None:
+        layers = min(layers, stack_pass.layers_left)
+        ((_, vectors),) = run_isolated([paused.request], lambda _: self._run_layers(paused, layers), self._probe)
+        if vectors is None:
             outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
-        if found:
-            outputs += _outputs([paused.request], found, paused.began)
-        if found is None or not rows.layers_left:
+        if vectors:
+            outputs += _to_outputs([paused.request], vectors, paused.began)
+        if vectors is None or not stack_pass.layers_left:
             self._paused = None
-        tokens = self._share(length, layers)
+        tokens = self._layer_tokens(length, layers)
         seconds = time.monotonic() - began
         return outputs, StepStats(self.name, "encode", seconds, tokens, 1, num_whole_tokens=tokens)
 
     @property
-    def _inputs(self) -> list[EncodeRequest]:
-        """All that are not answered, the oldest first."""
+    def _unanswered(self) -> list[EncodeRequest]:
+        """The paused and the waiting inputs, the oldest first."""
         return [*([self._paused.request] if self._paused is not None else ()), *self._waiting]
 
-    def _share(self, length: int, layers: int) -> int:
-        """So many layers of an input of `length` tokens, as tokens through all layers, rounded up."""
+    def _layer_tokens(self, length: int, layers: int) -> int:
+        """Convert layers of an input of `length` tokens to the tokens through all layers of equal cost, rounded up."""
         return -(-length * layers // next(iter(self.model.config.stacks.values())).num_layers)
 
     def _drop(self, requests: Sequence[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
         if requests:
-            gone = set(map(id, requests))
-            self._waiting = deque(request for request in self._waiting if id(request) not in gone)
+            dropped = set(map(id, requests))
+            self._waiting = deque(request for request in self._waiting if id(request) not in dropped)
             self._waiting_tokens = sum(map(self._length, self._waiting))
-            if self._paused is not None and id(self._paused.request) in gone:
+            if self._paused is not None and id(self._paused.request) in dropped:
                 self._paused = None
         return [EncodeOutput(request.request_id, finish_reason=reason) for request in requests]
 
     def _next_batch(self, budget: StepBudget) -> list[EncodeRequest]:
-        """Inputs from the front of the queue within the budget."""
+        """Remove inputs within the budget, but at least one, from the front of the queue."""
         batch: list[EncodeRequest] = []
         left = self.max_num_batched_tokens
         if budget.whole_tokens is not None:
@@ -224,25 +226,25 @@ class EncodeEngine:
     def _encode(self, batch: Sequence[EncodeRequest]) -> list[Tensor]:
         causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
-        # Longest first: threads that take some each then end together.
+        # Longest first, which balances the load of the threads.
         order = sorted(range(len(batch)), key=lengths.__getitem__, reverse=True)
-        inputs = self._packed([batch[i] for i in order], causal)
+        inputs = self._pack([batch[i] for i in order], causal)
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
         segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))
-        return [self._finish(request, segments[i]) for i, request in enumerate(batch)]
+        return [self._postprocess(request, segments[i]) for i, request in enumerate(batch)]
 
     @torch.inference_mode()
-    def _begin(self, request: EncodeRequest) -> StackPass:
-        return self.model.begin(self._packed([request], causal=self.model.encoder is None))
+    def _start_pass(self, request: EncodeRequest) -> StackPass:
+        return self.model.begin(self._pack([request], causal=self.model.encoder is None))
 
     @torch.inference_mode()
-    def _advance(self, paused: _Paused, layers: int) -> list[Tensor]:
-        """The input's answer, if these are its last layers."""
-        paused.rows.advance(layers)
-        return [] if paused.rows.layers_left else [self._finish(paused.request, paused.rows.finish())]
+    def _run_layers(self, paused: _PausedInput, layers: int) -> list[Tensor]:
+        """Compute some layers; return the input's vectors if they were the last ones, else nothing."""
+        paused.stack_pass.advance(layers)
+        return [] if paused.stack_pass.layers_left else [self._postprocess(paused.request, paused.stack_pass.finish())]
 
     def _probe(self) -> None:
-        """The smallest pass there is."""
+        """Run the smallest possible forward pass."""
         image = self.model.config.image
         if image is None:
             smallest = token_source((0,))
@@ -251,11 +253,11 @@ class EncodeEngine:
             smallest = image_source(bytes(math.prod(shape)), shape, image.num_tokens)
         self._encode([EncodeRequest("", self.name, smallest, EncodeTask.TOKENS)])
 
-    def _packed(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
+    def _pack(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
         return source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
 
-    def _finish(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
-        """One input's answer of its hidden states `[L, d]`."""
+    def _postprocess(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
+        """Turn one input's hidden states `[L, d]` into the result of its task."""
         if request.task is EncodeTask.LOGITS:
             scores = self.model.classify(hidden).float()
             return scores if self.model.config.classifies_tokens else scores[0]
@@ -278,9 +280,9 @@ class EncodeEngine:
         return self.model.pool(hidden[:1].to(self.model.dtype))[0].float()
 
 
-def _outputs(batch: Sequence[EncodeRequest], vectors: Sequence[Tensor], began: float) -> list[EncodeOutput]:
-    """The answers as bytes, brought to the host together."""
+def _to_outputs(batch: Sequence[EncodeRequest], vectors: Sequence[Tensor], began: float) -> list[EncodeOutput]:
+    """Copy the vectors to the host together, and return them as bytes."""
     return [
         EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
-        for request, data in zip(batch, to_host([one.float() for one in vectors]), strict=True)
+        for request, data in zip(batch, to_host([vector.float() for vector in vectors]), strict=True)
     ]

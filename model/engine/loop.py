@@ -1,10 +1,9 @@
-"""The one loop that steps all engines of a process: commands in, a step of the engine whose turn it is, one frame of
-events out.
+"""The engine loop steps all engines of a process: it receives commands, runs one engine's step, sends one event frame.
 
-`StepPacer` decides whose turn it is. The loop runs in a thread or as the main loop of a child process; it knows neither
-text nor sockets. State that may be corrupt serves nobody: what raises in one model's engine ends that model's
-sequences, and it begins anew with an empty pool. A model that raises again and again, or whose smallest pass raises
-too, ends the loop with a `failure` frame.
+`StepPacer` chooses the engine and its budget. The loop runs in a thread or as the main loop of a child process; it
+handles neither text nor sockets. State that may be corrupt is not used again: an exception in one model's engine ends
+that model's sequences and resets the engine. More than `MAX_FAULTS` of them, or an exception in the model's smallest
+forward pass, end the loop with a `failure` frame.
 """
 
 from __future__ import annotations
@@ -20,20 +19,14 @@ from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling.step_budget import StepBudget, StepDemand
-from model.engine.step_pacer import (
-    MIN_GPU_TOKENS,
-    MIN_TOKENS,
-    EngineKey,
-    StepPacer,
-    StepWork,
-)
+from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
 from model.errors import ConfigError, EngineDeadError
 from model.system.fault_limit import FaultLimit
 
 HEARTBEAT_SECONDS = 1.0
-PREPARING_SECONDS = 0.002  # between looks at grammars being compiled, with nothing else to do
-DEADLINE_SECONDS = 0.02  # between looks at the deadlines of engines that have no turn
-MAX_FAULTS = 3  # that a model recovers from within `FAULT_SECONDS`
+GRAMMAR_POLL_SECONDS = 0.002  # while all requests wait for grammars to be compiled
+DEADLINE_CHECK_SECONDS = 0.02  # between checks of the engines whose turn it is not
+MAX_FAULTS = 3  # of one model within `FAULT_SECONDS`
 FAULT_SECONDS = 60.0
 
 Outputs = Sequence[TokenOutput | EncodeOutput]
@@ -42,45 +35,45 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What computes a step when it is its turn: generation or encoding for one model."""
+    """The engine of one model's generate or encode requests, as the loop uses it."""
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is in it."""
+        """Whether the engine has any unfinished request."""
 
     @property
-    def only_prepares(self) -> bool:
-        """Whether all that is left to do waits for something that is prepared elsewhere."""
+    def waits_for_grammars(self) -> bool:
+        """Whether all unfinished requests wait for grammars to be compiled."""
 
     def demand(self) -> StepDemand:
-        """What the next step could compute."""
+        """Return what the next step could compute."""
 
     def step(self, budget: StepBudget) -> tuple[Outputs, StepStats | None]:
-        """Compute a step, or launch it and finish the one before; what was finished."""
+        """Compute a step, or launch it and collect the previous one; return what was finished."""
 
     def finish_pending(self) -> tuple[Outputs, StepStats | None]:
-        """Finish a step that was launched."""
+        """Wait for a launched step; return its outputs."""
 
     def check_deadlines(self) -> Outputs:
         """End the requests whose deadline has passed."""
 
 
 class EngineLoop:
-    """Engines of all models of one process over one channel."""
+    """Runs the engines of all models of one process, connected to the front by one channel."""
 
-    def __init__(self, channel: Channel, loaded: Callable[[], object] = lambda: None) -> None:
-        """`loaded` is called once, when all models are loaded and before the front hears of it."""
+    def __init__(self, channel: Channel, on_loaded: Callable[[], object] = lambda: None) -> None:
+        """`on_loaded` is called once, when all models are loaded, before the front is told."""
         self.channel = channel
-        self._loaded = loaded
+        self._on_loaded = on_loaded
         self.models: dict[str, LoadedModel] = {}
         self._faults: dict[str, FaultLimit] = {}
         self._engines: dict[EngineKey, Engine] = {}
         self._pacer = StepPacer()
-        self._latest: EngineKey | None = None  # which computed last
-        self._tended = 0.0
+        self._last_engine: EngineKey | None = None  # which computed the last step
+        self._last_deadline_check = 0.0
 
     def run(self) -> None:
-        """Serve until told to close or until the front is gone."""
+        """Serve until a `close` command, or until the front ends."""
         try:
             self._serve()
         except EOFError:
@@ -99,11 +92,11 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while True:
-            commands = self.channel.receive(self._patience)
+            commands = self.channel.receive(self._receive_timeout)
             events = Events()
             if commands is None and not self._has_work:
                 self._check_idle(events)
-            while commands is not None:  # all that has come: no request and no abort waits for more than a step
+            while commands is not None:  # all frames that have arrived, so that none waits for more than one step
                 if commands.close:
                     return
                 self._apply(commands, events)
@@ -115,12 +108,12 @@ class EngineLoop:
             self.channel.send(events)
 
     @property
-    def _patience(self) -> float:
-        """Seconds to wait for commands before the next round."""
+    def _receive_timeout(self) -> float:
+        """The seconds to wait for commands before the next round."""
         busy = [engine for engine in self._engines.values() if engine.has_work]
         if not busy:
             return HEARTBEAT_SECONDS
-        return PREPARING_SECONDS if all(engine.only_prepares for engine in busy) else 0
+        return GRAMMAR_POLL_SECONDS if all(engine.waits_for_grammars for engine in busy) else 0
 
     @property
     def _has_work(self) -> bool:
@@ -129,7 +122,7 @@ class EngineLoop:
     def _apply(self, commands: Commands, events: Events) -> None:
         if commands.load:
             self._load(commands)
-            self._loaded()
+            self._on_loaded()
             events.ready = True
         for request in commands.generate:
             try:
@@ -138,9 +131,9 @@ class EngineLoop:
                 engine.add(request)
             except Exception:
                 logger.exception("%s could not take a request", request.model)
-                ids = (request.request_id,)
                 events.tokens += (
-                    TokenOutput(*ids, i, finish_reason=FinishReason.ERROR) for i in range(request.params.n)
+                    TokenOutput(request.request_id, index, finish_reason=FinishReason.ERROR)
+                    for index in range(request.params.n)
                 )
         for encode in commands.encode:
             try:
@@ -165,30 +158,30 @@ class EngineLoop:
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:
             model = self.models[abort.model]
-            with self._contained(model, events):
+            with self._isolate_faults(model, events):
                 events.encoded += model.encode.abort(abort.request_id, abort.reason)
                 if model.generate is not None:
                     events.tokens += model.generate.abort(abort.request_id, abort.index, abort.reason)
 
     def _step(self, events: Events) -> None:
-        """Let the engine whose turn it is compute a step; look after the others' deadlines and grammars."""
+        """Step the engine whose turn it is; check deadlines and compiled grammars of all engines from time to time."""
         turn = self._pacer.next({key: engine.demand() for key, engine in self._engines.items() if engine.has_work})
-        if self._latest is not None and (turn is None or turn.engine != self._latest):
-            # Its step is over before another computes.
-            self._run(self._latest, lambda engine: engine.finish_pending(), events)
+        if self._last_engine is not None and (turn is None or turn.engine != self._last_engine):
+            # Two engines never have steps on the device at the same time.
+            self._run(self._last_engine, lambda engine: engine.finish_pending(), events)
         if turn is not None:
-            self._latest, budget = turn.engine, turn.budget
+            self._last_engine, budget = turn.engine, turn.budget
             self._run(turn.engine, lambda engine: engine.step(budget), events)
         now = time.monotonic()
-        if turn is None or now - self._tended >= DEADLINE_SECONDS:
-            self._tended = now
+        if turn is None or now - self._last_deadline_check >= DEADLINE_CHECK_SECONDS:
+            self._last_deadline_check = now
             for key, engine in self._engines.items():
                 if engine.has_work:
                     self._run(key, lambda engine: (engine.check_deadlines(), None), events)
 
     def _run(self, key: EngineKey, act: Callable[[Engine], tuple[Outputs, StepStats | None]], events: Events) -> None:
-        """Let an engine act, and report what came of it."""
-        with self._contained(self.models[key[0]], events):
+        """Call `act` with an engine, add its outputs and statistics to the events, and report its cost to the pacer."""
+        with self._isolate_faults(self.models[key[0]], events):
             outputs, stats = act(self._engines[key])
             events.tokens += [output for output in outputs if isinstance(output, TokenOutput)]
             events.encoded += [output for output in outputs if isinstance(output, EncodeOutput)]
@@ -198,18 +191,18 @@ class EngineLoop:
                 self._pacer.observe(key, StepWork(stats.seconds, stats.num_decodes, prompts, stats.num_whole_tokens))
 
     @contextmanager
-    def _contained(self, model: LoadedModel, events: Events) -> Iterator[None]:
-        """Let what raises in the block cost this model its requests and nobody else anything.
+    def _isolate_faults(self, model: LoadedModel, events: Events) -> Iterator[None]:
+        """On an exception in the block, end this model's requests and reset its engines; other models continue.
 
-        Raises what the model's smallest pass raises, and the model's own error when it comes too often.
+        Raises what the model's smallest forward pass raises, and the exception itself if there were too many.
         """
         try:
             yield
         except Exception as error:
             name = model.info.name
-            if isinstance(error, EngineDeadError) or self._faults.setdefault(name, _limit()).record_fault():
+            if isinstance(error, EngineDeadError) or self._faults.setdefault(name, _new_fault_limit()).record_fault():
                 raise
-            logger.exception("the engine of %s broke; all that it computes ends, and it begins anew", name)
+            logger.exception("the engine of %s broke; its requests end, and it is reset", name)
             if model.generate is not None:
                 events.tokens += model.generate.recover()
             events.encoded += model.encode.recover()
@@ -220,22 +213,22 @@ class EngineLoop:
         return stats
 
     def _check_idle(self, events: Events) -> None:
-        """The cheap invariants, in production too: with nothing to do, every block is free.
+        """Check the cheap invariants in production: without unfinished requests every KV block is free.
 
-        Looked at when there was nothing to do for a heartbeat: it takes a millisecond and more, and whoever got a last
-        token or sends the next request would wait for it.
+        This runs after a heartbeat without commands: it takes a millisecond or more, which would delay a last token or
+        the next request.
         """
         for model in self.models.values():
             if model.generate is not None:
-                with self._contained(model, events):
+                with self._isolate_faults(model, events):
                     model.generate.check_invariants()
 
     def _fail(self, message: str, *, invalid: bool) -> None:
         try:
             self.channel.send(Events(failure=message, invalid=invalid))
         except EOFError:
-            logger.warning("nobody is left to be told: %s", message)
+            logger.warning("the front has ended and cannot be told: %s", message)
 
 
-def _limit() -> FaultLimit:
+def _new_fault_limit() -> FaultLimit:
     return FaultLimit(MAX_FAULTS, FAULT_SECONDS)

@@ -274,7 +274,7 @@ def test_an_input_that_breaks_before_its_first_layer_fails_alone(monkeypatch: py
     made = engine()
     made.add(EncodeRequest("broken", "bert", token_source(prompt(30))))
     made.add(EncodeRequest("next", "bert", token_source(prompt(5))))
-    monkeypatch.setattr(made, "_begin", lambda request: 1 / 0)
+    monkeypatch.setattr(made, "_start_pass", lambda request: 1 / 0)
     outputs, _ = made.step(StepBudget(whole_tokens=1))
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]
     outputs, _ = made.step()

@@ -49,7 +49,7 @@ def engine(kind: str, tokens: TokenBytes = PLAIN, **settings: Any) -> Running:
 def finish(run: Running) -> Running:
     """Run to the end; compiling may take longer than the steps that a test allows."""
     while run.engine.has_work:
-        run.engine.wait_prepared(5.0)
+        run.engine.wait_for_grammars(5.0)
         run.step()
     return run.run()
 
@@ -216,7 +216,7 @@ def test_it_is_the_same_alone_in_a_crowd_preempted_and_in_chunks(kind: str) -> N
         crowd.engine.add(asked(f"r{number}", number))
     for number in range(4):
         crowd.engine.add(request(kind, f"free{number}", 9, number))
-    wait([prepared for prepared, _ in crowd.engine._preparing])  # a crowd however slowly they compile
+    wait([prepared for prepared, _ in crowd.engine._compiling])  # a crowd however slowly they compile
     finish(crowd)
     assert crowd.engine.scheduler.num_preemptions
     assert {number: [crowd.ids(f"r{number}", index) for index in range(2)] for number in range(8)} == alone
@@ -321,12 +321,12 @@ def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatc
     expiring = request("llama", "late", 5, grammar="...")
     object.__setattr__(expiring, "deadline", late)
     run.engine.add(expiring)
-    assert run.engine.only_prepares
+    assert run.engine.waits_for_grammars
     run.engine.add(request("llama", "free", 5))
-    assert not run.engine.only_prepares
+    assert not run.engine.waits_for_grammars
     while run.engine.scheduler.running or run.ids("free") == []:
         run.step()
-    assert len(run.ids("free")) == 12 and run.engine.only_prepares
+    assert len(run.ids("free")) == 12 and run.engine.waits_for_grammars
     run.outputs += run.engine.abort("cancelled", None, FinishReason.CANCELLED)
     time.sleep(max(0.0, late - time.monotonic()))
     run.step()
