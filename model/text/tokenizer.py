@@ -16,6 +16,7 @@ import tokenizers
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
+from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
 
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
@@ -37,7 +38,9 @@ class Tokenizer:
     Encoding, and decoding of many ids, use the library's batch calls: only those release the interpreter's lock.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, built: tokenizers.Tokenizer | PieceTokenizer) -> None:
+        self._pieces = built if isinstance(built, PieceTokenizer) else None
+        tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -47,13 +50,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
-        """Read the folder's tokenizer.json; None if there is none, and the model takes token ids only.
+        """Read tokenizer.json, else the files that were published before it; None if the folder has no tokenizer.
 
-        Raises `ConfigError` for an invalid file.
+        Such a model takes token ids only. Raises `ConfigError` for invalid files.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
-            return None
+            built = build_tokenizer(folder)
+            return None if built is None else cls(built)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises nothing narrower
@@ -70,12 +74,24 @@ class Tokenizer:
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
         item = text if pair is None else (text, pair)
-        [encoding] = self._tokenizer.encode_batch([item], add_special_tokens=add_special_tokens)
-        return Encoded(tuple(encoding.ids), tuple(encoding.type_ids))
+        [encoded] = self._encode_items([item], add_special_tokens)
+        return encoded
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoded]:
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return self._encode_items(list(texts), add_special_tokens)
+
+    def _encode_items(self, items: list[Any], add_special_tokens: bool) -> list[Encoded]:
+        if self._pieces is not None:
+            return [self._pieced(item, add_special_tokens) for item in items]
+        encodings = self._tokenizer.encode_batch(items, add_special_tokens=add_special_tokens)
         return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in encodings]
+
+    def _pieced(self, item: Any, add_special_tokens: bool) -> Encoded:
+        assert self._pieces is not None
+        if not isinstance(item, str):
+            raise ConfigError("the tokenizers of Marian and M2M-100 do not encode pairs of texts")
+        ids = self._pieces.encode(item, add_special_tokens=add_special_tokens)
+        return Encoded(tuple(ids), (0,) * len(ids))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(ids) > _MAX_LOCKED:

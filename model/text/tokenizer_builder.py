@@ -1,0 +1,248 @@
+"""Builds tokenizers from the files that were published before tokenizer.json.
+
+Which files a folder has, and what they mean, depends on its tokenizer class; `_KINDS` has a function for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from model.errors import ConfigError
+from model.text.languages import M2M100_LANGUAGES
+from model.text.sentencepiece_model import read_sentencepiece
+from model.text.sentencepiece_tokenizers import (
+    SPACE,
+    albert,
+    gemma,
+    llama,
+    mbart,
+    mbart50,
+    nllb,
+    pegasus,
+    set_template,
+    t5,
+    with_specials,
+    xlm_roberta,
+    xlnet,
+)
+from model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTokenizer:
+    """A SentencePiece model whose pieces have their ids in another file.
+
+    SentencePiece's own library splits texts: it adds scores in float32, so that where two segmentations are equally
+    likely the rounding decides, and no other library decides alike.
+    """
+
+    tokenizer: Tokenizer  # has the ids, and decodes
+    pieces: Callable[[str], list[str]]
+    ids: dict[str, int]
+    unknown: int
+    specials: re.Pattern[str]  # tokens that are found in a text before it is split
+    before: tuple[int, ...]  # around every text
+    after: tuple[int, ...]
+    prefix: re.Pattern[str] | None = None  # a token that is recognised at the beginning of a text alone
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        found: list[int] = []
+        for part in filter(None, self.specials.split(text)):
+            code = self.prefix.match(part) if self.prefix is not None else None
+            if self.specials.fullmatch(part):
+                names = [part]
+            elif code is None:
+                names = self.pieces(part)
+            else:
+                names = [code[0], *self.pieces(part[code.end() :])]
+            found += [self.ids.get(name, self.unknown) for name in names]
+        return [*self.before, *found, *self.after] if add_special_tokens else found
+
+
+def build_tokenizer(folder: Path) -> Tokenizer | PieceTokenizer | None:
+    """The tokenizer of a folder without tokenizer.json; None if it has none of the files of one.
+
+    Raises `ConfigError` for files that are damaged or of a class that is not known.
+    """
+    files = Files(folder)
+    marks = ("vocab.txt", "vocab.json", "source.spm", *SENTENCEPIECE_NAMES)
+    if not any(files.has(name) for name in marks):
+        return None
+    name = str(files.config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    model_type = str(files.object("config.json").get("model_type"))
+    build = _KINDS.get(name) or _KINDS.get(_BY_MODEL_TYPE.get(model_type, ""))
+    if build is None:
+        raise ConfigError(
+            f"{folder.name}: a tokenizer of class {name or model_type!r} needs tokenizer.json; built from other files "
+            f"are {', '.join(sorted(_KINDS))}"
+        )
+    built = build(files)
+    tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built
+    for token, added in files.added():
+        if tokenizer.token_to_id(added.content) is None and token != tokenizer.get_vocab_size():
+            raise ConfigError(f"{folder.name}: the added token {added.content!r} should have the id {token}")
+        tokenizer.add_tokens([added])
+    return built
+
+
+def _wordpiece(files: Files) -> Tokenizer:
+    """BERT: words split into the longest pieces from the left (Schuster and Nakajima 2012)."""
+    lines = files.lines("vocab.txt")
+    names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+    unk, sep, pad, cls, mask = (files.special(name, f"[{name[:-6].upper()}]") for name in names)
+    vocabulary = {line.rstrip("\r"): token for token, line in enumerate(lines if lines[-1] else lines[:-1])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unk.content))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=files.setting("tokenize_chinese_chars", True),
+        strip_accents=files.setting("strip_accents", None),
+        lowercase=files.setting("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    with_specials(tokenizer, files, (unk, sep, pad, cls, mask))
+    c, s = cls.content, sep.content
+    set_template(tokenizer, f"{c}:0 $A:0 {s}:0", f"{c}:0 $A:0 {s}:0 $B:1 {s}:1", (cls, sep))
+    return tokenizer
+
+
+def _byte_level(files: Files) -> Tokenizer:
+    """Byte-level BPE of vocab.json and merges.txt (Radford et al. 2019), without special tokens around a text."""
+    lines = [line for line in files.lines("merges.txt") if line and not line.startswith("#version")]
+    if not all(line.count(" ") == 1 for line in lines):
+        raise ConfigError(f"{files.folder.name}: merges.txt must have two tokens in a line")
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+    try:
+        bpe = models.BPE(files.json_vocabulary(), merges, continuing_subword_prefix="", end_of_word_suffix="")
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{files.folder.name}: vocab.json and merges.txt do not fit: {error}") from None
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.setting("add_prefix_space", False))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _gpt2(files: Files) -> Tokenizer:
+    names = ("bos_token", "eos_token", "unk_token")
+    tokenizer = _byte_level(files)
+    specials = {token.content: token for name in names if (token := files.special(name, "<|endoftext|>"))}
+    return with_specials(tokenizer, files, specials.values())
+
+
+def _roberta(files: Files) -> Tokenizer:
+    """RoBERTa and BART: `<s> A </s></s> B </s>`."""
+    tokenizer = _byte_level(files)
+    defaults = {"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>", "unk": "<unk>", "pad": "<pad>"}
+    tokens = {name: files.special(f"{name}_token", text) for name, text in (defaults | {"mask": "<mask>"}).items()}
+    with_specials(tokenizer, files, {token.content: token for token in tokens.values()}.values())
+    sep, cls = tokens["sep"].content, tokens["cls"].content
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (sep, tokenizer.token_to_id(sep) or 0),
+        (cls, tokenizer.token_to_id(cls) or 0),
+        True,
+        files.setting("add_prefix_space", False),
+    )
+    return tokenizer
+
+
+def _piece_tokenizer(
+    files: Files, model: str, ids: dict[str, int], specials: Sequence[AddedToken], before: str, after: str
+) -> PieceTokenizer:
+    """Pieces of the file `model` with their ids in vocab.json; those that it lacks are unknown."""
+    import sentencepiece  # few folders need it
+
+    if "<unk>" not in ids:
+        raise ConfigError(f"{files.folder.name}: vocab.json has no <unk>")
+    if not files.has(model):
+        raise ConfigError(f"{files.folder.name}: its tokenizer needs {model}")
+    read_sentencepiece(files.folder / model)  # raises what the library would say less clearly
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(files.folder / model))
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
+    tokenizer.add_special_tokens(list(specials))
+    names = sorted((token.content for token in specials), key=len, reverse=True)
+    return PieceTokenizer(
+        tokenizer=tokenizer,
+        pieces=lambda text: list(processor.encode(text, out_type=str)),
+        ids=ids,
+        unknown=ids["<unk>"],
+        specials=re.compile(f"({'|'.join(map(re.escape, names))})"),
+        before=(ids[before],) if before else (),
+        after=(ids[after],),
+    )
+
+
+def _marian(files: Files) -> PieceTokenizer:
+    """Marian: a model for each side over one vocabulary; `>>fr<<` in front of a text names the target's language."""
+    if files.setting("separate_vocabs", False):
+        raise ConfigError(f"{files.folder.name}: separate_vocabs is not served")
+    names = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+    specials = [files.special(f"{name}_token", text) for name, text in names.items()]
+    found = _piece_tokenizer(files, "source.spm", files.json_vocabulary(), specials, "", specials[0].content)
+    return replace(found, prefix=re.compile(r">>.*?<<", re.DOTALL))
+
+
+def _m2m100(files: Files) -> PieceTokenizer:
+    """M2M-100: `__LANGUAGE__ A </s>`, the languages behind vocab.json."""
+    ids = files.json_vocabulary()
+    languages = [f"__{code}__" for code in M2M100_LANGUAGES]
+    ids |= {language: len(ids) + place for place, language in enumerate(languages)}
+    names = {"eos": "</s>", "bos": "<s>", "unk": "<unk>", "pad": "<pad>"}
+    specials = [files.special(f"{name}_token", text) for name, text in names.items()]
+    tokens = [*specials, *(AddedToken(text, special=True, normalized=False) for text in languages)]
+    source = f"__{files.setting('src_lang', 'en')}__"
+    if source not in ids:
+        raise ConfigError(f"{files.folder.name}: src_lang {source.strip('_')!r} is no language of its tokenizer")
+    return _piece_tokenizer(files, "sentencepiece.bpe.model", ids, tokens, source, specials[0].content)
+
+
+_KINDS: dict[str, Callable[[Files], Tokenizer | PieceTokenizer]] = {
+    "Bert": _wordpiece,
+    "DistilBert": _wordpiece,
+    "Electra": _wordpiece,
+    "GPT2": _gpt2,
+    "Roberta": _roberta,
+    "Bart": _roberta,
+    "T5": t5,
+    "Albert": albert,
+    "XLNet": xlnet,
+    "XLMRoberta": xlm_roberta,
+    "MBart": mbart,
+    "MBart50": mbart50,
+    "Pegasus": pegasus,
+    "Llama": llama,
+    "Gemma": gemma,
+    "Nllb": nllb,
+    "Marian": _marian,
+    "M2M100": _m2m100,
+}
+
+
+_BY_MODEL_TYPE = {
+    "bert": "Bert",
+    "distilbert": "DistilBert",
+    "electra": "Electra",
+    "gpt2": "GPT2",
+    "roberta": "Roberta",
+    "bart": "Bart",
+    "t5": "T5",
+    "mt5": "T5",
+    "umt5": "T5",
+    "albert": "Albert",
+    "xlnet": "XLNet",
+    "xlm-roberta": "XLMRoberta",
+    "mbart": "MBart",
+    "pegasus": "Pegasus",
+    "marian": "Marian",
+    "m2m_100": "M2M100",
+    "llama": "Llama",
+    "mistral": "Llama",
+    "gemma": "Gemma",
+    "gemma2": "Gemma",
+    "gemma3_text": "Gemma",
+}

@@ -1,0 +1,137 @@
+"""Tokenizers built from the files before tokenizer.json, against the reference library's from the same files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import transformers
+
+from model.errors import ConfigError
+from model.text.tokenizer import Detokenizer, Tokenizer
+from tests.model.tokenizer_folders import FOLDERS, NLLB_LANGUAGES, strings, write_folder, write_nllb
+
+_LEFT_OUT = {"marian", "m2m-100"}  # what is stripped of a whole text there is no streamed text's
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    with TemporaryDirectory() as root:
+        yield Path(root)
+
+
+@cache
+def made(root: Path, name: str) -> Path:
+    return write_folder(name, root / name)
+
+
+def pair(root: Path, name: str) -> tuple[Tokenizer, Any]:
+    """Ours and the reference library's."""
+    ours = Tokenizer.from_folder(made(root, name))
+    assert ours is not None
+    return ours, transformers.AutoTokenizer.from_pretrained(made(root, name))
+
+
+def compare(root: Path, name: str, count: int) -> None:
+    ours, reference = pair(root, name)
+    all_texts = [*strings(count), "", " ", "\n"]
+    if name == "marian":
+        all_texts[::9] = [(">>xx<< ", ">>fr<<")[len(text) % 2] + text for text in all_texts[::9]]
+    assert len(reference) == ours.vocab_size
+    for text, encoded in zip(all_texts, ours.encode_batch(all_texts), strict=True):
+        expected = reference(text).input_ids
+        assert list(encoded.ids) == expected, repr(text)
+        shown = reference.decode(expected, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        found = ours.decode(expected)
+        assert (found.strip() if name in _LEFT_OUT else found) == shown, repr(text)
+        streamed = Detokenizer(ours)
+        parts = [streamed.push([token]) for token in expected]
+        assert "".join(parts) + streamed.push([], final=True) == found, repr(text)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_ids_and_texts_are_the_reference_librarys(root: Path, name: str) -> None:
+    compare(root, name, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLDERS)
+def test_ids_and_texts_of_ten_thousand_strings(root: Path, name: str) -> None:
+    compare(root, name, 10_000)
+
+
+def test_nllbs_languages_stand_behind_the_pieces_and_the_mask_behind_them(tmp_path: Path) -> None:
+    """As the published embeddings have them; today's reference library gives a folder without tokenizer.json others."""
+    tokenizer = Tokenizer.from_folder(write_nllb(tmp_path / "nllb"))
+    assert tokenizer is not None
+    size = tokenizer.vocab_size
+    assert [tokenizer.special_token_id(name) for name in (*NLLB_LANGUAGES, "<mask>")] == list(range(size - 4, size))
+    ids = tokenizer.encode("Grüße  aus Köln").ids
+    assert (ids[0], ids[-1]) == (size - 2, 2) and tokenizer.decode(ids) == "Grüße aus Köln"
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "nllb")
+    for text in strings(300):
+        if not any(name in text for name in (*NLLB_LANGUAGES, "<mask>")):
+            assert list(tokenizer.encode(text).ids[1:]) == library(text).input_ids[1:], repr(text)
+
+
+def spoiled(root: Path, name: str, into: Path) -> Path:
+    folder = into / name
+    folder.mkdir()
+    for file in made(root, name).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content", "message"),
+    [
+        ("t5", "spiece.model", b"not a model", r"t5: spiece\.model is not a SentencePiece model"),
+        ("t5", "spiece.model", b"", r"spiece\.model is not a SentencePiece model: its unknown piece is missing"),
+        ("marian", "source.spm", b"\x0a\xff\xff", r"source\.spm is not a SentencePiece model"),
+        ("marian", "vocab.json", b"[]", r"vocab\.json must hold an object, found list"),
+        ("marian", "vocab.json", b'{"a": 0}', r"vocab\.json has no <unk>"),
+        ("m2m-100", "tokenizer_config.json", b'{"src_lang": "xx"}', "src_lang 'xx' is no language"),
+        ("gpt2", "merges.txt", b"a b c\n", r"merges\.txt must have two tokens in a line"),
+        ("gpt2", "merges.txt", b"q qqqq\n", r"vocab\.json and merges\.txt do not fit"),
+        ("gpt2", "vocab.json", b'{"a": "b"}', r"vocab\.json must map tokens to ids"),
+        ("bert", "vocab.txt", b"\xff\xfe", r"vocab\.txt is not UTF-8"),
+        ("bert", "tokenizer_config.json", b'{"tokenizer_class": "CTRLTokenizer"}', None),
+        ("bert", "tokenizer_config.json", b"{", r"tokenizer_config\.json is not valid JSON"),
+        ("llama", "config.json", b'{"model_type": "new"}', None),
+    ],
+)
+def test_damaged_files_are_named(
+    root: Path, name: str, file: str, content: bytes, message: str | None, tmp_path: Path
+) -> None:
+    folder = spoiled(root, name, tmp_path)
+    (folder / file).write_bytes(content)
+    if message is None:  # the model's type or the tokenizer's class still tells
+        assert Tokenizer.from_folder(folder) is not None
+        return
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_class_that_is_not_known_is_refused_by_name(root: Path, tmp_path: Path) -> None:
+    folder = spoiled(root, "bert", tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CTRLTokenizer"}))
+    (folder / "config.json").write_text('{"model_type": "ctrl"}')
+    with pytest.raises(ConfigError, match=r"of class 'CTRL' needs tokenizer\.json; built from other files are"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_missing_file_is_named(root: Path, tmp_path: Path) -> None:
+    folder = spoiled(root, "marian", tmp_path)
+    (folder / "source.spm").unlink()
+    with pytest.raises(ConfigError, match=r"marian: its tokenizer needs source\.spm"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_folder_without_any_of_the_files_takes_ids_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert Tokenizer.from_folder(tmp_path) is None

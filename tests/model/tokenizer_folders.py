@@ -1,0 +1,192 @@
+"""Folders with the tokenizer files that were published before tokenizer.json, trained on the project's own texts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from model.text.languages import M2M100_LANGUAGES
+
+ROOT = Path(__file__).parents[2]
+_FAIRSEQ = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>"]
+_SPACES = " \t\n\r\u00a0\u2003\u3000\u200b\u200d\ufeff\u2581"
+_LETTERS = "äößéñçøłşğÄÖﬁ①Ⅷ㎏ｆｕｌｌПриветмир你好世界こんにちは안녕مرحباשלוםनमस्तेไทย😀👩‍👩‍👧🇩🇪👍🏽"
+_SPECIALS = [
+    *("</s>", "<s>", "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "<mask>", "<cls>", "<extra_id_5>", "<eop>"),
+    *("fra_Latn", "en_XX", "__de__", ">>fr<<", "<0x41>", "<|endoftext|>", "<unk_7>"),
+]
+
+
+@cache
+def texts() -> list[str]:
+    """Lines of the documentation, and some in other scripts."""
+    files = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "model" / "pretrained" / "training").glob("*.py"))]
+    lines = [line for file in files for line in file.read_text().splitlines() if line.strip()]
+    others = ["Grüße aus Köln, ça va? Привет мир", "你好世界 こんにちは 안녕하세요", "مرحبا بالعالم שלום"]
+    return lines[:3000] + others * 20
+
+
+def strings(count: int) -> Iterator[str]:
+    """Words, letters of all kinds, control characters, spaces of all kinds, special tokens; mixed."""
+    chance = random.Random(0)
+    words = [word for line in texts() for word in line.split()]
+    ascii_letters = "".join(map(chr, range(32, 127)))
+    letters = [*ascii_letters, *_SPACES, *_LETTERS, "\x00", "\x07", "\x1b"]
+    for _ in range(count):
+        kind, size = chance.random(), chance.randrange(1, 20)
+        if kind < 0.35:
+            yield " ".join(chance.choices(words, k=size))
+        elif kind < 0.7:
+            yield "".join(chance.choices(letters, k=2 * size - 2))
+        elif kind < 0.85:
+            yield "".join(chance.choice(words if chance.random() < 0.5 else letters) for _ in range(size))
+        else:
+            spaced = [chance.choice((" ", "  ", "")) + chance.choice(words) for _ in range(size)]
+            yield "".join(chance.choice(_SPECIALS) if chance.random() < 0.3 else word for word in spaced)
+
+
+def _sentencepiece(path: Path, kind: str, **settings: Any) -> None:
+    settings = {"vocab_size": 900, "minloglevel": 2, "num_threads": 1, **settings}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts()), model_prefix=str(path.with_name("made")), model_type=kind, **settings
+    )
+    path.with_name("made.model").rename(path)
+
+
+def _t5(folder: Path) -> None:
+    _sentencepiece(folder / "spiece.model", "unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+
+
+def _albert(folder: Path) -> None:
+    own = {"control_symbols": ["[CLS]", "[SEP]"], "user_defined_symbols": ["(", ")", '"', "-"]}
+    _sentencepiece(folder / "spiece.model", "unigram", pad_id=0, unk_id=1, bos_id=-1, eos_id=-1, **own)
+
+
+def _xlnet(folder: Path) -> None:
+    control = ["<cls>", "<sep>", "<pad>", "<mask>", "<eod>"]
+    own = ["<eop>", ".", "(", ")", '"', "-"]
+    _sentencepiece(folder / "spiece.model", "unigram", control_symbols=control, user_defined_symbols=own)
+
+
+def _fairseq(folder: Path) -> None:
+    _sentencepiece(folder / "sentencepiece.bpe.model", "unigram")
+
+
+def _fairseq_bpe(folder: Path) -> None:
+    _sentencepiece(folder / "sentencepiece.bpe.model", "bpe")
+
+
+def _llama(folder: Path) -> None:
+    _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True)
+
+
+def _gemma(folder: Path) -> None:
+    ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+    plain = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+    _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True, **ids, **plain)
+
+
+def _byte_level(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=_FAIRSEQ, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.model.save(str(folder))
+
+
+def _wordpiece(folder: Path) -> None:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator([line.lower() for line in texts()], trainer)
+    tokenizer.model.save(str(folder))
+
+
+def _marian(folder: Path) -> None:
+    """Two models over one vocabulary, which lacks some pieces of the source's."""
+    _sentencepiece(folder / "source.spm", "unigram")
+    _sentencepiece(folder / "target.spm", "unigram", vocab_size=700, character_coverage=0.99)
+    ids = {"</s>": 0, "<unk>": 1}
+    for name in ("source.spm", "target.spm"):
+        for place, piece in enumerate(_pieces(folder / name)):
+            if name == "target.spm" or place % 17:
+                ids.setdefault(piece, len(ids))
+    ids |= {name: len(ids) + place for place, name in enumerate((">>fr<<", ">>de<<", "<pad>"))}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+
+
+def _m2m100(folder: Path) -> None:
+    _fairseq(folder)
+    ids = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    for piece in _pieces(folder / "sentencepiece.bpe.model"):
+        ids.setdefault(piece, len(ids))
+    (folder / "vocab.json").write_text(json.dumps(ids))
+
+
+def _pieces(path: Path) -> list[str]:
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return [processor.id_to_piece(token) for token in range(3, processor.get_piece_size())]
+
+
+# By name: what makes the files, the model's type, the tokenizer's class, and its settings.
+FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+    "t5": (_t5, "t5", "T5Tokenizer", {}),
+    "mt5": (_t5, "mt5", "T5Tokenizer", {"extra_ids": 0}),
+    "albert": (_albert, "albert", "AlbertTokenizer", {"do_lower_case": True}),
+    "albert-cased": (_albert, "albert", "AlbertTokenizer", {"do_lower_case": False, "keep_accents": True}),
+    "xlnet": (_xlnet, "xlnet", "XLNetTokenizer", {}),
+    "xlm-roberta": (_fairseq, "xlm-roberta", "XLMRobertaTokenizer", {}),
+    "mbart": (_fairseq, "mbart", "MBartTokenizer", {"src_lang": "de_DE"}),
+    "mbart-50": (_fairseq, "mbart", "MBart50Tokenizer", {"src_lang": "ro_RO"}),
+    "pegasus": (_t5, "pegasus", "PegasusTokenizer", {}),
+    "llama": (_llama, "llama", "LlamaTokenizer", {"legacy": False, "add_bos_token": True}),
+    "llama-legacy": (_llama, "llama", "LlamaTokenizer", {"legacy": True, "add_bos_token": True, "add_eos_token": True}),
+    "gemma": (_gemma, "gemma", "GemmaTokenizer", {"add_bos_token": True}),
+    "gpt2": (_byte_level, "gpt2", "GPT2Tokenizer", {}),
+    "bart": (_byte_level, "bart", "BartTokenizer", {}),
+    "roberta": (_byte_level, "roberta", "RobertaTokenizer", {"add_prefix_space": True}),
+    "bert": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": True}),
+    "bert-cased": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": False, "strip_accents": True}),
+    "marian": (_marian, "marian", "MarianTokenizer", {}),
+    "m2m-100": (
+        _m2m100,
+        "m2m_100",
+        "M2M100Tokenizer",
+        {"src_lang": "fr", "additional_special_tokens": [f"__{code}__" for code in M2M100_LANGUAGES]},
+    ),
+}
+
+
+NLLB_LANGUAGES = ["ace_Arab", "eng_Latn", "fra_Latn"]
+
+
+def write_nllb(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    _fairseq_bpe(folder)
+    settings = {"tokenizer_class": "NllbTokenizer", "additional_special_tokens": NLLB_LANGUAGES, "src_lang": "fra_Latn"}
+    (folder / "config.json").write_text('{"model_type": "m2m_100"}')
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_folder(name: str, folder: Path) -> Path:
+    """Make the files of `name` in a new folder."""
+    make, model_type, tokenizer_class, settings = FOLDERS[name]
+    folder.mkdir(parents=True)
+    make(folder)
+    for left in folder.glob("*.vocab"):
+        left.unlink()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class, **settings}))
+    return folder
