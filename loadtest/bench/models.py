@@ -18,6 +18,7 @@ from loadtest.bench import vocabularies
 from model.attention.base import AttentionBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import tensor_names
+from model.config.model import ModelConfig
 from model.families import FAMILIES
 from model.families.table.raw_config import Settings
 from model.network.build import build_model
@@ -127,17 +128,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(raw: dict[str, Any]) -> ModelConfig:
+    """The network that a raw config.json describes."""
+    return FAMILIES[raw["model_type"]].config(Settings(raw), None)
+
+
 def random_model(
     raw: dict[str, Any], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Transformer:
     """The network of a raw config.json with weights from a fixed seed, which never were in a file."""
-    config = FAMILIES[raw["model_type"]].config(Settings(raw), None)
-    model = build_model(config, backend).to(dtype).to_empty(device=device)
+    model = build_model(config_of(raw), backend).to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            gain = "norm" in name or name.rsplit(".", 2)[-2].endswith(("_in", "_out"))
-            mean = 1.0 if gain and name.endswith("weight") else 0.0
+            mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
             parameter.normal_(mean, _STD, generator=generator)
     return model.requires_grad_(False).eval()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model.cache.paged import LayerCache
+from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
 from model.system import transfer
 
@@ -159,6 +160,15 @@ class AttentionBackend(Protocol):
     """One way to compute attention; stateless, so that models may share it."""
 
     name: str
+    graph_safe: bool  # a launch over static buffers may be captured, and replayed over other lengths in them
+    gathers_pages: bool  # copies the pages of a layer each step, instead of reading them where they lie
+
+    def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
+        """Why it cannot compute a layer's attention; None: it can.
+
+        `dtype` is that of queries, and of keys and values that are packed rows; `cache` tells of pages, None: there are
+        none.
+        """
 
     def forward(
         self,
@@ -197,6 +207,12 @@ class CompiledBackend(AttentionBackend, Protocol):
         A launch depends on bounds alone, so one query in one segment with these compiles what real steps need.
         `most_queries` of a segment and `most_keys` are what a step has at most.
         """
+
+
+def refuse_gradients(backend: AttentionBackend, query: Tensor) -> None:
+    """Raise `RuntimeError` for a query that wants gradients, of a backend whose kernels have none."""
+    if query.requires_grad:
+        raise RuntimeError(f"the {backend.name} backend computes no gradients: train with torch's (sdpa)")
 
 
 def given(tensor: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention by the C kernels, which read pages where they lie; what they do not know goes to torch."""
+"""Attention by the C kernels, which read pages where they lie."""
 
 from __future__ import annotations
 
@@ -7,21 +7,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, given
-from model.attention.sdpa import SdpaBackend
+from model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients
 from model.cache.paged import KVCache, LayerCache
-from model.config.layer import AttentionConfig
+from model.config.cache import PagedSpec
+from model.config.layer import AttentionConfig, XLNetRelativeConfig
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import AttentionShape, KVPages, Segments
+from model.native.structures import ScoreBias as BiasTable
+
+_MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
 
-class NativeBackend(SdpaBackend):
-    """Scores without a bias, on the CPU, without gradients; the stacks in C call the same kernels by themselves."""
+class NativeBackend:
+    """On the CPU, without gradients; the stacks in C call the same kernels by themselves."""
 
     name = "native"
+    graph_safe = False
+    gathers_pages = False
 
     def __init__(self, library: Library) -> None:
         self.library = library
+
+    def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
+        if isinstance(layer.position, XLNetRelativeConfig):
+            return "the native kernels add no bias that depends on the query"
+        if dtype not in (torch.float32, torch.bfloat16):
+            return f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"
+        return None
 
     def forward(
         self,
@@ -33,8 +45,7 @@ class NativeBackend(SdpaBackend):
         config: AttentionConfig,
         bias: ScoreBias | None = None,
     ) -> Tensor:
-        if bias is not None or query.requires_grad:
-            return super().forward(query, key, value, cache, metadata, config, bias)
+        refuse_gradients(self, query)
         shape, segments = shape_of(config), Segments()
         kept = list(fill_segments(segments, metadata, cache))
         rows = [None if tensor is None else tensor.float().contiguous() for tensor in (query, key, value)]
@@ -45,9 +56,25 @@ class NativeBackend(SdpaBackend):
             stride = config.kv_size
             pages = KVPages(Kind.F32, key.data_ptr(), value.data_ptr(), None, None, stride, stride)
         out = torch.empty(query.shape, dtype=torch.float32)
-        self.library.run_attention(shape, segments, pages, given(rows[0]), rows[1], rows[2], out)
-        del kept  # the description pointed into them
+        table = None if bias is None else _bias_table(bias, max(metadata.kv_lens))
+        described = None if table is None else BiasTable(table.data_ptr(), table.shape[1])
+        self.library.run_attention(shape, segments, pages, given(rows[0]), rows[1], rows[2], out, described)
+        del kept, table  # the description pointed into them
         return out.to(query.dtype)
+
+
+def bias_width(longest: int) -> int:
+    """How wide a table by distance must be for keys up to `longest`: `key - query` is at `width / 2 + key - query`."""
+    return 2 << (longest + _MARGIN).bit_length()
+
+
+def _bias_table(bias: ScoreBias, longest: int) -> Tensor:
+    """`[H, width]` float32 of the bias by distance."""
+    near = distance_table(bias)  # [H, 2 R + 1]
+    if near is None:
+        raise ValueError("the native kernels add no bias that depends on more than the distance")
+    half, reach = bias_width(longest) // 2, near.shape[1] // 2
+    return near[:, torch.arange(-half, half).clamp(-reach, reach) + reach].float().contiguous()
 
 
 def shape_of(config: AttentionConfig) -> AttentionShape:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible
 from model.cache.paged import LayerCache
+from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
 
 
@@ -14,6 +15,11 @@ class ReferenceBackend:
     """One segment at a time, scores in float32."""
 
     name = "reference"
+    graph_safe = False
+    gathers_pages = True
+
+    def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
+        return None
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible
 from model.cache.paged import LayerCache
+from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
 
 
@@ -19,6 +20,11 @@ class SdpaBackend:
     """Runs wherever torch does, differentiably where there is no cache."""
 
     name = "sdpa"
+    graph_safe = False
+    gathers_pages = True
+
+    def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
+        return None
 
     def forward(
         self,

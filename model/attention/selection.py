@@ -1,16 +1,21 @@
-"""Which backend a model runs on here, and why; the reason is shown at start-up and in /info."""
+"""Which backend computes the attention of each layer here, and why; the reason is shown at start-up and in /info."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
 
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
+from model.attention.per_layer import PerLayerBackend
 from model.attention.sdpa import SdpaBackend
+from model.config.cache import PagedSpec
+from model.config.layer import AttentionConfig
+from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.native.library import Library, native
 from model.system.fallbacks import summary
@@ -23,6 +28,57 @@ class Selection:
     backend: AttentionBackend
     reason: str
     library: Library | None = None  # what runs whole stacks in C
+    preferred: str = ""  # the backend that computes what it can, by the name that `select_backend` takes
+
+
+def select_layers(found: Selection, config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Selection:
+    """For each layer of a model the backend that was found, or torch's where that cannot compute it.
+
+    `config` is of what this rank holds, `dtype` the network's, `cache_dtype` that of the decoder's pages.
+    """
+    preferred, chosen = found.backend, dict[AttentionConfig, AttentionBackend]()
+    others: dict[str, list[str]] = {}  # reason to the layers that it is of
+    for stack, index, layer in _attentions(config):
+        reason = _unsupported(preferred, layer, dtype, cache_dtype if stack == "decoder" else None)
+        chosen[layer] = preferred if reason is None else SdpaBackend()
+        if reason is not None:
+            others.setdefault(reason, []).append(f"{stack} {index}")
+    if not others:
+        return replace(found, preferred=preferred.name)
+    told = "; ".join(f"sdpa in {_layers(places)}, as {reason}" for reason, places in others.items())
+    if all(backend is not preferred for backend in chosen.values()):
+        only = f"torch scaled_dot_product_attention: {next(iter(others))}" if len(others) == 1 else told
+        return replace(found, backend=SdpaBackend(), reason=only, preferred=preferred.name)
+    return replace(found, backend=PerLayerBackend(chosen), reason=f"{found.reason}; {told}", preferred=preferred.name)
+
+
+def _attentions(config: ModelConfig) -> Iterator[tuple[str, int, AttentionConfig]]:
+    """Every attention of a model with its stack and layer."""
+    for name, stack in config.stacks.items():
+        for index, layer in enumerate(stack.layers):
+            for attention in (layer.mixer, layer.cross):
+                if attention is not None:
+                    yield name, index, attention
+
+
+def _unsupported(
+    backend: AttentionBackend, layer: AttentionConfig, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> str | None:
+    """Why a layer cannot be computed over packed rows or, with a cache, over pages; None: it can over both."""
+    reason = backend.unsupported(layer, dtype, None)
+    if reason is not None or cache_dtype is None:
+        return reason
+    heads, dim, kind = layer.num_kv_heads, layer.head_dim, str(cache_dtype).removeprefix("torch.")
+    return backend.unsupported(layer, dtype, PagedSpec(heads, dim, dim, kind, layer.window))
+
+
+def _layers(places: Sequence[str]) -> str:
+    """`decoder layers 1, 3`."""
+    stacks: dict[str, list[str]] = {}
+    for place in dict.fromkeys(places):
+        stack, index = place.split()
+        stacks.setdefault(stack, []).append(index)
+    return " and ".join(f"{stack} layer{'s' * (len(found) > 1)} {', '.join(found)}" for stack, found in stacks.items())
 
 
 def select_backend(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str = "auto") -> Selection:

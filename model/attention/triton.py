@@ -1,4 +1,4 @@
-"""Attention on a GPU by Triton kernels of our own, which read pages where they lie; the rest goes to torch.
+"""Attention on a GPU by Triton kernels of our own, which read pages where they lie.
 
 Of the metadata only `causal`, `block_tables`, `slot_mapping` and the lengths on the device are read, and what is
 launched depends on shapes and upper bounds alone: a step over static buffers can be captured once and replayed.
@@ -14,11 +14,18 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.attention.base import AttentionMetadata, DeviceLengths, ScoreBias, distance_table, given
-from model.attention.sdpa import SdpaBackend
+from model.attention.base import (
+    AttentionMetadata,
+    DeviceLengths,
+    ScoreBias,
+    distance_table,
+    given,
+    refuse_gradients,
+)
 from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
 from model.cache.paged import LayerCache
-from model.config.layer import AttentionConfig
+from model.config.cache import PagedSpec
+from model.config.layer import AttentionConfig, XLNetRelativeConfig
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -39,10 +46,26 @@ class Tiles:
     stages: int
 
 
-class TritonBackend(SdpaBackend):
+class TritonBackend:
     """float32, bfloat16 and float16 without gradients; biases that depend on nothing but the distance."""
 
     name = "triton"
+    graph_safe = True
+    gathers_pages = False
+
+    def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
+        group, name = layer.num_heads // layer.num_kv_heads, str(dtype).removeprefix("torch.")
+        if dtype not in _TYPES:
+            return f"the Triton kernels do not compute in {name}"
+        if layer.head_dim > _MAX_DIM:
+            return f"heads of {layer.head_dim} are wider than the Triton kernels' {_MAX_DIM}"
+        if group > _MAX_GROUP[dtype.itemsize]:
+            return f"{group} heads of a key head are more than the Triton kernels' {_MAX_GROUP[dtype.itemsize]}"
+        if isinstance(layer.position, XLNetRelativeConfig):
+            return "the Triton kernels add no bias that depends on the query"
+        if cache is not None and cache.dtype not in (name, "int8"):
+            return f"the Triton kernels read no {cache.dtype} pages for {name} queries"
+        return None
 
     def forward(
         self,
@@ -54,10 +77,10 @@ class TritonBackend(SdpaBackend):
         config: AttentionConfig,
         bias: ScoreBias | None = None,
     ) -> Tensor:
-        covered = _covers(query, cache, config)
-        table = distance_table(bias) if covered and bias is not None else None
-        if not covered or (bias is not None and table is None):
-            return super().forward(query, key, value, cache, metadata, config, bias)
+        refuse_gradients(self, query)
+        table = None if bias is None else distance_table(bias)
+        if bias is not None and table is None:
+            raise ValueError("the Triton kernels add no bias that depends on more than the distance")
         if len(query) == 0:
             return query
         with torch.cuda.device_of(query):  # Triton launches on the current device; nothing happens for a CPU's tensor
@@ -91,7 +114,7 @@ class TritonBackend(SdpaBackend):
         """As `CompiledBackend` has it: `attend` for each cut of the queries, split or not, and `combine` for each
         number of parts. One segment is split into most parts, and by fewer keys into each power of two below."""
         group = config.num_heads // config.num_kv_heads
-        if not _in_reach(config, dtype):
+        if self.unsupported(config, dtype, None) is not None:
             return []
         found: dict[object, tuple[int, int]] = {}
         cuts = {1, 2, *(rows // group + 1 for rows in _TILE_ROWS if rows >= group)}
@@ -186,6 +209,7 @@ class TritonBackend(SdpaBackend):
             BLOCK_N=tiles.keys,
             BLOCK_D=_block_dim(config),
             WINDOW=config.window or 0,
+            SOFTCAP=config.softcap or 0.0,
             CAUSAL=causal,
             PAGED=tables is not None,
             QUANTIZED=memory.scales is not None,
@@ -237,21 +261,6 @@ def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, 
     if rows <= 64 or wide:
         return Tiles(64, keys, 4, stages)
     return Tiles(128, keys, 8, stages)
-
-
-def _covers(query: Tensor, cache: LayerCache | None, config: AttentionConfig) -> bool:
-    """Whether the kernels know these tensors."""
-    if query.requires_grad or query.dtype not in _TYPES:
-        return False
-    if cache is not None and cache.scales is None and cache.keys.dtype is not query.dtype:
-        return False
-    return _in_reach(config, query.dtype)
-
-
-def _in_reach(config: AttentionConfig, dtype: torch.dtype) -> bool:
-    """Whether heads and groups of this size fit into a tile."""
-    group = config.num_heads // config.num_kv_heads
-    return dtype in _TYPES and config.head_dim <= _MAX_DIM and group <= _MAX_GROUP[dtype.itemsize]
 
 
 def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None:

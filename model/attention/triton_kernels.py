@@ -114,6 +114,7 @@ def _walk(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
     PAGED: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -142,9 +143,15 @@ def _walk(
             k = tl.load(k_at, mask=wide[:, None], other=0)
         if QUANTIZED:
             k = k.to(tl.float32)  # whole numbers up to 127: exact in every type
-        scores = tl.dot(q, k.to(kept).to(FACTOR), input_precision="ieee") * (scale * LOG2E)  # [M, N]
+        unit = scale * LOG2E
+        if SOFTCAP > 0.0:
+            unit = scale
+        scores = tl.dot(q, k.to(kept).to(FACTOR), input_precision="ieee") * unit  # [M, N]
         if QUANTIZED:
             scores *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)[None, :]
+        if SOFTCAP > 0.0:  # tanh x = 1 - 2 / (exp(2 x) + 1)
+            power = tl.exp2(scores * (2.0 * LOG2E / SOFTCAP))
+            scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (power + 1.0))
         if BIASED:
             distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -reach), reach)
             bias_at = bias + head[:, None] * (2 * reach + 1) + reach + distance
@@ -214,6 +221,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,  # 0.0: none
     CAUSAL: tl.constexpr,
     PAGED: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -280,14 +288,14 @@ def attend(
             q, keys, values, key_scales, value_scales, tables, cu_seqlens_k, bias, peak, total, mixed,
             segment, kv_head, head, live, position, low, whole, scale, table_stride, reach,
             key_row, key_head, value_row, value_head, kept, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-            WINDOW, CAUSAL, PAGED, QUANTIZED, BIASED, FACTOR, False,
+            WINDOW, SOFTCAP, CAUSAL, PAGED, QUANTIZED, BIASED, FACTOR, False,
         )  # fmt: skip
         low = whole
     peak, total, mixed = _walk(
         q, keys, values, key_scales, value_scales, tables, cu_seqlens_k, bias, peak, total, mixed,
         segment, kv_head, head, live, position, low, high, scale, table_stride, reach,
         key_row, key_head, value_row, value_head, kept, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-        WINDOW, CAUSAL, PAGED, QUANTIZED, BIASED, FACTOR, True,
+        WINDOW, SOFTCAP, CAUSAL, PAGED, QUANTIZED, BIASED, FACTOR, True,
     )  # fmt: skip
 
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]  # a row that sees nothing is zeros

@@ -14,7 +14,7 @@ import torch
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
-from model.attention.selection import Selection, select_backend
+from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import PoolSize
@@ -92,12 +92,12 @@ def load(spec: ModelSpec) -> LoadedModel:
     device = resolve_device(spec.engine.device)
     dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
     _check_ranks(spec.engine, checkpoint.config, device)
-    selection = _select(spec.engine, device, dtype)
-    _check_native(spec.engine, checkpoint.config, selection)
-    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     limits = batch_limits(spec.engine, device)
     most = max_context(spec.engine, checkpoint.config, limits).tokens
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
+    selection = _select(spec.engine, checkpoint.config, device, dtype)
+    _check_native(spec.engine, checkpoint.config, selection)
+    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:
         logger.warning(
             "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
@@ -157,7 +157,7 @@ def slow_ways(
     if device.type != "cuda":
         return ()
     slow = list(fallbacks.found())
-    if engine.attention_backend == "auto" and selection.backend.name != "triton":
+    if engine.attention_backend == "auto" and not selection.backend.graph_safe:
         slow.append(f"attention is not Triton's: {selection.reason}")
     if generate is not None and isinstance(generate.runner, ModelRunner) and generate.runner.unrecorded:
         slow.append(f"decode steps are launched kernel by kernel: {generate.runner.unrecorded}")
@@ -206,10 +206,12 @@ def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device
         raise ConfigError(f"tensor_parallel_size {size} from {device} on needs more than the {visible} visible GPUs")
 
 
-def _select(engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> Selection:
-    """The backend; stacks in C have no sums over ranks in them."""
+def _select(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Selection:
+    """The backend of each layer; stacks in C have no sums over ranks in them."""
     if engine.tensor_parallel_size == 1 or device.type != "cpu":
-        return select_backend(device, dtype, engine.attention_backend)
+        found = select_backend(device, dtype, engine.attention_backend)
+        own = Shard(0, engine.tensor_parallel_size).config(config)
+        return select_layers(found, own, dtype, kv_dtype(engine, dtype))
     reason = f"the native stacks run on one rank, tensor_parallel_size is {engine.tensor_parallel_size}"
     if engine.attention_backend == "native":
         raise ConfigError(f"attention_backend native cannot be had: {reason}")
@@ -234,7 +236,7 @@ def _load_model(
     """The network, or rank 0 of it with the others beside it."""
     if linear.collective is None:
         return load_model(checkpoint, selection.backend, linear)
-    return load_rank0(spec.name, checkpoint, selection.backend, linear, max_model_len=max_model_len)
+    return load_rank0(spec.name, checkpoint, selection, linear, max_model_len=max_model_len)
 
 
 def _rank_processes(model: Transformer) -> RankProcesses | None:
@@ -314,11 +316,9 @@ def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -
 
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
-    """Whether decode steps run from graphs: the Triton kernels read every length where a replay finds it."""
-    assert model.decoder is not None
-    relative = model.decoder.config.has_xlnet_layers
+    """Whether decode steps run from graphs, for which the attention of every layer must be fit."""
     alone = engine.tensor_parallel_size == 1  # sums over ranks are not recorded
-    return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.name == "triton" and not relative
+    return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.graph_safe
 
 
 def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:

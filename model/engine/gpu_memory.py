@@ -127,7 +127,7 @@ def pool_memory(
             f"a step of max_num_batched_tokens {tokens} does not fit beside the weights: lower it"
         ) from None
     gathered = 0.0
-    if model.backend.name != "triton" and model.decoder is not None:
+    if model.backend.gathers_pages and model.decoder is not None:
         gathered = 2 / model.decoder.config.num_layers  # the pages of a layer, and once more in the query's dtype
     cards = [memory.card(), *others]
     pool = pool_bytes(cards, utilization, peak, recorded_sizes=recorded_sizes, gathered_layers=gathered)

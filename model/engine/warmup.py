@@ -17,8 +17,9 @@ import torch
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
 from model.api.source import token_source
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
+from model.attention.per_layer import backend_of
 from model.cache.paged import KVCache
-from model.config.layer import BucketBiasConfig, XLNetRelativeConfig
+from model.config.layer import BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
@@ -63,8 +64,6 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
     Once with one token and once with two: a tensor of one row says nothing of the distance between rows, which a
     kernel is compiled for. Nothing is written: the tokens' slots are nobody's, and they see no key of the pool.
     """
-    if not isinstance(model.backend, CompiledBackend):
-        return 0
     launches = 0
     encoder, decoder = model.encoder, model.decoder
     stack = encoder if encoder is not None else decoder
@@ -108,12 +107,13 @@ def _bounds(
     cross: bool = False,
 ) -> Iterator[tuple[int, int]]:
     """Bounds of the launches of all layers' attention, the one to their own rows or the `cross` one."""
-    assert isinstance(model.backend, CompiledBackend)
     found = (layer.cross if cross else layer.mixer for layer in stack.config.layers)
     for attention in dict.fromkeys(found):
-        # XLNet's bias depends on more than the distance: torch computes it.
-        if attention is not None and not isinstance(attention.position, XLNetRelativeConfig):
-            yield from model.backend.launch_bounds(
+        if attention is None:
+            continue
+        backend = backend_of(model.backend, attention)
+        if isinstance(backend, CompiledBackend):
+            yield from backend.launch_bounds(
                 attention,
                 model.dtype,
                 next(model.parameters()).device,

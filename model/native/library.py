@@ -15,7 +15,17 @@ from torch import Tensor
 
 from model.config.layer import Activation
 from model.native.build import BuildError, Built, build, prebuilt
-from model.native.structures import STRUCTURES, Attention, AttentionShape, KVPages, PackedMatrix, Segments, Stack, Step
+from model.native.structures import (
+    STRUCTURES,
+    Attention,
+    AttentionShape,
+    KVPages,
+    PackedMatrix,
+    ScoreBias,
+    Segments,
+    Stack,
+    Step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +129,16 @@ class Library:
         key: Tensor | None,
         value: Tensor | None,
         out: Tensor,
+        bias: ScoreBias | None = None,
     ) -> None:
-        """Write keys and values where `segments` has slots, then attend."""
+        """Write keys and values where `segments` has slots, then attend; `bias` is added to the scores by distance."""
         threads, rows = _team(), c_int64(query.shape[0])
         needed = self._functions.attention_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
         attention = Attention(ctypes.pointer(shape), ctypes.pointer(segments), ctypes.pointer(pages))
         attention.queries, attention.query_stride = query.data_ptr(), shape.heads * shape.dim
         attention.out = out.data_ptr()
+        if bias is not None:
+            attention.bias = ctypes.pointer(bias)
         given = (ctypes.byref(attention), _at(key), _at(value), rows)
         self._functions.run_attention(*given, self._scratch_of(needed), threads)
 

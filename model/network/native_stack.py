@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from model.attention.native import fill_segments, kv_pages, shape_of
+from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
 from model.config.formats import NumberFormat, NumberKind
 from model.config.layer import BucketBiasConfig, LayerConfig, RotaryConfig, XLNetRelativeConfig
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _LAYER_NORM, _RMS_NORM = 1, 2
 _SELF, _CROSS, _NONE = 0, 1, -1  # indices into a step's segments, rotary tables and score biases
-_MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 
 
 def native_linears(
@@ -181,10 +180,10 @@ class NativeStack:
 
     def _make_biases(self, longest: int) -> None:
         """By distance `[H, width]`, `key - query` at `width / 2 + key - query`, for keys up to `longest`."""
-        if self._biases and self._biases[0].shape[1] // 2 >= longest + _MARGIN:
+        width = bias_width(longest)
+        if self._biases and self._biases[0].shape[1] >= width:
             return
-        half = 1 << (longest + _MARGIN).bit_length()
-        distances = torch.arange(-half, half)
+        distances = torch.arange(-width // 2, width // 2)
         self._biases = [table.weight[table.bucket(distances)].float().T.contiguous() for table in self._bias_tables]
 
 

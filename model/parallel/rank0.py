@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend
+from model.attention.selection import Selection
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.model import ModelConfig, StackConfig
@@ -94,7 +95,7 @@ class Rank0Cache(KVCache):
 def load_rank0(
     name: str,
     checkpoint: Checkpoint,
-    backend: AttentionBackend,
+    selection: Selection,
     linear: LinearFactory,
     *,
     max_model_len: int,
@@ -106,16 +107,17 @@ def load_rank0(
     from model.parallel.messages import Load, dtype_name
     from model.parallel.rank_processes import RankProcesses  # a machine with one rank needs no msgspec
 
+    preferred = selection.preferred or selection.backend.name  # each rank chooses by layer what this one does
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
     assert isinstance(group, Group)
     loads = [
-        Load(path, max_model_len, dtype, str(rank_device(group.device, rank)), backend.name)
+        Load(path, max_model_len, dtype, str(rank_device(group.device, rank)), preferred)
         for rank in range(1, group.shard.size)
     ]
     rank_processes = RankProcesses(name, group, loads)
     try:
         with torch.device("meta"):
-            model = Rank0Transformer(checkpoint.config, backend, linear, rank_processes)
+            model = Rank0Transformer(checkpoint.config, selection.backend, linear, rank_processes)
         load_weights(model, checkpoint)
         model.gpu_memory = rank_processes.connect()
     except BaseException:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from model.attention.selection import select_backend
+from model.attention.selection import select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
@@ -74,8 +74,9 @@ class RankWorker:
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._shard.size))
         group = Group(self._shard, device)
-        backend = select_backend(device, dtype, load.attention_backend).backend
-        self._model = load_model(checkpoint, backend, LinearFactory(dtype, device, collective=group))
+        found = select_backend(device, dtype, load.attention_backend)
+        selection = select_layers(found, self._shard.config(checkpoint.config), dtype, dtype)
+        self._model = load_model(checkpoint, selection.backend, LinearFactory(dtype, device, collective=group))
         self._group = group
         self._answer()
         group.connect(self._rendezvous)

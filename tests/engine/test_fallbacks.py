@@ -22,7 +22,7 @@ from tests.model.checkpoints import saved
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 TORCH = Selection(SdpaBackend(), "torch scaled_dot_product_attention: triton does not work here: no compiler")
-TRITON = Selection(SimpleNamespace(name="triton"), "triton 3.6.0: pages read in place")  # type: ignore[arg-type]
+TRITON = Selection(SimpleNamespace(name="triton", graph_safe=True), "triton 3.6.0: pages read in place")  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ class Case:
     dim: int = 16
     causal: bool = True
     window: int | None = None
+    softcap: float | None = None
     paged: bool = True
     writes: bool = True  # this step's keys; cross attention finds all of them in the pages
     block_size: int = 8
@@ -38,11 +39,13 @@ class Case:
         named = ("causal", "paged", "writes", "int8", "buckets")
         flags = [name if getattr(self, name) else f"no-{name}" for name in named]
         shape = f"{self.heads}x{self.kv_heads}x{self.dim}-window{self.window}-block{self.block_size}"
+        shape += f"-softcap{self.softcap}" * (self.softcap is not None)
         return f"{lens}-{shape}-{'-'.join(flags)}-{str(self.dtype).removeprefix('torch.')}"
 
     @property
     def config(self) -> AttentionConfig:
-        return AttentionConfig(self.heads, self.kv_heads, self.dim, 0.9 * self.dim**-0.5, window=self.window)
+        scale = 0.9 * self.dim**-0.5
+        return AttentionConfig(self.heads, self.kv_heads, self.dim, scale, window=self.window, softcap=self.softcap)
 
 
 @dataclass
@@ -118,6 +121,8 @@ def exact_attention(
             ]
             for head in range(case.heads if seen else 0):
                 scores = k[seen, head // group] @ query[row, head] * case.config.scale
+                if case.softcap is not None:
+                    scores = case.softcap * (scores / case.softcap).tanh()
                 if bias is not None:
                     buckets = bias.bucket(torch.tensor(seen) - position)
                     scores = scores + bias.weight[buckets, head].double()

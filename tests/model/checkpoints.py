@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
+from model.attention.selection import Selection, select_layers
 from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.config.model import ModelConfig
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.native.library import Library, native
@@ -271,7 +273,12 @@ def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtyp
     checkpoint = read_checkpoint(saved(kind).path)
     if isinstance(backend, NativeBackend):
         return load_native(checkpoint, backend.library, dtype)
-    return load_model(checkpoint, backend or SdpaBackend(), LinearFactory(dtype))
+    return load_model(checkpoint, by_layer(backend or SdpaBackend(), checkpoint.config, dtype), LinearFactory(dtype))
+
+
+def by_layer(backend: AttentionBackend, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
+    """The backend, with torch's for the layers that it cannot compute."""
+    return select_layers(Selection(backend, "asked for"), config, dtype, dtype).backend
 
 
 def load_native(
@@ -279,7 +286,7 @@ def load_native(
 ) -> Transformer:
     """The network of a checkpoint in C."""
     linear = native_linears(checkpoint.config, dtype, library, quantized=quantized)
-    model = load_model(checkpoint, NativeBackend(library), linear)
+    model = load_model(checkpoint, by_layer(NativeBackend(library), checkpoint.config, dtype), linear)
     attach_native_stacks(model)
     return model
 

@@ -110,6 +110,8 @@ def cases() -> Iterator[Case]:
                 segments, heads, kv_heads, dim, dtype=dtype, int8=int8, block_size=16, window=48 if int8 else None
             )
         yield Case(((33, 33),), heads, kv_heads, dim, dtype=dtype, paged=False, causal=False)
+    for segments, window in product((decode, prompts), (48, None)):  # Gemma 2
+        yield Case(segments, 8, 4, 256, dtype=torch.bfloat16, block_size=16, window=window, softcap=50.0)
     for dim, dtype in product((64, 128), (torch.bfloat16, torch.float32)):  # T5
         yield Case(decode, 12, 12, dim, dtype=dtype, block_size=16, buckets=True)
         yield Case(((130, 130),), 12, 12, dim, dtype=dtype, paged=False, causal=False, buckets=True)

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import model.attention.selection as selection
-from model.attention.selection import select_backend
+from model.attention.base import AttentionBackend
+from model.attention.per_layer import PerLayerBackend, backend_of
+from model.attention.reference import ReferenceBackend
+from model.attention.sdpa import SdpaBackend
+from model.attention.selection import Selection, select_backend, select_layers
+from model.config.cache import PagedSpec
+from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -109,3 +116,76 @@ def test_the_trial_passes_where_it_works(dtype: torch.dtype) -> None:
 def test_the_interpreter_is_the_tests_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert select_backend(CPU, wanted="triton").backend.name == "triton"
+
+
+class Narrow(ReferenceBackend):
+    """Which knows no wide heads, and no pages of int8."""
+
+    name = "narrow"
+    graph_safe = True
+    gathers_pages = False
+
+    def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
+        if cache is not None and cache.dtype == "int8":
+            return "pages are int8"
+        return f"heads are {layer.head_dim} wide" if layer.head_dim > 8 else None
+
+
+NARROW = Selection(Narrow(), "narrow kernels")
+
+
+def decoder(*dims: int) -> ModelConfig:
+    """A decoder whose layers have heads of these widths."""
+    mlp, norms = MLPConfig(8, Activation.RELU), (Norms(), Norms())
+    layers = tuple(LayerConfig(AttentionConfig(1, 1, dim, 1.0), mlp, norms) for dim in dims)
+    return ModelConfig("any", EmbeddingConfig(10, 8), decoder=StackConfig(layers, 8, causal=True))
+
+
+def chosen(found: Selection, config: ModelConfig) -> list[str]:
+    assert config.decoder is not None
+    return [backend_of(found.backend, layer.mixer).name for layer in config.decoder.layers]
+
+
+def test_a_backend_that_can_computes_every_layer() -> None:
+    found = select_layers(NARROW, decoder(8, 4), torch.float32, torch.float32)
+    assert (found.backend, found.reason, found.preferred) == (NARROW.backend, "narrow kernels", "narrow")
+
+
+def test_each_layer_has_the_first_backend_that_can_and_the_reason_is_told() -> None:
+    config = decoder(8, 16, 4, 16, 32)
+    found = select_layers(NARROW, config, torch.float32, torch.float32)
+    assert chosen(found, config) == ["narrow", "sdpa", "narrow", "sdpa", "sdpa"]
+    assert found.reason == (
+        "narrow kernels; sdpa in decoder layers 1, 3, as heads are 16 wide; "
+        "sdpa in decoder layer 4, as heads are 32 wide"
+    )
+    backend: AttentionBackend = found.backend
+    assert isinstance(backend, PerLayerBackend)
+    assert (backend.name, backend.graph_safe, backend.gathers_pages) == ("narrow, sdpa", False, True)
+    assert found.preferred == "narrow"
+
+
+def test_torch_alone_where_no_layer_can() -> None:
+    found = select_layers(NARROW, decoder(16, 16), torch.float32, torch.float32)
+    assert isinstance(found.backend, SdpaBackend)
+    assert found.reason == "torch scaled_dot_product_attention: heads are 16 wide"
+
+
+def test_pages_count_in_decoders() -> None:
+    found = select_layers(NARROW, decoder(8), torch.float32, torch.int8)
+    assert found.reason == "torch scaled_dot_product_attention: pages are int8"
+
+
+def test_a_layer_is_forwarded_to_its_own_backend() -> None:
+    class Marked(SdpaBackend):
+        def __init__(self, mark: float) -> None:
+            self.mark = mark
+
+        def forward(self, *arguments: object) -> torch.Tensor:  # type: ignore[override]
+            return torch.tensor(self.mark)
+
+    configs = [AttentionConfig(1, 1, dim, 1.0) for dim in (4, 8)]
+    backend = PerLayerBackend({config: Marked(config.head_dim) for config in configs})
+    for config in configs:
+        assert backend.forward(*[None] * 5, config) == config.head_dim  # type: ignore[arg-type]
+    assert backend.unsupported(AttentionConfig(1, 1, 5, 1.0), torch.float32, None) == "no backend was chosen for it"

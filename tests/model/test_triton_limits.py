@@ -1,4 +1,4 @@
-"""What is not the kernels' to compute goes to torch, and how Triton's backend cuts the rest; on a CPU."""
+"""What Triton's backend says that it cannot compute, and how it cuts the rest; on a CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.attention.reference import ReferenceBackend
 from model.attention.triton import TritonBackend
-from model.config.layer import AttentionConfig, BucketBiasConfig
+from model.config.cache import PagedSpec
+from model.config.layer import AttentionConfig, BucketBiasConfig, RotaryConfig, XLNetRelativeConfig
 from model.network.score_bias import BucketBias, StepBias
-from tests.model.attention_cases import Case, assert_finite_and_close, problem
-from tests.model.triton_cases import CPU, run
+from tests.model.triton_cases import CPU
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -40,48 +39,56 @@ def of_the_query(query: Tensor, group: SegmentGroup) -> Tensor:
     return query[..., 0].transpose(1, 2)[..., None] * group.k_positions
 
 
-class Refusing(TritonBackend):
-    """Whose kernels must not be reached."""
-
-    def _attend(self, *arguments: Any) -> Tensor:
-        raise AssertionError("this was for torch")
-
-
 @pytest.mark.parametrize("wrap", [lambda bias: bias, StepBias])
-def test_a_bias_of_more_than_the_distance_goes_to_torch(wrap: Any) -> None:
-    torch.manual_seed(0)
+def test_a_bias_of_more_than_the_distance_is_refused(wrap: Any) -> None:
     config = AttentionConfig(2, 2, 8, 8**-0.5)
     query, key, value = torch.randn(9, 2, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     metadata = AttentionMetadata((4, 5), (4, 5), causal=True)
-    arguments: tuple[Any, ...] = (query, key, value, None, metadata, config, wrap(of_the_query))
-    expected = ReferenceBackend().forward(*arguments)
-    torch.testing.assert_close(Refusing().forward(*arguments), expected, atol=2e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="no bias that depends on more than the distance"):
+        TritonBackend().forward(query, key, value, None, metadata, config, wrap(of_the_query))
+
+
+def paged(config: AttentionConfig, dtype: str) -> PagedSpec:
+    return PagedSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype, config.window)
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("config", "dtype", "pages", "reason"),
     [
-        Case(((2, 4), (3, 3)), dim=264),
-        Case(((2, 4), (3, 3)), heads=33, kv_heads=1),
-        Case(((2, 4), (3, 3)), dtype=torch.float64),
+        (AttentionConfig(4, 2, 264, 1.0), torch.float32, None, "heads of 264 are wider than the Triton kernels' 256"),
+        (AttentionConfig(33, 1, 16, 1.0), torch.float32, None, "33 heads of a key head are more than"),
+        (AttentionConfig(66, 1, 16, 1.0), torch.bfloat16, None, "66 heads of a key head are more than"),
+        (AttentionConfig(4, 2, 16, 1.0), torch.float64, None, "do not compute in float64"),
+        (AttentionConfig(4, 2, 16, 1.0, position=XLNetRelativeConfig()), torch.float32, None, "depends on the query"),
+        (AttentionConfig(4, 2, 16, 1.0), torch.bfloat16, "float32", "read no float32 pages for bfloat16 queries"),
     ],
-    ids=str,
 )
-def test_shapes_beyond_the_tiles_go_to_torch(case: Case) -> None:
-    given = problem(case, CPU)
-    assert given.cache is not None
-    given.cache.keys.nan_to_num_()  # torch's masks let a page's unused slots through
-    given.cache.values.nan_to_num_()
-    assert_finite_and_close(run(Refusing(), given), given.expected, 3e-6)
+def test_what_the_kernels_do_not_know_is_said(
+    config: AttentionConfig, dtype: torch.dtype, pages: str | None, reason: str
+) -> None:
+    found = TritonBackend().unsupported(config, dtype, None if pages is None else paged(config, pages))
+    assert found is not None and reason in found
 
 
-def test_gradients_flow() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_they_know_is_not(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    for config in (
+        AttentionConfig(32, 1, 256, 1.0),
+        AttentionConfig(4, 2, 24, 1.0, window=7, softcap=50.0, position=RotaryConfig(8)),
+        AttentionConfig(4, 4, 64, 1.0, position=BucketBiasConfig()),
+    ):
+        for cache in (None, paged(config, name), paged(config, "int8")):
+            assert TritonBackend().unsupported(config, dtype, cache) is None
+
+
+def test_gradients_are_refused() -> None:
     config = AttentionConfig(2, 1, 8, 8**-0.5)
     query = torch.randn(6, 2, 8, requires_grad=True)
     key, value = torch.randn(6, 1, 8), torch.randn(6, 1, 8)
     metadata = AttentionMetadata((2, 4), (2, 4), causal=True)
-    Refusing().forward(query, key, value, None, metadata, config).sum().backward()
-    assert query.grad is not None
+    with pytest.raises(RuntimeError, match="the triton backend computes no gradients"):
+        TritonBackend().forward(query, key, value, None, metadata, config)
 
 
 def test_parts_follow_bounds_alone_and_are_powers_of_two() -> None:

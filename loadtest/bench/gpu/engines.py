@@ -13,14 +13,14 @@ from typing import Any
 from loadtest.bench.gpu.figures import Figures, Stop
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers
-from loadtest.bench.models import random_model
+from loadtest.bench.models import config_of, random_model
 from loadtest.bench.roofline import Costs, Floor
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import Request, SamplingParams, TokenOutput
 from model.api.source import token_source
 from model.api.stats import StepStats
-from model.attention.selection import Selection, select_backend
+from model.attention.selection import Selection, select_backend, select_layers
 from model.checkpoint.folder import Checkpoint
 from model.engine import builder
 from model.engine.builder import LoadedModel
@@ -87,7 +87,8 @@ def load(
 ) -> Ready:
     """A model of a raw config.json with random weights; raises `Stop` where a GPU's steps are not recorded."""
     began = time.perf_counter()
-    selection = select_backend(bench.device, bench.dtype, backend)
+    found = select_backend(bench.device, bench.dtype, backend)
+    selection = select_layers(found, config_of(raw), bench.dtype, bench.dtype)
     model = random_model(raw, selection.backend, bench.dtype, bench.device)
     bench.wait()
     weights = time.perf_counter() - began

@@ -21,12 +21,12 @@ from loadtest.bench.gpu.engines import GREEDY, Ask, Done, Ready, add, asks, asse
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
-from loadtest.bench.models import random_model
+from loadtest.bench.models import config_of, random_model
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, SamplingParams
 from model.api.source import token_source
 from model.attention.sdpa import SdpaBackend
-from model.attention.selection import Selection, select_backend
+from model.attention.selection import Selection, select_backend, select_layers
 from model.network.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -127,8 +127,8 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     """The scenario's model, its weights drawn on the CPU: a GPU's generator draws others."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "prefix_caching": False, **scenario.settings}
     reference = device is CPU and dtype is torch.float32
-    selection = Selection(SdpaBackend(), "the reference") if reference else select_backend(device, dtype)
     raw = shape(bench, scenario.model)
+    selection = _selection(raw, device, dtype, reference=reference)
     model = _varied(random_model(raw, selection.backend, torch.float32, CPU)).to(device, dtype)
     blocks = settings.pop("blocks", 4 * _CONTEXT // _BLOCK * (2 if model.encoder is not None else 1))
     decoder = model.config.decoder
@@ -138,6 +138,12 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
         device=str(device), max_model_len=_CONTEXT, block_size=_BLOCK, kv_cache_memory=pool, **settings
     )
     return assembled(scenario.model, model, selection, config)
+
+
+def _selection(raw: dict[str, Any], device: torch.device, dtype: torch.dtype, *, reference: bool) -> Selection:
+    if reference:
+        return Selection(SdpaBackend(), "the reference")
+    return select_layers(select_backend(device, dtype), config_of(raw), dtype, dtype)
 
 
 def _varied(model: Transformer) -> Transformer:
@@ -196,6 +202,7 @@ def _encoder(bench: Bench) -> Figures:
 
 def _encoding_engine(bench: Bench, scenario: Scenario, device: torch.device) -> Ready:
     reference = device is CPU
-    selection = Selection(SdpaBackend(), "the reference") if reference else select_backend(device, torch.float32)
-    model = random_model(shape(bench, scenario.model), selection.backend, torch.float32, CPU).to(device)
+    raw = shape(bench, scenario.model)
+    selection = _selection(raw, device, torch.float32, reference=reference)
+    model = random_model(raw, selection.backend, torch.float32, CPU).to(device)
     return assembled(scenario.model, model, selection, EngineConfig(device=str(device), max_model_len=_CONTEXT))
