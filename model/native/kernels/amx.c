@@ -1,8 +1,9 @@
-/* Matrix products in AMX tiles, over the panels that vectors read too: 64 bytes of k for 16 outputs are a tile as they lie.
+/* Matrix products in AMX tiles, over the panels that vectors read too: 64 bytes of k for 16 outputs are a tile as
+ * they lie.
  *
- * Invariant: a matrix that may use tiles uses them for every number of rows. Tiles add bf16 products in another order than
- * vectors (see emulated_dot_bf16 in amx.h), and a row's bits must not depend on how many rows there are. Integer sums are exact
- * either way. */
+ * Invariant: a matrix that may use tiles uses them for every number of rows. Tiles add bf16 products in another
+ * order than vectors (see emulated_dot_bf16 in amx.h), and a row's bits must not depend on how many rows there are.
+ * Integer sums are exact either way. */
 #define _GNU_SOURCE /* syscall */
 #include "amx.h"
 
@@ -77,8 +78,8 @@ INLINE void prefetch_weight_tiles(const BlockInput *in, int wide, int64_t step) 
     }
 }
 
-/* Compute the sums of a block of one or (`high`) two tiles of rows by one or (`wide`) two panels; meanwhile finish the block
- * before it. `dtype`, `high` and `wide` are constants. */
+/* Compute the sums of a block of one or (`high`) two tiles of rows by one or (`wide`) two panels; meanwhile finish
+ * the block before it. `dtype`, `high` and `wide` are constants. */
 INLINE void accumulate_tiles(int dtype, int high, int wide, const Product *p, const BlockInput *in, PendingSums *now,
                              PendingSums *before) {
     int each = (int)((PAIR_ROWS + in->steps - 1) / in->steps); /* rows of the block before that a step finishes */
@@ -130,8 +131,8 @@ INLINE void multiply_block(int dtype, int cold, const Product *p, PendingSums *n
         accumulate_tiles(dtype, 0, 0, p, &in, now, before);
 }
 
-/* The block at `row` of a product of `rows` rows. Tiles are configured once, whole unless there are too few rows for that, so
- * the last block begins early enough to be whole: rows that it shares with the block before count as done. */
+/* The block at `row` of a product of `rows` rows. Tiles are configured once, whole unless there are too few rows for
+ * that, so the last block begins early enough to be whole: rows that it shares with the block before count as done. */
 INLINE TileBlock block_at(int64_t rows, int64_t row, int64_t panel, int wide) {
     int64_t left = rows - row, height = left > TILE_ROWS ? PAIR_ROWS : TILE_ROWS;
     if (rows <= height) return (TileBlock){.panel = panel, .rows = (int)rows, .wide = wide};
@@ -215,8 +216,8 @@ static int tiles_are_exact(int dtype) {
 
 #endif
 
-/* Ask the system for the use of tiles and check what they compute; a library calls this once, when it is loaded. A matrix may
- * have `tiles` set only if this returned USABLE. */
+/* Ask the system for the use of tiles and check what they compute; a library calls this once, when it is loaded. A
+ * matrix may have `tiles` set only if this returned USABLE. */
 EXPORTED int64_t start_tiles(void) {
 #if HAS_TILES
     if (!cpu_has_tiles()) return NOT_IN_CPU;

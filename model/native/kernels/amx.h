@@ -1,8 +1,9 @@
-/* Eight tile registers of up to 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES is
- * defined. amx.c multiplies with them.
+/* Eight tile registers of up to 16 rows of 64 bytes: AMX's, or plain C that computes the same where EMULATED_TILES
+ * is defined. amx.c multiplies with them.
  *
- * Tile numbers must be literals: they are part of the instructions. Between `tiles_begin` and `tiles_end` the calling
- * thread's tiles have the rows that it asked for; at other times they hold nothing, so that the system has nothing to save. */
+ * Tile numbers must be literals: they are part of the instructions. Between `tiles_begin` and `tiles_end` the
+ * calling thread's tiles have the rows that it asked for; at other times they hold nothing, so that the system has
+ * nothing to save. */
 #ifndef TRIPTYCH_AMX_H
 #define TRIPTYCH_AMX_H
 
@@ -31,7 +32,8 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
-/* Tiles 0 and 1 (sums) and 4 (operand) get `first` rows, 2 and 3 (sums) and 5 (operand) `second`; 6 and 7 (weights) all 16. */
+/* Tiles 0 and 1 (sums) and 4 (operand) get `first` rows, 2 and 3 (sums) and 5 (operand) `second`; 6 and 7 (weights)
+ * all 16. */
 INLINE TileShapes shapes_of(int first, int second) {
     TileShapes s = {.palette = 1};
     const int rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
@@ -44,14 +46,16 @@ INLINE TileShapes shapes_of(int first, int second) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define CACHED_ROW_BYTES 1310720 /* of an operand beside two panels, in the 2 MiB of second cache that such a core has */
+/* Bytes of an operand that stay, beside two panels, in the 2 MiB of second cache that a core with tiles has. */
+#define CACHED_ROW_BYTES 1310720
 #define REQUEST_FEATURE 0x1023   /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18             /* XFEATURE_XTILEDATA */
 
 /* Whether the CPU has tiles and the system keeps their state (XCR0). */
 INLINE int cpu_has_tiles(void) {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8");
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+           __builtin_cpu_supports("amx-int8");
 }
 
 /* Ask Linux for the use of tiles, for the whole process, its future threads included; returns whether it permits it. */
@@ -119,8 +123,8 @@ static void shapes_must_fit(int sums, int a, int b) {
 /* Zero for a denormal number, with its sign. */
 static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 
-/* TDPBF16PS as Intel's manual describes it: the even and the odd products of a row are summed apart, from zero, by fused
- * multiply-adds to nearest even, then added to each other and to the sum; denormal numbers count as zero. */
+/* TDPBF16PS as Intel's manual describes it: the even and the odd products of a row are summed apart, from zero, by
+ * fused multiply-adds to nearest even, then added to each other and to the sum; denormal numbers count as zero. */
 static void emulated_dot_bf16(int sums, int a, int b) {
     shapes_must_fit(sums, a, b);
     for (int m = 0; m < emulated.shapes.rows[sums]; m++)

@@ -4,8 +4,8 @@
 
 #include "matrix.h"
 
-/* One layer's keys and values: rows of [kv_heads][dim]. Of a KV cache, row number s is slot s: block s / block_size, place
- * s % block_size. The caller owns all arrays. */
+/* One layer's keys and values: rows of [kv_heads][dim]. Of a KV cache, row number s is slot s: block s / block_size,
+ * place s % block_size. The caller owns all arrays. */
 typedef struct {
     int64_t kind; /* F32, BF16 or INT8 */
     void *keys, *values;
@@ -13,9 +13,10 @@ typedef struct {
     int64_t key_stride, value_stride; /* elements from row to row */
 } KVPages;
 
-/* Which rows attend to which keys. Segment b owns query rows [q_starts[b], q_starts[b + 1]) and kv_lens[b] keys; its last
- * query stands at its last key. Without tables its keys are rows k_starts[b] and following of the keys and values. Entries of
- * `tables` for blocks that no query of the step sees (behind a window) are never read. The caller owns all arrays. */
+/* Which rows attend to which keys. Segment b owns query rows [q_starts[b], q_starts[b + 1]) and kv_lens[b] keys; its
+ * last query stands at its last key. Without tables its keys are rows k_starts[b] and following of the keys and
+ * values. Entries of `tables` for blocks that no query of the step sees (behind a window) are never read. The caller
+ * owns all arrays. */
 typedef struct {
     int64_t segments, causal, block_size, table_width;
     const int64_t *q_starts, *k_starts, *kv_lens;
@@ -32,8 +33,8 @@ typedef struct {
     float softcap; /* scores become softcap * tanh(score / softcap) (Gemma 2); 0: none */
 } AttentionShape;
 
-/* What is added to scores by the distance from query to key: [heads][width], key - query at width / 2 + key - query. Distances
- * up to 32 beyond the longest segment are read, as keys are scored in groups. */
+/* What is added to scores by the distance from query to key: [heads][width], key - query at width / 2 + key - query.
+ * Distances up to 32 beyond the longest segment are read, as keys are scored in groups. */
 typedef struct {
     const float *values;
     int64_t width;
@@ -60,7 +61,8 @@ typedef struct {
     const AttentionShape *shape;
     const Segments *segments;
     const ScoreBias *bias; /* null: none */
-    int64_t kind, tiles; /* of its products: F32, or BF16 where operand_kind says so and dim is even; whether in AMX tiles */
+    int64_t kind;        /* of its products: F32, or BF16 where operand_kind says so and dim is even */
+    int64_t tiles;       /* whether these may be in AMX tiles */
     const void *rows;    /* of [heads + 2 kv_heads][dim]: queries, keys and values in that kind */
     int64_t stride;      /* elements from row to row */
     float *out;          /* [rows][heads][dim] */

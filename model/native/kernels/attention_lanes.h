@@ -1,4 +1,5 @@
-/* One head's queries, keys and values in vector registers: scores and weighted sums, whatever keys and values are stored as. */
+/* One head's queries, keys and values in vector registers: scores and weighted sums, whatever keys and values are
+ * stored as. */
 #ifndef TRIPTYCH_ATTENTION_LANES_H
 #define TRIPTYCH_ATTENTION_LANES_H
 
@@ -33,8 +34,8 @@ INLINE vec load_head(int kind, const void *p, int64_t at, int64_t dim) {
     return at + LANES <= dim ? load_stored(kind, p, at) : load_head_tail(kind, p, at, dim);
 }
 
-/* foldN: of each run of N lanes, add the second half onto the first; the results of a fill the lower half of each run of the
- * result, those of b the upper. */
+/* foldN: of each run of N lanes, add the second half onto the first; the results of a fill the lower half of each
+ * run of the result, those of b the upper. */
 #define PICK(...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #if LANES == 16
 INLINE vec fold16(vec a, vec b) {
@@ -80,7 +81,8 @@ INLINE vec sum_each(vec *v) {
     return fold2(v[0], v[1]);
 }
 
-/* The dot products of one query [dim, padded with zeros to whole registers] with LANES keys: lane i is that of keys[i]. */
+/* The dot products of one query [dim, padded with zeros to whole registers] with LANES keys: lane i is that of
+ * keys[i]. */
 INLINE vec dot_keys(int kind, const float *query, const void *const *keys, int64_t dim) {
     vec s[LANES];
 #pragma GCC unroll 16
@@ -93,7 +95,8 @@ INLINE vec dot_keys(int kind, const float *query, const void *const *keys, int64
     return sum_each(s);
 }
 
-/* One head's values and the rows that they are added up for: sums[r] += weights[r][i] * values[i] for i in [0, count). */
+/* One head's values and the rows that they are added up for: sums[r] += weights[r][i] * values[i] for i in [0,
+ * count). */
 typedef struct {
     const float *weights[QUERY_ROWS]; /* of each row, [count] */
     const void *const *values;        /* [count] pointers to [dim] */

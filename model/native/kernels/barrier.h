@@ -1,8 +1,8 @@
 /* A barrier for the threads of a parallel region, which wait by spinning only for threads that run beside them.
  *
- * On a busy machine the system may put two threads on one CPU. One that spins there keeps the other from arriving: a step,
- * which has a hundred barriers, took several times as long as on one thread. OpenMP's barrier cannot know; this one asks on
- * which CPUs the threads were last seen, and sleeps at once where it shares one. */
+ * On a busy machine the system may put two threads on one CPU. One that spins there keeps the other from arriving: a
+ * step, which has a hundred barriers, took several times as long as on one thread. OpenMP's barrier cannot know;
+ * this one asks on which CPUs the threads were last seen, and sleeps at once where it shares one. */
 #ifndef TRIPTYCH_BARRIER_H
 #define TRIPTYCH_BARRIER_H
 

@@ -1,6 +1,6 @@
-/* Attention of segments whose queries see all of their own segment, as in encoders: two products a head, with panels packed
- * from the keys and values at hand. No token is decoded one by one there, so nothing has to agree with another order of sums.
- * A segment's bits do not depend on other segments. */
+/* Attention of segments whose queries see all of their own segment, as in encoders: two products a head, with panels
+ * packed from the keys and values at hand. No token is decoded one by one there, so nothing has to agree with
+ * another order of sums. A segment's bits do not depend on other segments. */
 #include "attention.h"
 
 #include "gemm.h"
@@ -68,8 +68,8 @@ INLINE void pack_values(int kind, const void *values, int64_t stride, int64_t n,
         }
 }
 
-/* Turn the dot products of the query at `position` into exp(score - max), an operand in the place of the scores; returns the
- * inverse of their sum. */
+/* Turn the dot products of the query at `position` into exp(score - max), an operand in the place of the scores;
+ * returns the inverse of their sum. */
 INLINE float encoder_softmax(int kind, const EncoderTile *t, float *scores, int64_t position) {
     static const ivec lanes = LANE_INDICES;
     const AttentionShape *a = t->shape;
@@ -118,7 +118,8 @@ INLINE void attend_queries(int kind, const EncoderTile *t, Operand queries, int6
     }
 }
 
-/* Attend with queries [first, last) of the segment of n rows from `start`, for the heads that share key head `kv_head`. */
+/* Attend with queries [first, last) of the segment of n rows from `start`, for the heads that share key head
+ * `kv_head`. */
 INLINE void attend_rows(int kind, const EncoderAttention *in, int64_t start, int64_t n, int64_t kv_head, int64_t first,
                         int64_t last, Scratch scratch) {
     const AttentionShape *a = in->shape;

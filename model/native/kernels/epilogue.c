@@ -1,7 +1,8 @@
 /* What follows the sums of a product: scale, bias, activation, and where they are written. */
 #include "epilogue.h"
 
-enum { PUT_FLOATS, ADD_FLOATS, PUT_BF16 }; /* how outputs are written: put, added to what is there, or rounded and put */
+/* How outputs are written: put, added to what is there, or rounded and put. */
+enum { PUT_FLOATS, ADD_FLOATS, PUT_BF16 };
 
 /* Write the first `left` lanes (all of them if it is LANES or more) of a vector of outputs. */
 INLINE void put(const Output *to, int how, int64_t row, int64_t column, int64_t left, vec value) {
@@ -26,7 +27,7 @@ INLINE void put(const Output *to, int how, int64_t row, int64_t column, int64_t 
 }
 
 /* Apply an activation, which is a constant. */
-INLINE vec activation_of(int activation, vec x, float softcap) {
+INLINE vec apply(int activation, vec x, float softcap) {
     return activation == SOFTCAP ? softcap_vec(x, softcap) : activate(activation, x);
 }
 
@@ -42,10 +43,10 @@ INLINE void finish_as(int activation, int how, const Product *product, const Sum
         int64_t left = m->n - column;
         if (left >= LANES)
             for (int i = 0; i < rows; i++)
-                put(&to, how, row + i, column, LANES, activation_of(activation, sums[i * stride + j] + bias, to.softcap));
+                put(&to, how, row + i, column, LANES, apply(activation, sums[i * stride + j] + bias, to.softcap));
         else
             for (int i = 0; i < rows; i++)
-                put(&to, how, row + i, column, left, activation_of(activation, sums[i * stride + j] + bias, to.softcap));
+                put(&to, how, row + i, column, left, apply(activation, sums[i * stride + j] + bias, to.softcap));
     }
 }
 

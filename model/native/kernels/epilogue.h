@@ -12,8 +12,9 @@ typedef struct {
     int64_t stride; /* registers from row to row */
 } SumTile;
 
-/* Scale, bias, activate and write what of the rectangle the matrix has. The rectangle is passed by address: copying it to the
- * stack took up to a quarter of the time of products in tiles, as a wide load from fields stored just before must wait. */
+/* Scale, bias, activate and write what of the rectangle the matrix has. The rectangle is passed by address: copying
+ * it to the stack took up to a quarter of the time of products in tiles, as a wide load from fields stored just
+ * before must wait. */
 void epilogue(const Product *product, const SumTile *tile);
 
 #endif

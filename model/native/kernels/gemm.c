@@ -1,8 +1,8 @@
 /* Matrix products by vectors: of few rows at the speed of memory, of many at that of the vector units.
  *
- * Invariant: each output is one chain of multiply-adds over k, ascending, whatever the number of rows, so a row's result
- * does not depend on its neighbours. Threads divide the outputs, never a sum. A matrix that may use AMX tiles is multiplied by
- * amx.c, in bfloat16 whatever the number of rows. */
+ * Invariant: each output is one chain of multiply-adds over k, ascending, whatever the number of rows, so a row's
+ * result does not depend on its neighbours. Threads divide the outputs, never a sum. A matrix that may use AMX tiles
+ * is multiplied by amx.c, in bfloat16 whatever the number of rows. */
 #include "gemm.h"
 
 #include "amx.h"
@@ -75,8 +75,8 @@ void narrow_in_place(float *row, int64_t k) { /* ascending: what is overwritten 
 /* Sums of `rows` rows times `vecs` registers' worth of outputs. */
 typedef vec Accumulators[KERNEL_ROWS][KERNEL_PANELS * PANEL_VECS];
 
-/* How far register j's weights are from the first's, in elements: panels are `panel` elements apart, and `step` elements of
- * each output lie together. */
+/* How far register j's weights are from the first's, in elements: panels are `panel` elements apart, and `step`
+ * elements of each output lie together. */
 INLINE int64_t weight_offset(int j, int64_t panel, int step) {
     return j / PANEL_VECS * panel + j % PANEL_VECS * LANES * step;
 }
@@ -88,9 +88,9 @@ typedef struct {
     int cold;            /* whether the weights may be in no cache yet */
 } WeightStream;
 
-/* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those of the
- * panels that follow. One row is as fast as memory without. They are kept in caches: the third may hold all weights until the
- * next step. */
+/* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those
+ * of the panels that follow. One row is as fast as memory without. They are kept in caches: the third may hold all
+ * weights until the next step. */
 INLINE void prefetch_weights(int rows, int panels, const void *weights, WeightStream stream) {
     if (!stream.cold || rows == 1) return;
     const char *line = (const char *)weights + PREFETCH_BYTES;
@@ -99,8 +99,8 @@ INLINE void prefetch_weights(int rows, int panels, const void *weights, WeightSt
     for (int j = 0; j < panels; j++, line += stream.panel_bytes) __builtin_prefetch(line, 0, 3);
 }
 
-/* kernel_f32, kernel_bf16, kernel_int8: add the products of rows a and weights b over k in [0, count) to `acc`. `rows` and
- * `vecs` are constants, so that loops over them unroll completely; panels are `panel` elements apart. */
+/* kernel_f32, kernel_bf16, kernel_int8: add the products of rows a and weights b over k in [0, count) to `acc`.
+ * `rows` and `vecs` are constants, so that loops over them unroll completely; panels are `panel` elements apart. */
 INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b, int64_t panel, int64_t count,
                       WeightStream stream, Accumulators acc) {
     for (int64_t k = 0; k < count; k++, b += PANEL_WIDTH) {
@@ -199,8 +199,8 @@ INLINE void kernel_int8(int rows, int vecs, const void *const *a, const int8_t *
     }
 }
 
-/* Ask for where a kernel's outputs go, so that those lines are there when its sums are: they are a few of each of many rows,
- * which no prefetcher of the hardware foresees. */
+/* Ask for where a kernel's outputs go, so that those lines are there when its sums are: they are a few of each of
+ * many rows, which no prefetcher of the hardware foresees. */
 INLINE void prefetch_outputs(const Output *to, int rows, int panels, int64_t row, int64_t column) {
     int64_t size = to->bf16_rows ? 2 : 4;
     const char *at = (const char *)to->rows + (row * to->stride + column) * size;
@@ -210,15 +210,16 @@ INLINE void prefetch_outputs(const Output *to, int rows, int panels, int64_t row
             __builtin_prefetch(at + byte, 1, 3);
 }
 
-/* What one call of the kernel computes: `count` rows from `row` times whole panels from `column`, over k in [start, stop). */
+/* What one call of the kernel computes: `count` rows from `row` times whole panels from `column`, over k in [start,
+ * stop). */
 typedef struct {
     int64_t row, column, start, stop;
     int count;
     int cold; /* whether the weights may be in no cache yet */
 } KernelTile;
 
-/* Compute a tile of at most `rows` rows and of `panels` panels, which are constants. Sums over a part of k are kept in the
- * product's scratch until the last part. */
+/* Compute a tile of at most `rows` rows and of `panels` panels, which are constants. Sums over a part of k are kept
+ * in the product's scratch until the last part. */
 INLINE void kernel(int dtype, int rows, int panels, const Product *p, KernelTile t) {
     const PackedMatrix *m = p->matrix;
     int64_t panel = padded_k(dtype, m->k) * PANEL_WIDTH, count = t.stop - t.start, bytes = element_bytes(dtype);
@@ -278,7 +279,8 @@ INLINE void multiply_rows(int dtype, int panels, const Product *p, int64_t rows,
         kernel(dtype, 1, panels, p, t);
 }
 
-/* Multiply all rows by panels [first, last): as many weights at a time as stay in the second cache while all rows pass. */
+/* Multiply all rows by panels [first, last): as many weights at a time as stay in the second cache while all rows
+ * pass. */
 INLINE void multiply_panels(int dtype, const Product *p, int64_t rows, int64_t first, int64_t last) {
     int64_t k = p->matrix->k;
     int64_t depth = L2_BYTES / (KERNEL_PANELS * PANEL_WIDTH * element_bytes(dtype)) / 64 * 64;

@@ -10,12 +10,14 @@
 int operand_kind(const PackedMatrix *matrix);
 /* Bytes of one row of k elements in that form. */
 int64_t operand_bytes(const PackedMatrix *matrix);
-/* Convert a row of k floats to an operand of that kind at `to` (padded to 64 bytes), elsewhere; INT8: `scale` gets its step. */
+/* Convert a row of k floats to an operand of that kind at `to` (padded to 64 bytes), elsewhere; INT8: `scale` gets
+ * its step. */
 void write_operand(int kind, const float *from, int64_t k, void *to, float *scale);
 /* Round a row of k floats to as many bf16, which take the first half of its place. */
 void narrow_in_place(float *row, int64_t k);
-/* Compute thread `thread`'s part (of `threads`) of the outputs of output = operand x matrix^T + bias for `rows` rows.
- * `scratch` is that thread's own, [rows][GEMM_SCRATCH]. No output is shared, and threads need not wait for each other. */
+/* Compute thread `thread`'s part (of `threads`) of the outputs of output = operand x matrix^T + bias for `rows`
+ * rows. `scratch` is that thread's own, [rows][GEMM_SCRATCH]. No output is shared, and threads need not wait for
+ * each other. */
 void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int thread, int threads,
           float *scratch);
 

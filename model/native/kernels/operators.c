@@ -25,8 +25,8 @@ EXPORTED int64_t linear_scratch_bytes(const PackedMatrix *matrix, int64_t rows, 
 }
 
 /* Compute out [rows][n] = softcap(x [rows][k] x matrix^T + bias); a softcap of 0 is none. */
-EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float *out, float softcap, char *memory,
-                         int64_t threads) {
+EXPORTED void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float *out, float softcap,
+                         char *memory, int64_t threads) {
     Barrier barrier = {0};
     Output output = {.rows = out, .stride = matrix->n, .softcap = softcap};
     if (softcap != 0.0f) output.activation = SOFTCAP;
@@ -51,7 +51,8 @@ EXPORTED int64_t attention_scratch_bytes(const AttentionShape *shape, const Segm
     return threads * attention_bytes(shape, segments) + SCRATCH_ALIGNMENT;
 }
 
-/* Compute an attention, whose segments' slots, if it has any, get the `rows` keys and values [rows][kv_heads][dim] first. */
+/* Compute an attention, whose segments' slots, if it has any, get the `rows` keys and values [rows][kv_heads][dim]
+ * first. */
 EXPORTED void run_attention(const Attention *attention, const float *keys, const float *values, int64_t rows,
                             char *memory, int64_t threads) {
     const AttentionShape *shape = attention->shape;
@@ -65,8 +66,8 @@ EXPORTED void run_attention(const Attention *attention, const float *keys, const
     paged_attention(attention, omp_get_thread_num(), omp_get_num_threads(), memory + omp_get_thread_num() * bytes);
 }
 
-/* Write the sizes of up to `count` of the structures that a caller fills, in the order in which Python declares them; returns
- * how many there are. */
+/* Write the sizes of up to `count` of the structures that a caller fills, in the order in which Python declares
+ * them; returns how many there are. */
 EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
     const int64_t found[] = {
         sizeof(PackedMatrix),  sizeof(KVPages),        sizeof(Segments), sizeof(AttentionShape), sizeof(ScoreBias),
@@ -74,7 +75,7 @@ EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
         sizeof(MLPLayer),      sizeof(Layer),          sizeof(Stack),    sizeof(RotaryTable),    sizeof(Step),
     };
     int64_t known = sizeof found / sizeof *found;
-    memcpy(sizes, found, min_i64(count, known) * sizeof *found);
+    for (int64_t i = 0; i < count && i < known; i++) sizes[i] = found[i];
     return known;
 }
 

@@ -1,7 +1,7 @@
 /* Writes rows of a matrix into the panels that products read (matrix.h).
  *
- * Each row is converted, and quantised, by itself: rows may come in any order and in any number at a time. Panels must be zero
- * before, as padding is not written. Threads divide the panels. */
+ * Each row is converted, and quantised, by itself: rows may come in any order and in any number at a time. Panels
+ * must be zero before, as padding is not written. Threads divide the panels. */
 #include "matrix.h"
 
 #define PACK_DEPTH 64 /* numbers of each row that are converted before they are interleaved with those of other rows */
@@ -62,8 +62,9 @@ INLINE int32_t quantise(const float *numbers, float scale, int8_t *to) {
 static void pack_panel(const UnpackedRows *rows, int64_t panel) {
     const PackedMatrix *matrix = rows->matrix;
     int64_t kind = matrix->dtype, depth = padded_k(kind, matrix->k), step = 4 / element_bytes(kind);
-    int64_t begin = max_i64(rows->first, panel * PANEL_WIDTH), end = min_i64(rows->first + rows->count, (panel + 1) * PANEL_WIDTH);
-    uint32_t *to = (uint32_t *)matrix->data + panel * PANEL_WIDTH * (depth / step); /* [depth / step][16] words of 4 bytes */
+    int64_t begin = max_i64(rows->first, panel * PANEL_WIDTH);
+    int64_t end = min_i64(rows->first + rows->count, (panel + 1) * PANEL_WIDTH);
+    uint32_t *to = (uint32_t *)matrix->data + panel * PANEL_WIDTH * (depth / step); /* [depth / step][16] words */
     float numbers[PACK_DEPTH], scales[PANEL_WIDTH];
     uint32_t words[PANEL_WIDTH][PACK_DEPTH];
     int32_t sums[PANEL_WIDTH] = {0};
@@ -94,11 +95,12 @@ static void pack_panel(const UnpackedRows *rows, int64_t panel) {
         }
 }
 
-/* Pack rows [first, first + count) of a matrix from `from`, floats or bf16 `stride` elements apart; INT8: fills scale and row
- * sums too. */
+/* Pack rows [first, first + count) of a matrix from `from`, floats or bf16 `stride` elements apart; INT8: fills
+ * scale and row sums too. */
 EXPORTED void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first,
                         int64_t count, int64_t threads) {
     UnpackedRows rows = {matrix, from, kind, stride, first, count};
 #pragma omp parallel for schedule(static) num_threads((int)threads)
-    for (int64_t panel = first / PANEL_WIDTH; panel < (first + count + PANEL_WIDTH - 1) / PANEL_WIDTH; panel++) pack_panel(&rows, panel);
+    for (int64_t panel = first / PANEL_WIDTH; panel < (first + count + PANEL_WIDTH - 1) / PANEL_WIDTH; panel++)
+        pack_panel(&rows, panel);
 }

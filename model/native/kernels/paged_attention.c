@@ -1,8 +1,8 @@
 /* Attention in float32 over pages of a KV cache or over packed rows, whatever these are stored as.
  *
- * Invariant: a query's scores, their softmax and its weighted sum of values are each added up in one order, which the query's
- * position alone decides. Decoding a token and prefilling it give the same bits. Work is divided by segment, head and rows,
- * never within a sum. */
+ * Invariant: a query's scores, their softmax and its weighted sum of values are each added up in one order, which
+ * the query's position alone decides. Decoding a token and prefilling it give the same bits. Work is divided by
+ * segment, head and rows, never within a sum. */
 #include "attention.h"
 
 #include "attention_lanes.h"
@@ -37,7 +37,8 @@ INLINE void visible_keys(const KeySource *s, int64_t position, int64_t *from, in
     else if (window) *to = min_i64(*to, position + window);
 }
 
-/* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees [from, to). */
+/* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees
+ * [from, to). */
 INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from,
                          int64_t to) {
     static const ivec lanes = LANE_INDICES;
@@ -65,8 +66,8 @@ static float softmax(float *scores, int64_t first, int64_t last) {
     return total == 0.0f ? 0.0f : 1.0f / total; /* no keys: zeros, not 0 / 0 */
 }
 
-/* The rows of KEY_GROUP keys from `at`, a multiple of KEY_GROUP. Of those outside of [from, to), which are masked or weigh
- * nothing, it gives rows that are inside or in the same block. */
+/* The rows of KEY_GROUP keys from `at`, a multiple of KEY_GROUP. Of those outside of [from, to), which are masked or
+ * weigh nothing, it gives rows that are inside or in the same block. */
 INLINE void locate_keys(const KeySource *s, int64_t at, int64_t from, int64_t to, int64_t *rows) {
     if (s->contiguous) {
         int64_t first = key_row(s, at);
@@ -85,8 +86,9 @@ INLINE void load_scales(const float *scales, const int64_t *rows, int64_t kv_hea
 typedef struct {
     int64_t first, last, per_kv_head; /* query heads for each key head */
     int64_t position, from, to;
-    int64_t begin, width, padded; /* the first key's group; keys up to the end of the last group; dim in whole registers */
-    float *q, *sums, *scores;     /* [heads][padded], [heads][padded], [heads][width] */
+    int64_t begin, width;     /* where the first key's group begins; where the last key's group ends */
+    int64_t padded;           /* dim in whole registers */
+    float *q, *sums, *scores; /* [heads][padded], [heads][padded], [heads][width] */
 } DecodeQuery;
 
 /* Take its buffers, for a shape and keys in groups that end at `width`. */
@@ -97,7 +99,8 @@ INLINE void decode_buffers(Scratch *scratch, const AttentionShape *a, int64_t wi
     query->scores = scratch_take(scratch, a->heads * width * sizeof *query->scores);
 }
 
-/* The pointers to KEY_GROUP rows of `base` from key `at`, which are needed now, and their numbers; the next are prefetched. */
+/* The pointers to KEY_GROUP rows of `base` from key `at`, which are needed now, and their numbers; the next are
+ * prefetched. */
 INLINE void load_group(const KeySource *s, const DecodeQuery *query, const char *base, int64_t stride, int64_t at,
                        const char **rows, int64_t *numbers) {
     int64_t next[KEY_GROUP], bytes = (query->last - query->first) * s->shape->dim * element_bytes(s->pages->kind);
@@ -164,10 +167,10 @@ INLINE void decode_weighted_sum(int kind, int64_t dim, const KeySource *s, const
     }
 }
 
-/* Attend with the one query [heads][dim] of a segment, for the heads that share the keys of heads [first, last): pages are
- * read once, where they lie. */
-INLINE void decode(int kind, int64_t dim, const KeySource *s, const float *query, float *out, int64_t first, int64_t last,
-                   Scratch scratch) {
+/* Attend with the one query [heads][dim] of a segment, for the heads that share the keys of heads [first, last):
+ * pages are read once, where they lie. */
+INLINE void decode(int kind, int64_t dim, const KeySource *s, const float *query, float *out, int64_t first,
+                   int64_t last, Scratch scratch) {
     const AttentionShape *a = s->shape;
     DecodeQuery one = {.first = first, .last = last, .per_kv_head = a->heads / a->kv_heads};
     one.position = s->segments->kv_lens[s->segment] - 1;
@@ -187,20 +190,6 @@ INLINE void decode(int kind, int64_t dim, const KeySource *s, const float *query
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = one.sums[h * padded + i] * one.q[h * padded];
 }
 
-/* Copy one head's keys or values [begin, to) as floats [to - begin][padded] and their scales. No query sees keys before
- * `from`: what stands for those may be any key's. */
-INLINE void gather_head(int kind, const KeySource *s, const void *base, int64_t stride, const float *scales, int64_t head,
-                        int64_t begin, int64_t from, int64_t to, float *rows, float *row_scales) {
-    int64_t dim = s->shape->dim, padded = round_up(dim, LANES);
-    for (int64_t at = begin; at < to; at++) {
-        int64_t row = key_row(s, max_i64(at, from));
-        const char *stored = (const char *)base + (row * stride + head * dim) * element_bytes(kind);
-        for (int64_t i = 0; i < padded; i += LANES)
-            store(rows + (at - begin) * padded + i, load_head(kind, stored, i, dim));
-        if (kind == INT8) row_scales[at - begin] = scales[row * s->shape->kv_heads + head];
-    }
-}
-
 /* Some queries of one head, and its gathered keys and values [begin, to). */
 typedef struct {
     const KeySource *source;
@@ -212,6 +201,28 @@ typedef struct {
     float *q, *sums;                   /* [QUERY_ROWS][padded]: queries, and what they get */
     float *scores;                     /* [QUERY_ROWS][width] */
 } QueryTile;
+
+/* A pool's keys or its values. */
+typedef struct {
+    const void *rows;
+    int64_t stride;      /* elements from row to row */
+    const float *scales; /* INT8: [rows][kv_heads] */
+} StoredRows;
+
+/* Copy head `kv_head` of keys [tile->begin, tile->to), or of their values, as floats [to - begin][padded], and their
+ * scales. No query sees keys before `from`: any key may stand for those. */
+INLINE void gather_head(int kind, const QueryTile *tile, StoredRows stored, int64_t kv_head, int64_t from, float *rows,
+                        float *row_scales) {
+    const KeySource *s = tile->source;
+    int64_t dim = s->shape->dim, padded = round_up(dim, LANES), begin = tile->begin, to = tile->to;
+    for (int64_t at = begin; at < to; at++) {
+        int64_t row = key_row(s, max_i64(at, from));
+        const char *head = (const char *)stored.rows + (row * stored.stride + kv_head * dim) * element_bytes(kind);
+        for (int64_t i = 0; i < padded; i += LANES)
+            store(rows + (at - begin) * padded + i, load_head(kind, head, i, dim));
+        if (kind == INT8) row_scales[at - begin] = stored.scales[row * s->shape->kv_heads + kv_head];
+    }
+}
 
 /* Take its buffers, for heads of `dim` and up to `width` keys, whole groups. */
 INLINE void prefill_buffers(Scratch *scratch, int64_t dim, int64_t width, QueryTile *tile) {
@@ -225,8 +236,8 @@ INLINE void prefill_buffers(Scratch *scratch, int64_t dim, int64_t width, QueryT
     tile->sums = scratch_take(scratch, QUERY_ROWS * padded * number);
 }
 
-/* Add KEY_GROUP values from key `at` on to the sums of each row that sees them, which are its keys [from, to). What a row does
- * not see is left out rather than weighted with zero: zero times infinity is NaN. */
+/* Add KEY_GROUP values from key `at` on to the sums of each row that sees them, which are its keys [from, to). What
+ * a row does not see is left out rather than weighted with zero: zero times infinity is NaN. */
 INLINE void add_visible_values(int rows, int64_t at, const int64_t *from, const int64_t *to, WeightedSum *all,
                                int64_t padded) {
     int first[QUERY_ROWS], last[QUERY_ROWS] = {0}, alike = 1;
@@ -307,11 +318,11 @@ INLINE void prefill(int kind, int64_t dim, const KeySource *s, const Attention *
     int64_t from, to, unused;
     visible_keys(s, offset + first, &from, &unused);
     visible_keys(s, offset + last - 1, &unused, &to);
-    QueryTile tile = {.source = s, .begin = from / KEY_GROUP * KEY_GROUP, .quantised = kind == INT8};
+    QueryTile tile = {.source = s, .begin = from / KEY_GROUP * KEY_GROUP, .to = to, .quantised = kind == INT8};
+    StoredRows keys = {m->keys, m->key_stride, m->key_scales}, values = {m->values, m->value_stride, m->value_scales};
     prefill_buffers(&scratch, dim, round_up(to - tile.begin, KEY_GROUP), &tile);
-    gather_head(kind, s, m->keys, m->key_stride, m->key_scales, kv_head, tile.begin, from, to, tile.keys, tile.key_scales);
-    gather_head(kind, s, m->values, m->value_stride, m->value_scales, kv_head, tile.begin, from, to, tile.values,
-                tile.value_scales);
+    gather_head(kind, &tile, keys, kv_head, from, tile.keys, tile.key_scales);
+    gather_head(kind, &tile, values, kv_head, from, tile.values, tile.value_scales);
     PrefillKernel *kernel = prefill_kernel(dim);
     for (tile.head = kv_head * per; tile.head < (kv_head + 1) * per; tile.head++)
         for (int64_t row = first; row < last; row += QUERY_ROWS) {
@@ -346,7 +357,8 @@ int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments lon
     return max_i64(decoding.used, prefilling.used);
 }
 
-/* Compute a thread's tasks. Of few segments, heads are divided too; of many, each segment's pages are read by one thread. */
+/* Compute a thread's tasks. Of few segments, heads are divided too; of many, each segment's pages are read by one
+ * thread. */
 INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch) {
     const AttentionShape *a = in->shape;
     const Segments *g = in->segments;

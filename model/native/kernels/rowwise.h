@@ -43,8 +43,8 @@ static inline void add_in_place(float *x, const float *y, int64_t size) {
     for (; i < size; i++) x[i] += y[i];
 }
 
-/* Rotate pairs (i, i + size / 2) of a head's first `size` numbers by the angles whose cosines and sines [size] these are (Su et
- * al. 2021, in the order of GPT-NeoX). */
+/* Rotate pairs (i, i + size / 2) of a head's first `size` numbers by the angles whose cosines and sines [size] these
+ * are (Su et al. 2021, in the order of GPT-NeoX). */
 static inline void rotate(float *head, const float *cos, const float *sin, int64_t size) {
     for (int64_t i = 0; i < size / 2; i++) {
         float a = head[i], b = head[i + size / 2];
@@ -56,7 +56,8 @@ static inline void rotate(float *head, const float *cos, const float *sin, int64
 /* activation(gate) * up of a row that holds gate [size] and up [size], into its first half (Shazeer 2020). */
 static inline void gate_in_place(int64_t activation, float *row, int64_t size) {
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
+    for (; i + LANES <= size; i += LANES)
+        store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
     for (; i < size; i++) {
         float one[LANES] = {row[i]};
         store(one, activate((int)activation, load(one)));

@@ -1,8 +1,8 @@
 /* Scratch memory, laid out by the functions that use it.
  *
- * Each part of the library has one function that takes its buffers from a Scratch. With a base it places them; without one it
- * only counts, which is how the sizes that callers must provide are found: sizes and places cannot disagree. Under
- * AddressSanitizer a poisoned gap follows each buffer. */
+ * Each part of the library has one function that takes its buffers from a Scratch. With a base it places them;
+ * without one it only counts, which is how the sizes that callers must provide are found: sizes and places cannot
+ * disagree. Under AddressSanitizer a poisoned gap follows each buffer. */
 #ifndef TRIPTYCH_SCRATCH_H
 #define TRIPTYCH_SCRATCH_H
 

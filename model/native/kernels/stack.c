@@ -1,8 +1,8 @@
 /* Layers of a Transformer stack over packed rows, in one parallel region: norms, products, attention, pages.
  *
- * Rows are float32 throughout; products read them as their matrix needs. Nothing is kept between calls: the caller gives the
- * scratch memory, whose size `scratch_bytes` tells. Threads divide rows, outputs or heads, and wait for each other at barriers
- * wherever one reads what another wrote. */
+ * Rows are float32 throughout; products read them as their matrix needs. Nothing is kept between calls: the caller
+ * gives the scratch memory, whose size `scratch_bytes` tells. Threads divide rows, outputs or heads, and wait for
+ * each other at barriers wherever one reads what another wrote. */
 #define _GNU_SOURCE /* sched_getcpu */
 #include "stack.h"
 
@@ -52,10 +52,11 @@ static int64_t attention_scratch(const Stack *stack, const Step *step) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < step->num_segments; i++) {
         LongestSegments longest = longest_of(step, i);
+        int64_t keys = max_i64(longest.decode, longest.prefill);
         for (int64_t number = 0; number < stack->num_layers; number++) {
             const Layer *layer = stack->layers[number];
             if (layer->self.segments == i && is_whole(layer, step))
-                bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, max_i64(longest.decode, longest.prefill)));
+                bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, keys));
             else if (layer->self.segments == i)
                 bytes = max_i64(bytes, paged_attention_scratch(&layer->self.shape, longest));
             if (layer->has_cross && layer->cross.segments == i)
@@ -143,15 +144,16 @@ static void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Oper
     wait_for_threads(&t->team);
 }
 
-/* Normalise and rotate each row's queries and keys, and write its keys and values into the layer's pages. As BF16, rows end
- * up in the first halves of theirs. Ends at a barrier. */
+/* Normalise and rotate each row's queries and keys, and write its keys and values into the layer's pages. As BF16,
+ * rows end up in the first halves of theirs. Ends at a barrier. */
 static void finish_heads(const StackContext *t, const AttentionLayer *layer, int64_t kv_heads, const KVPages *pages,
                          int kind) {
     const AttentionShape *a = &layer->shape;
     const Step *step = t->step;
     const RotaryTable *rotary = layer->rotary < 0 ? NULL : step->rotary + layer->rotary;
     const int64_t *slots = step->segments[layer->segments].slots;
-    int64_t keys = a->heads * a->dim, values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim, first, last;
+    int64_t keys = a->heads * a->dim, values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim;
+    int64_t first, last;
     thread_range(&t->team, step->rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         float *q = t->qkv + row * width;
@@ -297,8 +299,8 @@ static void run_layers(const StackContext *t) {
     if (t->step->last_layer == t->stack->num_layers) norm_rows(t, &t->stack->final, t->x, t->step->rows);
 }
 
-/* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need nothing of
- * each other, and be so many that the last group is not waited for long. */
+/* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need
+ * nothing of each other, and be so many that the last group is not waited for long. */
 static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
     if (step->num_segments != 1 || !is_whole(stack->layers[0], step)) return 0;
     if (step->rows < 2 * threads * max_i64(longest_keys(step), GROUP_ROWS)) return 0;
@@ -328,7 +330,8 @@ static int64_t buffer_bytes(const Stack *stack, const Step *step, int64_t thread
     return bytes;
 }
 
-/* Bytes of scratch memory that run_stack needs for a step. A planned step may have empty segments, and matrices without data. */
+/* Bytes of scratch memory that run_stack needs for a step. A planned step may have empty segments, and matrices
+ * without data. */
 EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads) {
     int64_t buffers = in_groups(stack, step, threads) ? threads : 1;
     return buffers * buffer_bytes(stack, step, threads) + SCRATCH_ALIGNMENT;

@@ -1,7 +1,7 @@
 /* What a caller describes to run the layers of a Transformer stack: the stack, and one step through it.
  *
- * model/native/library.py mirrors these structures and those that they are made of; `structure_sizes` compares their sizes when
- * the library is loaded. The caller owns everything that they point to. docs/kernels.md explains them. */
+ * model/native/library.py mirrors these structures and those that they are made of; `structure_sizes` compares their
+ * sizes when the library is loaded. The caller owns everything that they point to. docs/kernels.md explains them. */
 #ifndef TRIPTYCH_STACK_H
 #define TRIPTYCH_STACK_H
 
@@ -38,7 +38,7 @@ typedef struct {
     AttentionLayer self, cross;
     MLPLayer mlp;
     int64_t has_cross;
-    int64_t parallel; /* whether attention and MLP read the same x and are added together (GPT-NeoX); output norms allowed */
+    int64_t parallel; /* whether attention and MLP read the same x, and both are added to it (GPT-NeoX) */
 } Layer;
 
 typedef struct {
@@ -48,7 +48,8 @@ typedef struct {
     Norm final;                 /* behind the last layer */
 } Stack;
 
-/* Rotary positions of a step's rows for one base: cosines and sines [rows][dim] of the first `dim` numbers of a head. */
+/* Rotary positions of a step's rows for one base: cosines and sines [rows][dim] of the first `dim` numbers of a
+ * head. */
 typedef struct {
     const float *cos, *sin;
     int64_t dim;
@@ -62,7 +63,7 @@ typedef struct {
     const KVPages *pages;     /* [num_layers] each layer's keys and values; null: keys are the rows themselves */
     const RotaryTable *rotary;
     const ScoreBias *score_biases;
-    int64_t planned_keys; /* of a step whose segments are empty, which is only planned: the keys of its longest segment */
+    int64_t planned_keys; /* of a step that is only planned, whose segments are empty: its longest segment's keys */
 } Step;
 
 #endif

@@ -24,8 +24,8 @@ INLINE void thread_range(const ThreadContext *t, int64_t rows, int64_t *first, i
 
 INLINE void wait_for_threads(const ThreadContext *t) { barrier_wait(t->barrier, t->thread, t->threads); }
 
-/* Give the operand of a product of `count` rows [matrix->k] with `matrix`: normalised if there is a norm, in the form that the
- * product reads, in place where they have it already. Ends at a barrier. */
+/* Give the operand of a product of `count` rows [matrix->k] with `matrix`: normalised if there is a norm, in the
+ * form that the product reads, in place where they have it already. Ends at a barrier. */
 static Operand prepare_operand(const ThreadContext *t, const Norm *norm, const PackedMatrix *matrix, const float *rows,
                                int64_t count) {
     int kind = operand_kind(matrix), normed = norm && norm->kind != NO_NORM;

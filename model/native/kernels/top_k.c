@@ -60,9 +60,9 @@ static float logsumexp(const float *x, int64_t size, float most) {
     return most + __builtin_logf(reduce_add(sum));
 }
 
-/* Write, for each of `rows` rows of `size` floats, the `count` largest values in descending order [rows][count], their places
- * [rows][count], and the row's logsumexp [rows]. The latter is NaN for a row with a NaN or without a finite number, of which
- * the rest means nothing. */
+/* Write, for each of `rows` rows of `size` floats, the `count` largest values in descending order [rows][count],
+ * their places [rows][count], and the row's logsumexp [rows]. The latter is NaN for a row with a NaN or without a
+ * finite number, of which the rest means nothing. */
 EXPORTED void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens,
                     float *log_sums, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)

@@ -1,7 +1,8 @@
-/* Vectors of floats through the compiler's vector extensions: AVX-512, AVX2, NEON or plain code, whatever -march gives.
+/* Vectors of floats through the compiler's vector extensions: AVX-512, AVX2, NEON or plain code, whatever -march
+ * gives.
  *
- * Invariant: every sum has one order, which depends on the number of its terms alone. A row's result is therefore the same
- * bit for bit whatever else is computed beside it. */
+ * Invariant: every sum has one order, which depends on the number of its terms alone. A row's result is therefore
+ * the same bit for bit whatever else is computed beside it. */
 #ifndef TRIPTYCH_VECTOR_H
 #define TRIPTYCH_VECTOR_H
 
@@ -12,8 +13,8 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-/* Marks a function that Python calls. All others are hidden (-fvisibility=hidden), so that no other library's function of
- * the same name can take their place. */
+/* Marks a function that Python calls. All others are hidden (-fvisibility=hidden), so that no other library's
+ * function of the same name can take their place. */
 #define EXPORTED __attribute__((visibility("default")))
 
 typedef uint16_t bf16;
@@ -153,8 +154,8 @@ INLINE float reduce_max(vec v) {
 #endif
 }
 
-/* The largest absolute value of n floats, NaN if one of them is: without their signs, floats are ordered as their bits are, NaN
- * last. */
+/* The largest absolute value of n floats, NaN if one of them is: without their signs, floats are ordered as their
+ * bits are, NaN last. */
 INLINE float max_abs(const float *x, int64_t n) {
     ivec most = {0};
     int32_t each[LANES], best = 0;
@@ -205,8 +206,8 @@ INLINE vec tanh_vec(vec x) { return 1.0f - 2.0f / (exp_vec(x + x) + 1.0f); }
 /* cap * tanh(x / cap): x, held between -cap and cap (Gemma 2). */
 INLINE vec softcap_vec(vec x, float cap) { return cap * tanh_vec(x / cap); }
 
-/* erf(x), absolute error below 2e-7: erf(x) / x is a polynomial in 2 x^2 / 3.9^2 - 1, interpolated at Chebyshev's nodes;
- * beyond 3.9 it is 1 to within 4e-8. */
+/* erf(x), absolute error below 2e-7: erf(x) / x is a polynomial in 2 x^2 / 3.9^2 - 1, interpolated at Chebyshev's
+ * nodes; beyond 3.9 it is 1 to within 4e-8. */
 INLINE vec erf_vec(vec x) {
     static const float terms[] = {
         1.944994321e-3f, -1.153882477e-3f, 1.828000415e-3f,  -7.548484951e-3f, 1.368475705e-2f,

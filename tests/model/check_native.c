@@ -1,0 +1,350 @@
+/* Calls every entry point of the native library with buffers of exactly the sizes that docs/kernels.md promises, for
+ * sanitizers.
+ *
+ * Compiled together with the kernels (tests/model/test_check_native.py). Scratch and outputs are filled with NaN, so
+ * that reading what was never written shows as a result that is not finite. OpenMP's regions are run by the pthreads
+ * below: sanitizers know what those synchronise, and nothing of libgomp. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "stack.h"
+
+int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t threads);
+void run_stack(const Stack *stack, const Step *step, float *x, char *memory, int64_t threads);
+int64_t linear_scratch_bytes(const PackedMatrix *matrix, int64_t rows, int64_t threads);
+void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float *out, float softcap, char *memory,
+                int64_t threads);
+int64_t attention_scratch_bytes(const AttentionShape *shape, const Segments *segments, int64_t threads);
+void run_attention(const Attention *attention, const float *keys, const float *values, int64_t rows, char *memory,
+                   int64_t threads);
+void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens, float *log_sums,
+           int64_t threads);
+void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first, int64_t count,
+               int64_t threads);
+int64_t structure_sizes(int64_t *sizes, int64_t count);
+int64_t features(void);
+int64_t start_tiles(void);
+
+/* ---- OpenMP ---- */
+
+typedef struct {
+    void (*work)(void *);
+    void *data;
+    int thread, threads;
+} Region;
+
+static _Thread_local Region current = {.threads = 1};
+
+int omp_get_thread_num(void) { return current.thread; }
+int omp_get_num_threads(void) { return current.threads; }
+
+static void *run_region(void *region) {
+    current = *(Region *)region;
+    current.work(current.data);
+    current = (Region){.threads = 1};
+    return NULL;
+}
+
+void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags) {
+    pthread_t others[64];
+    Region regions[64];
+    (void)flags;
+    for (unsigned i = 0; i < threads; i++) regions[i] = (Region){work, data, (int)i, (int)threads};
+    for (unsigned i = 1; i < threads; i++) pthread_create(others + i, NULL, run_region, regions + i);
+    run_region(regions);
+    for (unsigned i = 1; i < threads; i++) pthread_join(others[i], NULL);
+}
+
+/* ---- buffers that are freed all at once ---- */
+
+static void *kept[100000];
+static int kept_count;
+
+static void *room(int64_t bytes) {
+    void *memory = malloc(bytes ? bytes : 1);
+    memset(memory, 0xff, bytes); /* NaN, or integers that are out of range */
+    return kept[kept_count++] = memory;
+}
+
+static void free_all(void) {
+    while (kept_count) free(kept[--kept_count]);
+}
+
+static uint64_t state = 1;
+
+static float drawn(void) { /* between -1 and 1 */
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (float)(int32_t)(state >> 32) * 0x1p-31f;
+}
+
+static float *floats(int64_t count) {
+    float *x = room(count * 4);
+    for (int64_t i = 0; i < count; i++) x[i] = drawn();
+    return x;
+}
+
+static void *numbers(int64_t kind, int64_t count) {
+    float *wide = floats(count);
+    if (kind == F32) return wide;
+    void *narrow = room(count * element_bytes(kind));
+    for (int64_t i = 0; i < count; i++) {
+        if (kind == BF16) ((bf16 *)narrow)[i] = to_bf16(wide[i]);
+        else ((int8_t *)narrow)[i] = (int8_t)(wide[i] * 127.0f);
+    }
+    return narrow;
+}
+
+static int failures;
+
+static void must_be_finite(const char *what, const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (!__builtin_isfinite(x[i])) {
+            printf("%s: number %ld of %ld is %f\n", what, (long)i, (long)count, x[i]);
+            failures++;
+            return;
+        }
+}
+
+/* ---- products ---- */
+
+static PackedMatrix packed(int64_t dtype, int64_t n, int64_t k, int biased, int64_t tiles) {
+    int64_t padded = round_up(n, PANEL_WIDTH), bytes = padded * padded_k(dtype, k) * element_bytes(dtype);
+    int64_t kind = dtype == BF16 || n % 2 ? BF16 : F32;
+    PackedMatrix m = {.dtype = dtype, .n = n, .k = k, .data = memset(room(bytes), 0, bytes), .tiles = tiles};
+    if (biased) m.bias = floats(padded);
+    if (dtype == INT8) {
+        m.scale = memset(room(padded * 4), 0, padded * 4);
+        m.row_sums = memset(room(padded * 4), 0, padded * 4);
+    }
+    for (int64_t first = 0, count; first < n; first += count) { /* in pieces, from rows that are further apart than k */
+        count = min_i64(n - first, 1 + first % 21);
+        pack_rows(&m, numbers(kind, (count - 1) * (k + 3) + k), kind, k + 3, first, count, 1 + first % 3);
+    }
+    return m;
+}
+
+static void check_products(int64_t tiles, int64_t threads) {
+    static const int64_t shapes[][2] = {{1, 1}, {16, 16}, {7, 5}, {33, 70}, {100, 37}, {48, 64}, {17, 2}, {40, 1500}};
+    static const int64_t counts[] = {0, 1, 2, 3, 5, 8, 13, 33, 40};
+    for (unsigned shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
+        for (int64_t dtype = F32; dtype <= INT8; dtype++) {
+            PackedMatrix m = packed(dtype, shapes[shape][0], shapes[shape][1], shape % 2, tiles);
+            for (unsigned i = 0; i < sizeof counts / sizeof *counts; i++) {
+                int64_t rows = counts[i], bytes = linear_scratch_bytes(&m, rows, threads);
+                float *out = room(rows * m.n * 4);
+                run_linear(&m, floats(rows * m.k), rows, out, i % 2 ? 5.0f : 0.0f, room(bytes), threads);
+                must_be_finite("run_linear", out, rows * m.n);
+            }
+            free_all();
+        }
+}
+
+/* ---- attention ---- */
+
+static KVPages pages_of(int64_t kind, int64_t rows, int64_t heads, int64_t dim) {
+    KVPages p = {.kind = kind, .keys = numbers(kind, rows * heads * dim), .values = numbers(kind, rows * heads * dim)};
+    p.key_stride = p.value_stride = heads * dim;
+    if (kind == INT8) p.key_scales = floats(rows * heads), p.value_scales = floats(rows * heads);
+    return p;
+}
+
+/* Segments with so many rows and keys, in blocks of which the last is the pool's last; rows are written to slots. */
+static Segments segments_of(const int64_t (*sizes)[2], int64_t count, int64_t block_size, int causal) {
+    int64_t *starts = room((count + 1) * 8), *lens = room(count * 8), width = 1, rows = 0;
+    for (int64_t i = 0; i < count; i++) {
+        starts[i] = rows, lens[i] = sizes[i][1], rows += sizes[i][0];
+        if (block_size) width = max_i64(width, round_up(lens[i], block_size) / block_size);
+    }
+    starts[count] = rows;
+    Segments s = {.segments = count, .causal = causal, .q_starts = starts, .k_starts = starts, .kv_lens = lens};
+    if (!block_size) return s;
+    int64_t *tables = room(count * width * 8), *slots = room(rows * 8);
+    for (int64_t i = 0; i < count * width; i++) tables[i] = count * width - 1 - i;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t row = 0; row < sizes[i][0]; row++) {
+            int64_t at = lens[i] - sizes[i][0] + row;
+            slots[starts[i] + row] = tables[i * width + at / block_size] * block_size + at % block_size;
+        }
+    s.block_size = block_size, s.table_width = width, s.tables = tables, s.slots = slots;
+    return s;
+}
+
+static int64_t pool_rows(const Segments *s) { return s->segments * s->table_width * s->block_size; }
+
+static const int64_t MIXED[][2] = {{1, 70}, {37, 37}, {1, 1}, {70, 133}, {1, 16}, {5, 33}, {1, 300}};
+enum { MIXED_COUNT = sizeof MIXED / sizeof *MIXED, LONGEST = 300 };
+
+static ScoreBias bias_of(int64_t heads, int64_t longest) {
+    int64_t width = 2 * (longest + 32); /* what ScoreBias says may be read */
+    return (ScoreBias){floats(heads * width), width};
+}
+
+static void check_attention(int64_t threads) {
+    static const int64_t dims[] = {1, 5, 8, 20, 32, 64, 80, 128};
+    for (unsigned i = 0; i < sizeof dims / sizeof *dims; i++)
+        for (int64_t kind = F32; kind <= INT8; kind++)
+            for (int64_t paged = 0; paged < 3; paged++) {
+                int64_t dim = dims[i], block_size = paged == 2 ? 16 : 3 * paged, rows;
+                AttentionShape shape = {.heads = 6, .kv_heads = i % 2 ? 2 : 1, .dim = dim, .scale = 0.3f};
+                shape.window = (i + paged) % 2 ? 20 : 0, shape.softcap = kind == BF16 ? 2.0f : 0.0f;
+                if (!paged && kind == F32) shape.kv_heads = 6;
+                Segments s = segments_of(MIXED, MIXED_COUNT, block_size, paged || i % 2);
+                rows = s.q_starts[MIXED_COUNT];
+                if (!paged) s = segments_of((const int64_t[][2]){{70, 70}, {1, 1}, {33, 33}}, 3, 0, i % 2), rows = 104;
+                KVPages pages = pages_of(kind, paged ? pool_rows(&s) : rows, shape.kv_heads, dim);
+                ScoreBias bias = bias_of(shape.heads, paged ? LONGEST : 70);
+                Attention a = {&shape, &s, &pages, i % 3 ? NULL : &bias, NULL, shape.heads * dim, NULL};
+                a.queries = floats(rows * shape.heads * dim), a.out = room(rows * shape.heads * dim * 4);
+                int64_t kv = rows * shape.kv_heads * dim;
+                char *memory = room(attention_scratch_bytes(&shape, &s, threads));
+                run_attention(&a, floats(kv), floats(kv), rows, memory, threads);
+                must_be_finite("run_attention", a.out, rows * shape.heads * dim);
+                free_all();
+            }
+}
+
+/* ---- stacks ---- */
+
+static Norm norm_of(int64_t kind, int64_t size) {
+    Norm norm = {.kind = kind, .eps = 1e-5f, .weight = floats(size)};
+    if (kind == LAYER_NORM) norm.bias = floats(size);
+    return norm;
+}
+
+/* The norms of layer `number`: all combinations of slots come up. */
+static SublayerNorms norms_of(int64_t number, int64_t hidden) {
+    int64_t kind = number % 2 ? LAYER_NORM : RMS_NORM;
+    SublayerNorms norms = {.pre = norm_of(kind, hidden)};
+    if (number % 3) norms.output = norm_of(kind, hidden);
+    if (number % 4 == 3) norms.post = norm_of(kind, hidden);
+    return norms;
+}
+
+static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hidden, int64_t tiles, int cross) {
+    static const int64_t shapes[][3] = {{4, 2, 8}, {2, 2, 33}, {6, 1, 20}, {3, 3, 64}};
+    const int64_t *shape = shapes[(number + cross) % 4];
+    int64_t heads = shape[0], kv_heads = shape[1], dim = shape[2];
+    AttentionLayer layer = {.norms = norms_of(number, hidden), .rotary = -1, .score_bias = -1};
+    layer.shape = (AttentionShape){heads, kv_heads, dim, 0, 0.3f, number % 2 ? 2.0f : 0.0f};
+    layer.input = packed(dtype, (heads + (cross ? 0 : 2 * kv_heads)) * dim, hidden, number % 2, tiles);
+    layer.output = packed(dtype, hidden, heads * dim, 1, tiles);
+    if (number % 2) layer.q_norm = norm_of(RMS_NORM, dim);
+    if (number % 2 && !cross) layer.k_norm = norm_of(RMS_NORM, dim);
+    if (!cross && number % 3 < 2) layer.rotary = number % 3;
+    if (number % 2 == 0 && !cross) layer.score_bias = number;
+    return layer;
+}
+
+enum { LAYERS = 4 };
+
+typedef struct {
+    Stack stack;
+    Layer layers[LAYERS];
+    const Layer *order[LAYERS];
+    ScoreBias biases[LAYERS];
+} Model;
+
+static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, int decoder) {
+    m->stack = (Stack){.hidden = hidden, .num_layers = LAYERS, .layers = m->order, .dtype = dtype == F32 ? F32 : BF16};
+    m->stack.tiles = tiles, m->stack.final = norm_of(LAYER_NORM, hidden);
+    for (int64_t i = 0; i < LAYERS; i++) {
+        int64_t inner = 30 + 17 * i, gated = i % 2;
+        Layer *layer = m->layers + i;
+        *layer = (Layer){.self = attention_layer(i, dtype, hidden, tiles, 0), .parallel = i == 2};
+        if (decoder) layer->self.segments = i % 2, layer->self.shape.window = i % 2 ? 20 : 0;
+        if (decoder && i % 2 == 0) {
+            layer->has_cross = 1, layer->cross = attention_layer(i, dtype, hidden, tiles, 1);
+            layer->cross.segments = 2;
+        }
+        layer->mlp = (MLPLayer){.norms = norms_of(i + 1, hidden), .gated = gated, .activation = 1 + i};
+        layer->mlp.up = packed(dtype, inner * (1 + gated), hidden, 1, tiles);
+        layer->mlp.down = packed(dtype, hidden, inner, 1, tiles);
+        m->order[i] = layer, m->biases[i] = bias_of(layer->self.shape.heads, LONGEST);
+    }
+}
+
+static void run_model(const Model *m, Step step, int64_t threads) {
+    RotaryTable *rotary = room(2 * sizeof *rotary);
+    rotary[0] = (RotaryTable){floats(step.rows * 8), floats(step.rows * 8), 8};
+    rotary[1] = (RotaryTable){floats(step.rows * 4), floats(step.rows * 4), 4};
+    step.rotary = rotary, step.score_biases = m->biases;
+    float *x = floats(step.rows * m->stack.hidden);
+    for (int64_t half = 0; half < 2; half++) { /* a step that pauses between two layers */
+        step.first_layer = half * LAYERS / 2, step.last_layer = (half + 1) * LAYERS / 2;
+        run_stack(&m->stack, &step, x, room(scratch_bytes(&m->stack, &step, threads)), threads);
+    }
+    must_be_finite("run_stack", x, step.rows * m->stack.hidden);
+}
+
+static void check_decoder(int64_t dtype, int64_t kind, int64_t tiles, int64_t threads) {
+    static const int64_t sources[][2] = {{1, 20}, {37, 33}, {1, 1}, {70, 9}, {1, 16}, {5, 50}, {1, 64}};
+    Model m;
+    make_model(&m, dtype, 36 + 4 * dtype, tiles, 1);
+    Segments *segments = room(3 * sizeof *segments);
+    segments[0] = segments_of(MIXED, MIXED_COUNT, 4, 1), segments[1] = segments_of(MIXED, MIXED_COUNT, 16, 1);
+    segments[2] = segments_of(sources, MIXED_COUNT, 4, 0);
+    KVPages *pages = room(LAYERS * sizeof *pages);
+    for (int i = 0; i < LAYERS; i++) {
+        const Layer *layer = m.layers + i;
+        int64_t heads = max_i64(layer->self.shape.kv_heads * layer->self.shape.dim, 1), rows = 0;
+        if (layer->has_cross) heads = max_i64(heads, layer->cross.shape.kv_heads * layer->cross.shape.dim);
+        for (int j = 0; j < 3; j++) rows = max_i64(rows, pool_rows(segments + j));
+        pages[i] = pages_of(kind, rows, heads, 1); /* the wider of both; a scale for each number is more than enough */
+    }
+    Step step = {.rows = segments[0].q_starts[MIXED_COUNT], .num_segments = 3, .segments = segments, .pages = pages};
+    run_model(&m, step, threads);
+    free_all();
+}
+
+static void check_encoder(int64_t dtype, int64_t tiles, int64_t threads, int64_t count) {
+    int64_t (*sizes)[2] = room(count * sizeof *sizes);
+    for (int64_t i = 0; i < count; i++) sizes[i][0] = sizes[i][1] = count < 10 ? 1 + 37 * i * i % 300 : 1 + 13 * i % 40;
+    Model m;
+    make_model(&m, dtype, 36 + 4 * dtype, tiles, 0);
+    Segments *segments = room(sizeof *segments);
+    *segments = segments_of((const int64_t (*)[2])sizes, count, 0, 0);
+    Step step = {.rows = segments->q_starts[count], .num_segments = 1, .segments = segments};
+    run_model(&m, step, threads);
+    m.layers[1].self.shape.window = 20; /* one layer that does not see all */
+    run_model(&m, step, threads);
+    free_all();
+}
+
+/* ---- the rest ---- */
+
+static void check_top_k(int64_t threads) {
+    static const int64_t sizes[] = {1, 7, 16, 127, 128, 129, 1000};
+    for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        int64_t rows = 5, size = sizes[i], count = size < 40 ? size : 40, *tokens = room(rows * count * 8);
+        float *values = room(rows * count * 4), *sums = room(rows * 4);
+        top_k(floats(rows * size), rows, size, count, values, tokens, sums, threads);
+        must_be_finite("top_k", values, rows * count), must_be_finite("logsumexp", sums, rows);
+        free_all();
+    }
+}
+
+static void check_sizes(void) {
+    int64_t count = structure_sizes(NULL, 0), *sizes = room(count * 8), *few = room(16);
+    if (structure_sizes(sizes, count) != count || structure_sizes(few, 2) != count || few[1] != sizes[1]) failures++;
+    free_all();
+}
+
+int main(int argc, char **argv) {
+    int64_t usable = start_tiles() == 1, threads = argc > 1 ? atoi(argv[1]) : 1;
+    printf("features %ld, tiles %ld, %ld threads\n", (long)features(), (long)usable, (long)threads);
+    check_sizes();
+    check_top_k(threads);
+    check_attention(threads);
+    for (int64_t tiles = 0; tiles <= usable; tiles++) {
+        check_products(tiles, threads);
+        for (int64_t dtype = F32; dtype <= INT8; dtype++) {
+            for (int64_t kind = F32; kind <= INT8; kind++) check_decoder(dtype, kind, tiles, threads);
+            check_encoder(dtype, tiles, threads, 5);
+            check_encoder(dtype, tiles, threads, 60 * threads);
+        }
+    }
+    printf(failures ? "%d results are wrong\n" : "all results are finite\n", failures);
+    return failures != 0;
+}
