@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
 from model.config.formats import NumberFormat, NumberKind
-from model.config.layer import BucketBiasConfig, LayerConfig, RotaryConfig, XLNetRelativeConfig
+from model.config.layer import (
+    BucketBiasConfig,
+    LayerConfig,
+    NormConfig,
+    NormKind,
+    RotaryConfig,
+    XLNetRelativeConfig,
+)
 from model.config.model import ModelConfig, StackConfig
 from model.linear.factory import LinearFactory
 from model.linear.native import packed_matrix
@@ -45,7 +52,7 @@ if TYPE_CHECKING:
     from model.network.step_context import StepContext
     from model.network.transformer import Transformer
 
-_LAYER_NORM, _RMS_NORM = 1, 2
+_NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
 _SELF, _CROSS, _NONE = 0, 1, -1  # indices into a step's segments, rotary tables and score biases
 
 
@@ -165,7 +172,7 @@ class NativeStack:
         assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm)
         gain = module.weight.detach().float()
         self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
-        kind = _LAYER_NORM if isinstance(module, nn.LayerNorm) else _RMS_NORM
+        kind = _NORM_KINDS[NormKind.LAYER if isinstance(module, nn.LayerNorm) else NormKind.RMS]
         norm = Norm(kind=kind, eps=module.eps, weight=self._kept[-1].data_ptr())
         shift = getattr(module, "bias", None)
         if shift is not None:
@@ -195,7 +202,7 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
 
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
-    """A layer without norms and matrices: what it computes, and which of a step's arrays it reads."""
+    """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
     attention, mlp, cross = config.mixer, config.feed_forward, config.cross
     attn = AttentionLayer(shape=shape_of(attention), segments=_SELF, rotary=_NONE, score_bias=_NONE)
     if isinstance(attention.position, RotaryConfig):
@@ -206,7 +213,14 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     layer.self, layer.parallel, layer.has_cross = attn, config.parallel, cross is not None
     if cross is not None:
         layer.cross = AttentionLayer(shape=shape_of(cross), segments=_CROSS, rotary=_NONE, score_bias=_NONE)
+    sublayers = (layer.self, layer.mlp) if cross is None else (layer.self, layer.cross, layer.mlp)
+    for sublayer, norms in zip(sublayers, config.norms, strict=True):
+        sublayer.norms = SublayerNorms(*(Norm(kind=_kind(norm)) for norm in (norms.pre, norms.output, norms.post)))
     return layer
+
+
+def _kind(norm: NormConfig | None) -> int:
+    return 0 if norm is None else _NORM_KINDS[norm.kind]
 
 
 def stack_structure(config: StackConfig, layers: Sequence[LayerData]) -> StackData:

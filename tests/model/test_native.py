@@ -500,7 +500,7 @@ def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_native
 @pytest.mark.parametrize(("dtype", "how"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, Kind.INT8)])
-@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "bert", "bart"])
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "gemma2", "bert", "bart"])
 def test_scratch_is_what_was_planned_from_the_configuration(
     kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
