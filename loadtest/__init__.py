@@ -1,1 +1,1 @@
-"""Load on engines and services, measured."""
+"""Load tests of a service, and benchmarks of engines."""

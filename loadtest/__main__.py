@@ -1,4 +1,4 @@
-"""`python -m loadtest COMMAND`."""
+"""The entry point of `python -m loadtest COMMAND`."""
 
 from loadtest.commands.main import main
 

@@ -1,11 +1,11 @@
-"""Errors that people caused or can mend: one line, no traceback."""
+"""Errors that a user caused or can correct; they are printed as one line, without a traceback."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """What was asked for cannot be: the message names what, found, expected. Exit code 2."""
+    """Says that a setting is invalid; the message names it, what was found and what is expected. Exit code 2."""
 
 
 class ServerError(Exception):
-    """The server cannot be measured: it is not there or refuses the probe. Exit code 1."""
+    """Says that the server cannot be measured: it is not reachable or refuses the first request. Exit code 1."""

@@ -1,4 +1,4 @@
-"""What is kept of each request. Times are seconds since the run's start, on the one monotonic clock of the host."""
+"""The record of each request. Times are seconds since the run's start, on the host's monotonic clock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 
 class Outcome(StrEnum):
-    """How a request ended, as its client saw it."""
+    """Says how a request ended, as its client saw it."""
 
     OK = "ok"
     REJECTED = "rejected"  # 429 or 503: refused before any work
     ERROR = "error"
-    CANCELLED = "cancelled"  # by the client's own habit
-    UNFINISHED = "unfinished"  # under way when the run ended
+    CANCELLED = "cancelled"  # by the client, as planned
+    UNFINISHED = "unfinished"  # in progress when the run ended
 
 
 @dataclass(slots=True)
 class Record:
-    """One request. `scheduled` is when it was due: latencies count from there, whenever it could be sent."""
+    """Records one request. `scheduled` is the planned time of sending, from which latencies are measured."""
 
     index: int
     turn: int
@@ -30,25 +30,27 @@ class Record:
     scheduled: float
     planned_prompt_tokens: int
     planned_output_tokens: int
-    begun: float = 0.0  # when the generator came to it; minus `scheduled`: its lag
+    begun: float = 0.0  # when the generator handled it; its lag is `begun - scheduled`
     sent: float = 0.0  # the last attempt
     ended: float = 0.0
     outcome: Outcome = Outcome.UNFINISHED
-    status: int = 0  # of HTTP; 0: no answer
-    error: str = ""  # a code or a kind of failure
+    status: int = 0  # of HTTP; 0: no reply
+    error: str = ""  # an error code or a kind of failure
     finish_reason: str = ""
-    done: bool = False  # a stream's [DONE] came: it was ended, not cut off
-    retry_after: bool = False  # the last refusal said when to come again
+    done: bool = False  # whether a stream's [DONE] arrived
+    retry_after: bool = False  # whether the last refusal had a Retry-After
     attempts: int = 0
-    rejects: list[tuple[int, float]] = field(default_factory=list)  # status and seconds until it, of every attempt
-    token_times: list[float] = field(default_factory=list)  # of each event with output
-    token_counts: list[int] = field(default_factory=list)  # tokens of each, where the server tells
-    silent_tokens: int = 0  # of events without text, where the server tells
-    prompt_tokens: int = 0  # of the server's usage, 0 where it sends none
+    rejects: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # status of each refused attempt, and seconds until it
+    token_times: list[float] = field(default_factory=list)  # arrival of each event with output
+    token_counts: list[int] = field(default_factory=list)  # tokens of each event, if the server reports them
+    silent_tokens: int = 0  # tokens of events without text, if the server reports them
+    prompt_tokens: int = 0  # from the server's usage; 0 if it sends none
     completion_tokens: int = 0
     cached_tokens: int = 0
     has_usage: bool = False
-    queue_ms: float | None = None  # the reply's `timings`, where it has them
+    queue_ms: float | None = None  # from the reply's `timings`, if it has them
     prefill_ms: float | None = None
     decode_ms: float | None = None
     server_ttft_ms: float | None = None
@@ -64,7 +66,7 @@ class Record:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the scheduled send to the first output."""
+        """Time to first token: seconds from the scheduled send to the first output."""
         return None if self.first is None else self.first - self.scheduled
 
     @property
@@ -73,28 +75,28 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """The server's count; of a request without usage, what was seen."""
+        """The server's count of output tokens; without usage, the number of events with output."""
         if self.has_usage:
             return self.completion_tokens
         return max(sum(self.token_counts), len(self.token_times))
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds for each token after the first."""
+        """Time per output token: mean seconds of the tokens after the first."""
         if len(self.token_times) < 2 or self.output_tokens < 2:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between tokens; an event that says it holds several shares its gap among them."""
+        """Return the inter-token latencies in seconds; an event of several tokens divides its gap among them."""
         return self.gaps_from(-math.inf, math.inf)
 
     def gaps_from(self, start: float, end: float) -> list[float]:
-        """Those that began within `start` to `end`."""
+        """Return the inter-token latencies that began between `start` and `end`."""
         pairs = zip(self.token_times, self.token_times[1:], strict=False)
-        told = len(self.token_counts) == len(self.token_times)  # by every event
-        counts = self.token_counts[1:] if told else [1] * len(self.token_times[1:])
+        reported = len(self.token_counts) == len(self.token_times)  # by every event
+        counts = self.token_counts[1:] if reported else [1] * len(self.token_times[1:])
         within = ((before, after, n) for (before, after), n in zip(pairs, counts, strict=True) if start <= before < end)
         return [(after - before) / n for before, after, n in within for _ in range(n) if n]
 
@@ -108,13 +110,14 @@ _COLUMNS = (
 
 
 def write_csv(records: Iterable[Record], path: Path) -> None:
-    """A line a request; times in seconds since the start, empty where there is no value."""
+    """Write one line for each request; times are seconds since the start, and missing values are empty."""
     _write(path, _COLUMNS, map(_cells, records))
 
 
 def write_parts_csv(head: str, parts: Iterable[tuple[str, Iterable[Record]]], path: Path) -> None:
-    """The same of the requests of each part (a point of a sweep, a workload of a mix), which stands before them in a
-    column `head`; times since the start of the part's run.
+    """Write the requests of several parts (points of a sweep, workloads of a mix), whose names are the column `head`.
+
+    Times are since the start of each part's run.
     """
     lines = ([part, *_cells(record)] for part, records in parts for record in records)
     _write(path, (head, *_COLUMNS), lines)

@@ -1,4 +1,4 @@
-"""What a run is asked to do, as plain data: it goes to the worker processes and into the result as it stands."""
+"""The settings of a run, as plain data, which is sent to the worker processes and written into the result."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ARRIVALS: Final = ("closed", "constant", "poisson", "gamma", "ramp", "stages", "
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked. Lengths are in tokens and written as `loadtest.workload.lengths` reads them."""
+    """Sets the requests of a run. Lengths are in tokens, in the notation of `loadtest.workload.lengths`."""
 
     kind: str = "synthetic"
     prompt_tokens: str = "uniform:32-256"
     output_tokens: str = "uniform:16-64"
-    prefixes: int = 0  # so many shared beginnings; 0: none
+    prefixes: int = 0  # number of shared prefixes
     prefix_tokens: int = 128
     zipf: float = 1.0  # popularity of prefix k is 1 / k ** zipf
     turns: str = "uniform:2-5"  # of a conversation
-    think_s: float = 1.0  # mean pause before a next turn, exponential
-    texts: str = "fixed:8"  # of an embedding request
-    ratio: float = 1.0  # seq2seq: output tokens for a source token
+    think_s: float = 1.0  # mean pause before the next turn, exponentially distributed
+    texts: str = "fixed:8"  # number of texts in an embedding request
+    ratio: float = 1.0  # seq2seq: output tokens per source token
     ratio_sigma: float = 0.2  # log-normal noise on it
     file: str = ""  # replay: JSON lines
     speed: float = 1.0  # replay: 2 is twice as fast as recorded
@@ -38,35 +38,35 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When it is asked. `stages` are (requests a second, seconds)."""
+    """Sets the times of requests. `stages` are (requests a second, seconds)."""
 
     kind: str = "closed"
-    rate: float = 0.0  # requests a second; of a ramp, at its beginning
-    concurrency: int = 8  # closed loop: clients that each wait for their answer
-    burstiness: float = 1.0  # gamma: its shape; 1 is Poisson, less comes in bursts, more is more even
+    rate: float = 0.0  # requests a second; of a ramp, at its start
+    concurrency: int = 8  # closed loop: clients, each of which waits for its reply
+    burstiness: float = 1.0  # gamma: the shape; 1 is Poisson, below 1 is burstier, above 1 more regular
     ramp_to: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """How the clients behave. Fractions are of all requests; one request has at most one of the habits."""
+    """Sets the clients' behaviour. Fractions are of all requests; a request has at most one of these habits."""
 
-    cancel: float = 0.0  # leave in the middle
+    cancel: float = 0.0  # disconnect in the middle of the output
     slow: float = 0.0  # read slowly
-    slow_rate: float = 10.0  # events a second that a slow one takes
+    slow_rate: float = 10.0  # events a second that slow clients read
     retry: float = 0.0  # honour Retry-After
     max_retries: int = 3
     stream: bool = True
-    ignore_eos: bool = True  # so that outputs have the planned lengths
+    ignore_eos: bool = True  # so that outputs have their planned lengths
     timeout_s: float = 120.0
-    max_concurrency: int = 0  # of open arrivals; 0: no bound. Waiting for a place counts as latency.
-    extra: dict[str, Any] = field(default_factory=dict)  # goes into every body
+    max_concurrency: int = 0  # of open arrivals; 0: unlimited. Waiting counts as latency.
+    extra: dict[str, Any] = field(default_factory=dict)  # fields for every body
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run."""
+    """Sets one run."""
 
     url: str
     target: str
@@ -74,14 +74,14 @@ class Settings:
     workload: Workload = field(default_factory=Workload)
     arrivals: Arrivals = field(default_factory=Arrivals)
     clients: Clients = field(default_factory=Clients)
-    duration_s: float = 30.0  # arrivals stop then; 0: only `requests` bounds the run
-    requests: int = 0  # at most so many; 0: only the duration bounds it
-    warmup_s: float = 0.0  # what was scheduled before is not counted
-    drain_s: float = 60.0  # after the last arrival; what has no answer then has failed
+    duration_s: float = 30.0  # of arrivals; 0: only `requests` limits the run
+    requests: int = 0  # maximum number; 0: only the duration limits the run
+    warmup_s: float = 0.0  # requests scheduled before are not counted
+    drain_s: float = 60.0  # after the last arrival; a request without a reply then has failed
     workers: int = 1
     seed: int = 0
-    max_lag_ms: float = 10.0  # a generator later than that (p99) makes the run invalid
-    max_model_len: int = 0  # of the served model, where known; plans are cut to fit
+    max_lag_ms: float = 10.0  # p99 lag of the generator above which the run is invalid
+    max_model_len: int = 0  # of the served model, if known; requests are limited to it
 
     @property
     def embeds(self) -> bool:

@@ -1,4 +1,4 @@
-"""The offline bench: its work, its floors, and one run of it on a model that is small enough."""
+"""The offline bench: its work, its rooflines, and one run of it on a model that is small enough."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from loadtest.bench import roofline, vocabularies
-from loadtest.bench.batches import QUICK, Ask, Scale, Workload, workloads
+from loadtest.bench.batches import QUICK, BenchRequest, Scale, Workload, workloads
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
-from loadtest.bench.roofline import Ceilings, Costs, Floor
+from loadtest.bench.roofline import Ceilings, Costs, Roofline
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.families import FAMILIES
@@ -49,12 +49,14 @@ def test_a_models_costs_are_its_matrices(name: str) -> None:
 
 def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
     costs = Costs(encoder=0, decoder=90, head=10, cross=0, kv_per_token=3)
-    floor = Floor(costs, Ceilings(bytes_per_second=1000.0, flops_per_second=10_000.0), weight_bytes=2.0, kv_bytes=1.0)
-    assert floor.step(1, 100) == pytest.approx((200 + 300) / 1000)
-    assert floor.step(1000, 0) == pytest.approx(2 * 1000 * 100 / 10_000)
-    two = Workload("w", (Ask((7,) * 50, 1), Ask((7,) * 30, 2)))
+    roofline = Roofline(
+        costs, Ceilings(bytes_per_second=1000.0, flops_per_second=10_000.0), weight_bytes=2.0, kv_bytes=1.0
+    )
+    assert roofline.step(1, 100) == pytest.approx((200 + 300) / 1000)
+    assert roofline.step(1000, 0) == pytest.approx(2 * 1000 * 100 / 10_000)
+    two = Workload("w", (BenchRequest((7,) * 50, 1), BenchRequest((7,) * 30, 2)))
     prefill = 2 * 80 * 90 / 10_000
-    assert floor.workload(two) == pytest.approx(prefill + floor.step(2, 80) + floor.step(1, 31))
+    assert roofline.workload(two) == pytest.approx(prefill + roofline.step(2, 80) + roofline.step(1, 31))
 
 
 def test_a_ceiling_is_that_of_the_fastest_kernel_that_takes_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +108,6 @@ def test_a_run_prints_one_json_line(cache: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     [row] = found["rows"]
     assert row["model"] == "N1" and row["engine"] == "triptych" and row["rate"] > 0
-    assert row["of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
+    assert row["of_roofline"] == pytest.approx(row["roofline_seconds"] / row["seconds"])
     assert found["machine"]["threads"] > 0
     assert found["ceilings"].keys() == {number_format} and found["ceilings"][number_format]["kernel"]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loadtest.bench.batches import Ask, Scale, Workload, workloads
-from loadtest.bench.busy import QUIET_CORES, Clock, busy_ticks
+from loadtest.bench.batches import BenchRequest, Scale, Workload, workloads
+from loadtest.bench.busy import QUIET_CORES, CpuClock, busy_ticks
 from loadtest.bench.ours import Run
-from loadtest.bench.peers import PEERS, Unable
-from loadtest.bench.peers.engine_process import Worker, serve
+from loadtest.bench.peers import PEERS, Unsupported
+from loadtest.bench.peers.engine_process import EngineProcess, serve
 from loadtest.bench.tables import Row, brief, row, table
 from loadtest.commands.main import main
 
-WORK = Workload("2 at once", (Ask((7,) * 10, 4), Ask((7,) * 20, 6)))
+WORK = Workload("2 at once", (BenchRequest((7,) * 10, 4), BenchRequest((7,) * 20, 6)))
 
 
 def answer(seconds: float, foreign: float | None = 0.0, first: tuple[float, ...] = ()) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class TestRows:
         )
         assert found.seconds == 3.0 and not found.busy
         assert found.rate == pytest.approx(10 / 3) and found.total_rate == pytest.approx(40 / 3)
-        assert found.of_floor == pytest.approx(1 / 3) and found.first_token_ms == pytest.approx(600)
+        assert found.of_roofline == pytest.approx(1 / 3) and found.first_token_ms == pytest.approx(600)
         assert found.peak_bytes == 9_000_000
         assert [run["foreign_cores"] for run in found.runs] == [1.2, 0.1, 0.0]
 
@@ -77,16 +77,16 @@ class TestBusy:
         assert busy_ticks("cpu  10 20 30 4000 500 6 7 8 900 1000") == 10 + 20 + 30 + 6 + 7 + 8
 
     def test_others_are_all_less_oneself(self) -> None:
-        assert Clock(12.0, 107.0, 5.0).foreign_cores(Clock(10.0, 103.0, 2.0)) == pytest.approx(0.5)
-        assert Clock(12.0, 103.0, 5.0).foreign_cores(Clock(10.0, 103.0, 2.0)) == 0.0
-        assert Clock(12.0, None, 5.0).foreign_cores(Clock(10.0, None, 2.0)) is None
+        assert CpuClock(12.0, 107.0, 5.0).foreign_cores(CpuClock(10.0, 103.0, 2.0)) == pytest.approx(0.5)
+        assert CpuClock(12.0, 103.0, 5.0).foreign_cores(CpuClock(10.0, 103.0, 2.0)) == 0.0
+        assert CpuClock(12.0, None, 5.0).foreign_cores(CpuClock(10.0, None, 2.0)) is None
 
     @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc/stat")
     def test_own_work_is_not_others(self) -> None:
-        began, used = Clock.now(), time.process_time()
+        began, used = CpuClock.now(), time.process_time()
         while time.process_time() < used + 0.3:
             pass
-        ended = Clock.now()
+        ended = CpuClock.now()
         assert ended.own - began.own >= 0.28  # ticks of 10 ms
         assert ended.busy is not None and began.busy is not None
         assert ended.busy - began.busy >= 0.25
@@ -99,7 +99,7 @@ class Fickle:
 
     def run(self, workload: Workload) -> Run:
         if workload.beams > 1:
-            raise Unable("no beam search")
+            raise Unsupported("no beam search")
         if len(workload.asks) == 1:
             raise ValueError("broken\nin two lines")
         return Run(1.5, [0.25])
@@ -116,14 +116,14 @@ class TestWorkers:
         assert answers[2]["peak_bytes"] > 0 and "foreign_cores" in answers[2]
 
     def test_an_engine_that_does_not_load_says_why(self, tmp_path: Path) -> None:
-        worker = Worker("triptych", tmp_path / "nothing", {})
+        worker = EngineProcess("triptych", tmp_path / "nothing", {})
         try:
             assert worker.info["unable"] and worker.ask(form="D") == worker.info
         finally:
             worker.close()
 
     def test_a_process_that_takes_too_long_is_ended_and_says_so(self, tmp_path: Path) -> None:
-        worker = Worker("triptych", tmp_path / "nothing", {}, patience=0.05)
+        worker = EngineProcess("triptych", tmp_path / "nothing", {}, patience=0.05)
         try:
             assert worker.info == {"unable": "no answer in 0.05 s"}
             assert worker.ask(form="D") == worker.info
@@ -181,7 +181,7 @@ def test_an_installed_peer_does_the_work(name: str, model: str, tmp_path: Path) 
         pytest.skip(f"not installed: {', '.join(PEERS[name].missing)}")
     if model[0] not in PEERS[name].forms:
         pytest.skip("not of its forms")
-    worker = Worker(name, built(model, tmp_path), {"dtype": "float32", "form": model[0]})
+    worker = EngineProcess(name, built(model, tmp_path), {"dtype": "float32", "form": model[0]})
     try:
         assert worker.info["version"]
         scale = {"lengths": 0.05, "at_most": 3}

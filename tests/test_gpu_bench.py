@@ -24,8 +24,8 @@ from loadtest.bench.gpu.cli import main
 from loadtest.bench.gpu.compiling import in_parallel
 from loadtest.bench.gpu.figures import Stop
 from loadtest.bench.gpu.machine import Bench
-from loadtest.bench.gpu.supervisor import CUT, STOPPED, Supervisor, Task, read
-from loadtest.bench.gpu.targets import TARGETS, stated
+from loadtest.bench.gpu.supervisor import STOPPED, TIMED_OUT, Supervisor, Task, read
+from loadtest.bench.gpu.targets import TARGETS, datasheet_ceilings
 from loadtest.bench.gpu.timers import Timers
 
 ROOT = Path(__file__).parents[1]
@@ -222,7 +222,7 @@ def test_the_deadline_ends_what_runs_and_names_the_rest(tmp_path: Path) -> None:
     began = time.monotonic()
     code, found = supervised(tmp_path, "first", "hangs", "last", minutes=1.5 / 60)
     assert time.monotonic() - began < 10
-    assert code == CUT
+    assert code == TIMED_OUT
     assert found["hangs"]["failed"] == "still ran at the deadline"
     assert found["last"]["skipped"] == "out of time"
 
@@ -331,13 +331,13 @@ def test_busy_is_the_union_of_spans() -> None:
 
 def test_a_prompts_tokens_do_not_meet_the_head(bench: Bench) -> None:
     ready = engines.load(bench, parity.shape(bench, "llama-8b"), seqs=2, context=64, backend="sdpa")
-    costs = ready.floor(bench).costs
+    costs = ready.roofline(bench).costs
     matrices = sum(p.numel() for name, p in ready.model.named_parameters() if p.dim() == 2)
     assert ready.model.tokens is not None
     assert costs.decoder == matrices - ready.model.tokens.weight.numel() - costs.head
-    alone = engines.decode_floor(ready, bench, [(20, 1)])
+    alone = engines.decode_roofline(ready, bench, [(20, 1)])
     assert alone == pytest.approx(
-        2 * 20 * costs.decoder / bench.ceilings.flops_per_second + ready.floor(bench).step(1, 20)
+        2 * 20 * costs.decoder / bench.ceilings.flops_per_second + ready.roofline(bench).step(1, 20)
     )
 
 
@@ -357,7 +357,7 @@ def test_the_page_quotes_shares_of_the_stated_ceiling_too(tmp_path: Path) -> Non
     assert "| 0.50 of it |" in next(line for line in lines if "bart" in line)
     assert "| kernel, mixed | WRONG |" in text and "skipped: not here" in text
     assert "slow &lt;b&gt;" in page and "<b>" not in page
-    assert stated("NVIDIA H200") == (4.8e12, 989e12) and stated("another") is None
+    assert datasheet_ceilings("NVIDIA H200") == (4.8e12, 989e12) and datasheet_ceilings("another") is None
 
 
 def test_a_page_needs_rows(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Engines without a server, on models of real shapes: workloads, floors, peers.
+"""Benchmarks of engines without a server, on models of published shapes.
 
-`models` builds them, `workloads` says what is asked, `floors` what it must cost at least; `ours` and `peers` answer,
-each in a `worker` process of its own. `host` measures what a step costs in Python. `gpu` is a bench of its own for a
-machine with a GPU.
+`models` builds the models, `batches` has the workloads, `roofline` computes their least time; `ours` and `peers` run
+them, each engine in its own process. `host` measures the Python time of a step. `gpu` is a separate benchmark for
+machines with a GPU.
 """

@@ -1,4 +1,4 @@
-"""What the engines are asked: seeded token ids, exact output lengths, the same for us and for every peer."""
+"""The workloads of the offline benchmark: seeded token ids and exact output lengths, equal for all engines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_LEAST_ID = 100  # ids below are special in some of the models
+_FIRST_ID = 100  # lower ids are special tokens in some models
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: a prompt (decoder), a source (encoder-decoder) or a text (encoder)."""
+class BenchRequest:
+    """Holds one request: a prompt (decoder), a source (encoder-decoder) or a text (encoder)."""
 
     ids: tuple[int, ...]
     output_tokens: int = 0
@@ -19,10 +19,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are all there from the start."""
+    """Holds requests that are all submitted at the start."""
 
     name: str
-    asks: tuple[Ask, ...]
+    asks: tuple[BenchRequest, ...]
     beams: int = 1
     temperature: float = 0.0
 
@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of a workload is run: its share of the requests, at most the first `at_most`, and of their lengths."""
+    """Scales a workload: the share of its requests (at most the first `at_most`) and of their lengths."""
 
     requests: float = 1.0
     lengths: float = 1.0
@@ -49,30 +49,30 @@ QUICK = Scale(requests=0.25, lengths=0.5)
 
 
 def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
-    """What a model is asked: D is a decoder, E an encoder-decoder, N an encoder."""
+    """Return the workloads of a form of model: D is a decoder, E an encoder-decoder, N an encoder."""
     rng = random.Random(scale.seed)
 
     def length(least: int, most: int) -> int:
         return max(1, round(rng.randint(least, most) * scale.lengths))
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(_LEAST_ID, vocab_size) for _ in range(count))
+        return tuple(rng.randrange(_FIRST_ID, vocab_size) for _ in range(count))
 
-    def many(count: int, one: Callable[[], Ask]) -> tuple[Ask, ...]:
+    def many(count: int, one: Callable[[], BenchRequest]) -> tuple[BenchRequest, ...]:
         share = max(1, round(count * scale.requests))
         return tuple(one() for _ in range(min(share, scale.at_most or share)))
 
     if form == "D":
-        single = Ask(ids(128), max(2, round(64 * scale.lengths)))
-        batch = many(64, lambda: Ask(ids(length(32, 512)), length(16, 256)))
+        single = BenchRequest(ids(128), max(2, round(64 * scale.lengths)))
+        batch = many(64, lambda: BenchRequest(ids(length(32, 512)), length(16, 256)))
         return [Workload("one at a time", (single,)), Workload(f"{len(batch)} at once", batch)]
     if form == "E":
-        single = Ask(ids(128), max(2, round(64 * scale.lengths)))
-        batch = many(64, lambda: Ask(ids(length(16, 256)), length(16, 128)))
+        single = BenchRequest(ids(128), max(2, round(64 * scale.lengths)))
+        batch = many(64, lambda: BenchRequest(ids(length(16, 256)), length(16, 128)))
         return [
             Workload("one at a time", (single,)),
             Workload(f"{len(batch)} at once", batch),
             Workload(f"{len(batch)} at once, 4 beams", batch, beams=4),
         ]
-    texts = many(512, lambda: Ask(ids(length(8, 256))))
+    texts = many(512, lambda: BenchRequest(ids(length(8, 256))))
     return [Workload(f"{len(texts)} texts", texts)]

@@ -1,4 +1,4 @@
-"""What a step costs in Python: an engine whose model computes nothing."""
+"""The Python time of an engine step, measured with a model that computes nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _BLOCK = 16
 _VOCAB = 64
 
 
-class HollowModel:
-    """Answers at once, always the same."""
+class EmptyModel:
+    """Returns the same logits without computing."""
 
     encoder = None
 
@@ -44,13 +44,13 @@ class HollowModel:
 
 
 def step_milliseconds(batch: int, *, temperature: float = 0.0, context: int = 256, steps: int = 100) -> float:
-    """The median time of a step in which `batch` sequences decode, everything but the model's arithmetic."""
+    """Return the median time of a step in which `batch` sequences decode, without the model's arithmetic."""
     layer = LayerConfig(AttentionConfig(1, 1, 1, 1.0), MLPConfig(1, Activation.RELU), (Norms(), Norms()))
     stack = StackConfig((layer,), hidden_size=1, causal=True)
     config = ModelConfig("llama", EmbeddingConfig(_VOCAB, 1), decoder=stack, head=HeadConfig(tied=True))
     blocks = BlockManager([PoolSize(batch * (2 + (context + steps) // _BLOCK))], _BLOCK)
     cache = KVCache(stack, blocks.num_blocks, _BLOCK, torch.float32, torch.device("cpu"))
-    runner = ModelRunner(HollowModel(config), cache, blocks)  # type: ignore[arg-type]
+    runner = ModelRunner(EmptyModel(config), cache, blocks)  # type: ignore[arg-type]
     scheduler = Scheduler(blocks, batch, batch * context)
     engine = GenerateEngine("hollow", runner, scheduler, max_model_len=context + steps + 2)
     params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=temperature)

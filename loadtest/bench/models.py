@@ -1,6 +1,6 @@
-"""The benchmark models: published shapes, random weights from a fixed seed, tokenizers trained on the spot.
+"""The benchmark models: published shapes, random weights from a fixed seed, and tokenizers trained when built.
 
-They are written once, as Hugging Face folders that can be served.
+They are written once, as Hugging Face checkpoint folders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from model.network.build import build_model
 from model.network.transformer import Transformer
 from model.network.weights import stored_tensors
 
-_VERSION = 2  # of what is written; another one is built anew
+_VERSION = 2  # of the folders; others are rebuilt
 _STD = 0.02
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def config_of(raw: dict[str, Any]) -> ModelConfig:
 def random_model(
     raw: dict[str, Any], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Transformer:
-    """The network of a raw config.json with weights from a fixed seed, which never were in a file."""
+    """Return the network of a raw config.json, with random weights from a fixed seed."""
     model = build_model(config_of(raw), backend).to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def random_model(
 
 
 def built(name: str, cache: Path) -> Path:
-    """The folder of benchmark model `name` under `cache`, written unless it is there."""
+    """Return the folder of benchmark model `name` in `cache`, which is written if missing."""
     folder = cache / f"{name}-{_VERSION}"
     if folder.exists():
         return folder
@@ -161,6 +161,6 @@ def built(name: str, cache: Path) -> Path:
     vocabularies.trained(CONFIGS[name], vocabularies.training_texts()).save(str(making / "tokenizer.json"))
     try:
         making.rename(folder)
-    except OSError:  # another process was quicker
+    except OSError:  # another process has written it
         shutil.rmtree(making)
     return folder

@@ -1,4 +1,4 @@
-"""This project's engine as the benchmark drives it."""
+"""Triptych's engine, as the benchmark drives it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtest.bench.batches import Ask, Workload
+from loadtest.bench.batches import BenchRequest, Workload
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
@@ -18,14 +18,14 @@ from model.engine.generate_engine import GenerateEngine
 
 @dataclass(slots=True)
 class Run:
-    """How long a workload took."""
+    """Holds the times of a workload."""
 
     seconds: float
-    first_token_seconds: list[float] = field(default_factory=list)  # of each request, from the common start
+    first_token_seconds: list[float] = field(default_factory=list)  # of each request, from the start
 
 
 class Ours:
-    """One model, loaded."""
+    """Runs one model."""
 
     name = "triptych"
 
@@ -38,7 +38,7 @@ class Ours:
         self._start = () if start is None else (start,)
 
     def run(self, workload: Workload) -> Run:
-        """Submit everything, step until nothing is left."""
+        """Submit all requests, and step until all have ended."""
         if not workload.output_tokens:
             return self._encode(workload)
         engine = self._engine
@@ -54,14 +54,14 @@ class Ours:
         return Run(time.perf_counter() - began, sorted(first.values()))
 
     def step_seconds(self, batches: list[int], context: int, steps: int) -> dict[int, list[float]]:
-        """How long each of `steps` steps took in which so many sequences of at least `context` tokens decoded.
+        """Return the seconds of each of `steps` steps in which `batch` sequences of at least `context` tokens decode.
 
-        The prompts are computed once: the largest batch is timed first, then sequences leave.
+        Prompts are computed once: the largest batch is timed first, then sequences are removed.
         """
         engine = self._engine
         ids = tuple(100 + i % 900 for i in range(context))
         for number in range(max(batches)):
-            ask = Ask((number + 100, *ids[1:]), self.loaded.info.max_model_len - context)
+            ask = BenchRequest((number + 100, *ids[1:]), self.loaded.info.max_model_len - context)
             engine.add(self._request(number, ask, 1))
         found: dict[int, list[float]] = {}
         running = max(batches)
@@ -92,8 +92,8 @@ class Ours:
             engine.step()
         return Run(time.perf_counter() - began)
 
-    def _request(self, number: int, ask: Ask, beams: int, temperature: float = 0.0) -> Request:
-        """Each with a seed of its own, so that like prompts go different ways where tokens are drawn."""
+    def _request(self, number: int, ask: BenchRequest, beams: int, temperature: float = 0.0) -> Request:
+        """Return a request with its own seed, so that equal prompts diverge with sampling."""
         params = SamplingParams(
             max_tokens=ask.output_tokens, ignore_eos=True, num_beams=beams, temperature=temperature, seed=number
         )

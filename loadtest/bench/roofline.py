@@ -1,8 +1,8 @@
-"""What a workload must cost at least on this machine: bytes over the measured bandwidth, FLOPs over the measured rate.
+"""The roofline model of a workload: its least time, from measured memory bandwidth and matrix rate.
 
-A decode step reads every weight once and all keys and values of its sequences; a product takes two FLOPs a weight and
-row. The floor of a workload is that of an ideal engine: all requests run from the start, nothing is computed twice, and
-each step takes the larger of its memory and its arithmetic time.
+A decode step reads all weights once and the keys and values of its sequences; a matrix product takes two FLOPs per
+weight and row. The roofline of a workload assumes an ideal engine: all requests run from the start, nothing is computed
+twice, and each step takes the larger of its memory time and its arithmetic time. Source: Williams et al. 2009.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
 from model.native.library import Kind, Library, native
 
-_READ_BYTES = 512 << 20  # far beyond every cache
-_SIZE = 2048  # of the matrices of the product
+_READ_BYTES = 512 << 20  # larger than any cache
+_SIZE = 2048  # of the square matrices
 _PATIENCE_S = 1.0
 _FORMATS = (("float32", Kind.F32), ("bfloat16", Kind.BF16), ("int8", Kind.INT8))  # from wide to narrow
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine does at best, measured in this run."""
+    """Holds the measured maximum bandwidth and matrix rate of this machine."""
 
     bytes_per_second: float
     flops_per_second: float
-    kernel: str = ""  # that multiplied so fast
+    kernel: str = ""  # the one with that rate
 
     @classmethod
     def measure(cls, number_format: str) -> Ceilings:
-        """With weights of `number_format` (float32, bfloat16, int8), by the fastest kernel that can take them."""
+        """Measure with weights of `number_format` (float32, bfloat16, int8), by the fastest kernel for them."""
         data = torch.ones(_READ_BYTES // 4)
         seconds = {name: _best(product) for name, product in _kernels(number_format).items()}
         kernel = min(seconds, key=seconds.__getitem__)
@@ -46,14 +46,15 @@ class Ceilings:
 
 
 def _kernels(number_format: str) -> dict[str, Callable[[], object]]:
-    """Square products by torch and by this project's own library, in `number_format` and in all wider ones: weights can
-    be widened first, which is the faster way on a CPU that only emulates the narrow format.
+    """Yield matrix products by torch and by this project's library, in `number_format` and all wider formats.
+
+    On a CPU that only emulates the narrow format, widening the weights first is faster.
     """
     library = native()
     found: dict[str, Callable[[], object]] = {}
     rows = torch.ones(_SIZE, _SIZE)
     for name, kind in _FORMATS[: 1 + [name for name, _ in _FORMATS].index(number_format)]:
-        if kind is not Kind.INT8:  # torch multiplies integers behind private names only
+        if kind is not Kind.INT8:  # torch has only private functions for integers
             a = rows.to(getattr(torch, name))
             found[f"torch {name}"] = partial(torch.matmul, a, a)
         if isinstance(library, Library):
@@ -62,7 +63,7 @@ def _kernels(number_format: str) -> dict[str, Callable[[], object]]:
 
 
 def _best(work: Callable[[], object], runs: int = 7) -> float:
-    """The least seconds of `runs`, or of as many as begin within `_PATIENCE_S`."""
+    """Return the least seconds of `runs` runs, or of those that begin within `_PATIENCE_S`."""
     seconds: list[float] = []
     while len(seconds) < runs and sum(seconds) < _PATIENCE_S:
         began = time.perf_counter()
@@ -73,13 +74,13 @@ def _best(work: Callable[[], object], runs: int = 7) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """One model in elements: what its products multiply and what a token keeps."""
+    """Counts the elements of a model that its matrix products read, and those that a token keeps in the KV cache."""
 
-    encoder: int  # weights that each source token (or text token) meets
-    decoder: int  # weights that each decoder token meets, the head not counted
+    encoder: int  # weights multiplied with each source token (or text token)
+    decoder: int  # weights multiplied with each decoder token, without the head
     head: int
-    cross: int  # weights that each source token meets once for the decoder's cross attention
-    kv_per_token: int  # elements, also of a source token in the cross cache
+    cross: int  # weights multiplied once with each source token, for cross attention
+    kv_per_token: int  # elements, also of a source token for cross attention
 
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
@@ -99,12 +100,12 @@ class Costs:
 
 
 def _weights(stack: StackConfig | None) -> int:
-    """Elements of a stack's matrices, cross attention's keys and values left out: sources meet those."""
+    """Return the elements of a stack's matrices, without cross attention's keys and values."""
     return 0 if stack is None else stack.hidden_size * sum(map(_columns, stack.layers))
 
 
 def _columns(layer: LayerConfig) -> int:
-    """Elements of a layer's matrices for each dimension of its rows."""
+    """Return the elements of a layer's matrices per dimension of its input."""
     mlp, cross = layer.feed_forward, layer.cross
     columns = 2 * layer.mixer.query_size + 2 * layer.mixer.kv_size
     columns += mlp.intermediate_size * (3 if mlp.gated else 2)
@@ -112,8 +113,8 @@ def _columns(layer: LayerConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Least seconds of one model's work, with weights and cache of `weight_bytes` and `kv_bytes` an element."""
+class Roofline:
+    """Computes the least seconds of a model's work, with `weight_bytes` and `kv_bytes` per element."""
 
     costs: Costs
     ceilings: Ceilings
@@ -121,11 +122,11 @@ class Floor:
     kv_bytes: float
 
     @classmethod
-    def of(cls, path: Path, ceilings: Ceilings, weight_bytes: float, kv_bytes: float) -> Floor:
+    def of(cls, path: Path, ceilings: Ceilings, weight_bytes: float, kv_bytes: float) -> Roofline:
         return cls(Costs.of(read_checkpoint(path).config), ceilings, weight_bytes, kv_bytes)
 
     def step(self, rows: int, kv_tokens: int) -> float:
-        """A step of `rows` decoding tokens over `kv_tokens` cached ones."""
+        """Return the least seconds of a step of `rows` decoding tokens over `kv_tokens` cached ones."""
         weights = self.costs.decoder + self.costs.head
         read = weights * self.weight_bytes + kv_tokens * self.costs.kv_per_token * self.kv_bytes
         return max(read / self.ceilings.bytes_per_second, 2 * rows * weights / self.ceilings.flops_per_second)
@@ -138,6 +139,6 @@ class Floor:
         longest = max((ask.output_tokens for ask in workload.asks), default=0)
         for at in range(longest):
             alive = [len(ask.ids) + at for ask in workload.asks if ask.output_tokens > at]
-            # Beams share what they have in common; at least one copy of it is read.
+            # Beams share their common blocks, which are read at least once.
             seconds += self.step(len(alive) * workload.beams, sum(alive))
         return seconds

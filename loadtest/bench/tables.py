@@ -1,7 +1,7 @@
-"""What the offline bench found: one row a workload and engine, and the tables of them.
+"""Rows and tables of the offline benchmark: one row for each workload and engine.
 
-A run in which others kept more than `QUIET_CORES` busy is busy. Medians are over the quiet runs, and ratios over the
-pairs of which both were quiet; a row without any is of all its runs and says `busy`.
+A run is busy if other processes used more than `QUIET_CORES`. Medians are over quiet runs, and ratios over pairs of
+quiet runs; a row without any uses all its runs and is marked `busy`.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from rich.table import Table
 from loadtest.bench.batches import Workload
 from loadtest.bench.busy import QUIET_CORES
 
-Answers = Sequence[dict[str, Any]]  # of a worker, one a counted run: seconds, first tokens, what others did
+Answers = Sequence[dict[str, Any]]  # of an engine process, one for each counted run
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One workload of one model on one engine, medians over the runs; what is None was not measured."""
+    """Holds one workload of one model on one engine, as medians over runs; None: not measured."""
 
     model: str
     engine: str
     workload: str
-    unable: str | None = None  # why there is no figure
+    unable: str | None = None  # the reason for missing figures
     rate: float | None = None  # output tokens or texts a second
     unit: str = ""
-    total_rate: float | None = None  # tokens in and out a second
+    total_rate: float | None = None  # input and output tokens a second
     seconds: float | None = None
-    first_token_ms: float | None = None  # the median request's
-    floor_seconds: float | None = None
-    of_floor: float | None = None  # floor / seconds
-    ratio: float | None = None  # how many times as fast as this peer we were, the median of the pairs
+    first_token_ms: float | None = None  # of the median request
+    roofline_seconds: float | None = None
+    of_roofline: float | None = None  # roofline / seconds
+    ratio: float | None = None  # speed of triptych relative to this peer, the median over pairs
     peak_bytes: int | None = None
-    busy: bool = False  # no run of it, or no pair, was quiet
+    busy: bool = False  # no run, or no pair, was quiet
     runs: tuple[dict[str, float | None], ...] = ()  # seconds and foreign cores of each counted run
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step in which `batch` sequences decode."""
+    """Holds the time of a step in which `batch` sequences decode."""
 
     model: str
     batch: int
     milliseconds: float
-    floor_milliseconds: float
-    of_floor: float
+    roofline_milliseconds: float
+    of_roofline: float
     foreign_cores: float | None
 
 
 def is_quiet(answer: dict[str, Any]) -> bool:
-    """Whether others left the machine alone in that run; where that cannot be known, they did."""
+    """Return whether other processes were idle in that run; if unknown, they count as idle."""
     found = answer["foreign_cores"]
     return found is None or found < QUIET_CORES
 
 
-def row(model: str, engine: str, workload: Workload, answers: Answers, floor: float, ours: Answers | None) -> Row:
-    """The row of an engine's `answers`; `ours` are those of the same turns, None where the row is ours."""
+def row(model: str, engine: str, workload: Workload, answers: Answers, roofline: float, ours: Answers | None) -> Row:
+    """Return the row of an engine's answers; `ours` are triptych's of the same turns, None for triptych's own row."""
     quiet = [answer for answer in answers if is_quiet(answer)]
     busy = not quiet
     counted = quiet or answers
@@ -80,8 +80,8 @@ def row(model: str, engine: str, workload: Workload, answers: Answers, floor: fl
         total_rate=(workload.input_tokens + workload.output_tokens) / seconds,
         seconds=seconds,
         first_token_ms=statistics.median(firsts) * 1e3 if firsts and workload.beams == 1 else None,
-        floor_seconds=floor,
-        of_floor=floor / seconds,
+        roofline_seconds=roofline,
+        of_roofline=roofline / seconds,
         ratio=ratio,
         peak_bytes=max(answer["peak_bytes"] for answer in answers),
         busy=busy,
@@ -90,7 +90,7 @@ def row(model: str, engine: str, workload: Workload, answers: Answers, floor: fl
 
 
 def brief(found: Row) -> str:
-    """The row in a line, for who waits."""
+    """Return the row as one line, for progress."""
     head = " ".join(filter(None, (found.model, found.engine, found.workload)))
     if found.unable is not None:
         return f"{head}: {found.unable}"
@@ -100,7 +100,7 @@ def brief(found: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    columns = ("model", "engine", "workload", "out", "total tokens/s", "seconds", "first token", "of floor")
+    columns = ("model", "engine", "workload", "out", "total tokens/s", "seconds", "first token", "of roofline")
     made = Table(*columns, "ours is", "peak", "others", title="offline engine", title_justify="left")
     for found in rows:
         made.add_row(found.model, found.engine, found.workload, *_cells(found))
@@ -108,25 +108,25 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def steps_table(rows: Sequence[StepRow], context: int) -> Table:
-    made = Table("model", "sequences", "ms a step", "floor ms", "of floor", "others", title_justify="left")
+    made = Table("model", "sequences", "ms a step", "roofline ms", "of roofline", "others", title_justify="left")
     made.title = f"decode steps, context {context}"
     for found in rows:
-        cells = (found.milliseconds, found.floor_milliseconds)
+        cells = (found.milliseconds, found.roofline_milliseconds)
         others = _others([found.foreign_cores], (found.foreign_cores or 0.0) >= QUIET_CORES)
-        made.add_row(found.model, str(found.batch), *(f"{ms:.2f}" for ms in cells), f"{found.of_floor:.0%}", others)
+        made.add_row(found.model, str(found.batch), *(f"{ms:.2f}" for ms in cells), f"{found.of_roofline:.0%}", others)
     return made
 
 
 def _cells(found: Row) -> tuple[str, ...]:
     if found.unable is not None:
         return (f"-: {found.unable}",)
-    assert found.rate and found.total_rate and found.seconds and found.of_floor and found.peak_bytes
+    assert found.rate and found.total_rate and found.seconds and found.of_roofline and found.peak_bytes
     return (
         f"{found.rate:,.1f} {found.unit}",
         f"{found.total_rate:,.0f}",
         f"{found.seconds:.2f}",
         "" if found.first_token_ms is None else f"{found.first_token_ms:,.0f} ms",
-        f"{found.of_floor:.0%}",
+        f"{found.of_roofline:.0%}",
         "" if found.ratio is None else f"{found.ratio:.2f}x",
         f"{found.peak_bytes / 1e6:,.0f} MB",
         _others([run["foreign_cores"] for run in found.runs], found.busy),
@@ -134,6 +134,6 @@ def _cells(found: Row) -> tuple[str, ...]:
 
 
 def _others(cores: Sequence[float | None], busy: bool) -> str:
-    """Cores that others kept busy in each run."""
+    """Return the cores that other processes used in each run."""
     known = " ".join("?" if found is None else f"{found:.2f}" for found in cores)
     return f"{known} busy" if busy else known

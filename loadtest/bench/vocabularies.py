@@ -1,8 +1,8 @@
-"""Tokenizers of the benchmark models, trained on the spot: of their families' kinds, special tokens at published ids.
+"""Tokenizers of the benchmark models, trained when the models are built, with special tokens at their published ids.
 
-The text is what `code` learns from, Python's own standard library: one version of Python makes one vocabulary. Where it
-yields fewer entries than the published vocabulary has, `[unused7]` and the like fill the rest: no text is encoded to
-them, but a model that says one has said a text. T5's last outputs have no entry and no text, as published.
+The training text is Python's standard library, so a version of Python determines the vocabulary. If it yields fewer
+entries than the published vocabulary, entries such as `[unused7]` fill the rest: no text is encoded to them, but a
+generated one has a text. T5's last outputs have no entry and no text, as published.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from model.pretrained.training.corpus import documents, held_out_sample
 
-_SPACE = "\u2581"  # SentencePiece's sign for it
-# Names with the spaces before them, single digits, runs of signs with theirs, spaces alone, other white space.
+_SPACE = "\u2581"  # SentencePiece's sign for a space
+# Names with preceding spaces, single digits, runs of signs with preceding spaces, spaces alone, other white space.
 _PIECES = rf"{_SPACE}*[\p{{L}}_]+|\p{{N}}|{_SPACE}*[^{_SPACE}\p{{L}}\p{{N}}\s]+|{_SPACE}+|\s"
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _SENTINELS = 100  # of T5: <extra_id_0> is the last entry
-_SPARE = 28  # outputs of T5 beyond its entries, which make them a multiple of 128
-_SEEDS, _SHRINKING = 100_000, 0.5  # of Unigram's trainer: by its defaults it takes minutes
+_SPARE = 28  # outputs of T5 beyond its entries, up to a multiple of 128
+_SEEDS, _SHRINKING = 100_000, 0.5  # of Unigram's trainer, whose defaults take minutes
 _KEPT = 0.1  # above the least score of a Unigram: 0.0001 for each kept character, of which there are a few hundred
-_SIGNS = [chr(code) for code in range(33, 127) if not chr(code).isupper()]  # what is left of ASCII in lower case
+_SIGNS = [chr(code) for code in range(33, 127) if not chr(code).isupper()]  # ASCII in lower case
 
 
 def training_texts() -> list[str]:
-    """The standard library; where Python came without its sources, the sample of them that is part of this project."""
+    """Yield the standard library's texts, or this project's sample of them if Python has no sources."""
     return [document.text for document in documents(held_out=False)] or [held_out_sample()]
 
 
 def trained(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a raw config.json: its `vocab_size`, its special tokens' ids. Raises `KeyError` for a
-    `model_type` that no benchmark model has.
+    """Train the tokenizer of a raw config.json, with its `vocab_size` and ids of special tokens.
+
+    Raises `KeyError` for a `model_type` that no benchmark model has.
     """
     return _TRAINED[raw["model_type"]](raw, texts)
 
@@ -54,7 +55,7 @@ def _bart(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 
 
 def _byte_level(raw: Mapping[str, Any], texts: Iterable[str], special: dict[int, str]) -> Tokenizer:
-    """GPT-2's way: any text is bytes, and so comes back."""
+    """Train a byte-level BPE, as GPT-2's: any text is bytes, so decoding restores it."""
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
     learnt = Tokenizer(models.BPE())
     learnt.pre_tokenizer = pieces
@@ -71,7 +72,7 @@ def _byte_level(raw: Mapping[str, Any], texts: Iterable[str], special: dict[int,
 
 
 def _llama(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
-    """SentencePiece's BPE: spaces are signs, a rare character is the bytes that it is made of."""
+    """Train a SentencePiece BPE: spaces are signs, and rare characters are bytes."""
     start = raw["bos_token_id"]
     special = {0: "<unk>", start: "<s>", raw["eos_token_id"]: "</s>"}
     fixed = special | {len(special) + at: name for at, name in enumerate(_BYTES)}
@@ -97,7 +98,7 @@ def _llama(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 
 
 def _t5(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
-    """SentencePiece's Unigram: white space of any kind is one sign, what the text never had is unknown."""
+    """Train a SentencePiece Unigram: any white space is one sign, and unseen characters are unknown."""
     size, end = raw["vocab_size"] - _SPARE, raw["eos_token_id"]
     special = {raw["pad_token_id"]: "<pad>", end: "</s>", 2: "<unk>"}
     special |= {size - 1 - at: f"<extra_id_{at}>" for at in range(_SENTINELS)}
@@ -128,7 +129,7 @@ def _t5(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 
 
 def _bert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
-    """WordPiece without capitals and accents; characters beyond ASCII are unknown."""
+    """Train a WordPiece without capitals and accents; characters beyond ASCII are unknown."""
     special = {raw["pad_token_id"]: "[PAD]", 100: "[UNK]", 101: "[CLS]", 102: "[SEP]", 103: "[MASK]"}
     fixed = {**{number: f"[unused{number}]" for number in range(100)}, **special}
     insides = [f"##{sign}" for sign in _SIGNS]
@@ -159,23 +160,23 @@ _TRAINED = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bart": _bart, "bert": _b
 
 
 def _with_special(model: models.Model, special: Mapping[int, str]) -> Tokenizer:
-    """A tokenizer that takes these entries of `model` for special tokens."""
+    """Return a tokenizer in which these entries of `model` are special tokens."""
     tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special.values()])
     return tokenizer
 
 
 def _entries(learnt: Tokenizer, fixed: Mapping[int, str], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids by name and merges of a trained BPE, with `fixed` in their places."""
+    """Return ids by name and merges of a trained BPE, with `fixed` entries at their ids."""
     merges = [(left, right) for left, right in json.loads(learnt.to_str())["model"]["merges"]]
     return {name: number for number, name in enumerate(_placed(_learnt(learnt), fixed, size))}, merges
 
 
 def _scores(learnt: Tokenizer) -> dict[str, float]:
-    """Log-probabilities of a trained Unigram's entries, without the unknown one.
+    """Return the log-probabilities of a trained Unigram's entries, without the unknown one.
 
-    The trainer's tables have another order each time: last digits of its sums differ, and so does which of the
-    characters that it keeps in any case is a little above the least score. They all get that.
+    The order of the trainer's tables varies, and with it the last digits of sums and which of the characters that are
+    always kept is slightly above the least score. They all get that score, to make the result deterministic.
     """
     found = dict(json.loads(learnt.to_str())["model"]["vocab"][1:])
     least = min(found.values())
@@ -183,12 +184,12 @@ def _scores(learnt: Tokenizer) -> dict[str, float]:
 
 
 def _learnt(tokenizer: Tokenizer) -> list[str]:
-    """Its entries by id."""
+    """Return the entries by id."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary, key=vocabulary.__getitem__)
 
 
 def _placed(learnt: Iterable[str], fixed: Mapping[int, str], size: int) -> list[str]:
-    """What each id stands for: `fixed` where that says so, else what was learnt, in its order."""
+    """Return the entry of each id: the `fixed` one, or the next trained one."""
     rest = iter(learnt)
     return [fixed.get(number) or next(rest, f"[unused{number}]") for number in range(size)]

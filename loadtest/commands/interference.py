@@ -1,8 +1,8 @@
-"""What the workloads of a plan cost each other: each alone, then each of the plan's combinations, in turns.
+"""The command `interference`, which measures how workloads of a plan slow each other down.
 
-A workload's share is that of its output tokens a second (of what makes none, of its input tokens) beside the others to
-those that it makes alone in the same turn; figures are medians over the turns. Every run has prompts of its own, so
-that none finds another's in a cache.
+Each workload runs alone, then in each of the plan's combinations, in turns. A workload's share is its output tokens a
+second (input tokens, if it has no output) in a combination, divided by those alone in the same turn; figures are
+medians over turns. Every run has prompts of its own, so that none is in a cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADS = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One workload in one run. Latencies are None where nothing is streamed."""
+    """Holds the figures of one workload in one run. Latencies are None without streaming."""
 
     itl_p50_ms: float | None
     itl_p99_ms: float | None
@@ -65,13 +65,15 @@ class Figures:
 
     @property
     def work(self) -> float:
-        """What it did a second, in the tokens that it is for."""
+        """The workload's rate, in output tokens, or input tokens if it has none."""
         return self.output_tokens_per_s or self.input_tokens_per_s
 
 
 def _gaps(measured: Measured) -> Sample:
-    """Milliseconds between tokens within the window, also of requests that began before it or end after it: a stream
-    that is held up for long is not to be left out for that, nor to be measured once the others have gone.
+    """Return the inter-token latencies in milliseconds within the window.
+
+    They include those of requests that began before the window or end after it, so that a delayed stream counts, but
+    only as long as the other workloads run.
     """
     start, end = measured.document["window_s"]
     return Sample.of([[1e3 * gap for gap in record.gaps_from(start, end)] for record in measured.records])
@@ -79,28 +81,28 @@ def _gaps(measured: Measured) -> Sample:
 
 def add_command(commands: Any) -> None:
     text = "Measure each workload of a plan alone and beside others, on a running service."
-    parser = commands.add_parser("interference", help="what workloads cost each other", description=text)
+    parser = commands.add_parser("interference", help="how workloads slow each other down", description=text)
     help_text = "TOML with [work.NAME], [together] and [bounds]"
     parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help=help_text)
-    parser.add_argument("--turns", type=flags.positive, default=1, metavar="N", help="of all the runs")
+    parser.add_argument("--turns", type=flags.positive, default=1, metavar="N", help="repetitions of all runs")
     flags.add_shared(parser)
     parser.set_defaults(command=_command, duration=20.0, warmup=3.0)
 
 
-def _command(asked: argparse.Namespace) -> int:
+def _command(options: argparse.Namespace) -> int:
     from loadtest.commands.main import api_key
 
-    what = plan.read(asked.plan, asked)
-    progress = Progress(quiet=asked.quiet)
+    what = plan.read(options.plan, options)
+    progress = Progress(quiet=options.quiet)
     found: dict[tuple[str, str], list[Figures]] = {}
     interrupted = False
-    with Server(asked.url.rstrip("/"), api_key(asked)) as server:
-        loads = {load.name: load for load in mix.meet(server, what.chosen(""), progress)}
+    with Server(options.url.rstrip("/"), api_key(options)) as server:
+        loads = {load.name: load for load in mix.probe(server, what.chosen(""), progress)}
         about = server.about()
-        folder = output.folder(asked.out, "interference")
-        for number, (name, chosen) in enumerate(_runs(what, loads, asked.turns)):
+        folder = output.folder(options.out, "interference")
+        for number, (name, chosen) in enumerate(_runs(what, loads, options.turns)):
             progress.say(f"{name} ...")
-            mixed = mix.measure(mix.seeded(chosen, number), api_key(asked), progress)
+            mixed = mix.measure(mix.seeded(chosen, number), api_key(options), progress)
             (folder / name).mkdir(exist_ok=True)
             output.write_mix(mixed, folder / name)
             for work, measured in mixed.works.items():
@@ -108,7 +110,7 @@ def _command(asked: argparse.Namespace) -> int:
             if interrupted := mixed.interrupted:
                 break
     rows = _rows(found, what) if not interrupted else []
-    document = _document(found, rows, about, asked, interrupted)
+    document = _document(found, rows, about, options, interrupted)
     (folder / "interference.json").write_text(output.line(document), encoding="utf-8")
     (folder / "interference.md").write_text(markdown(rows), encoding="utf-8")
     _show(document, tables.console())
@@ -117,7 +119,7 @@ def _command(asked: argparse.Namespace) -> int:
 
 
 def _runs(what: Plan, loads: dict[str, Load], turns: int) -> Iterable[tuple[str, list[Load]]]:
-    """Name and loads of every run, in the order of measuring."""
+    """Return name and loads of every run, in the order of measurement."""
     for _ in range(turns):
         for name, load in loads.items():
             yield _alone(name), [load]
@@ -126,11 +128,11 @@ def _runs(what: Plan, loads: dict[str, Load], turns: int) -> Iterable[tuple[str,
 
 
 def _alone(work: str) -> str:
-    return f"{work} alone"  # no name of a combination has a space
+    return f"{work} alone"  # names of combinations have no space
 
 
 def _rows(found: dict[tuple[str, str], list[Figures]], what: Plan) -> list[Json]:
-    """One for each run and workload: medians, and the ratios to alone of the same turns."""
+    """Return a row for each run and workload: medians, and ratios to running alone in the same turn."""
     rows = []
     for (run, work), turns in found.items():
         alone = found[_alone(work), work]
@@ -148,7 +150,7 @@ def _rows(found: dict[tuple[str, str], list[Figures]], what: Plan) -> list[Json]
 
 
 def _missed(row: Json, alone_itl_ms: float | None, bound: Bound) -> list[str]:
-    """The bounds that `row` does not keep; what was not measured keeps none."""
+    """Return the bounds that `row` violates; a figure that was not measured violates its bound."""
     missed = []
     if bound.kept is not None and not (row["kept"] is not None and row["kept"] >= bound.kept):
         missed.append(f"share < {bound.kept:g}")
@@ -174,7 +176,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _document(
-    found: dict[tuple[str, str], list[Figures]], rows: list[Json], about: Json, asked: argparse.Namespace, cut: bool
+    found: dict[tuple[str, str], list[Figures]], rows: list[Json], about: Json, options: argparse.Namespace, cut: bool
 ) -> Json:
     doubts = sorted(
         {f"{run}: {work}: {doubt}" for (run, work), turns in found.items() for turn in turns for doubt in turn.doubts}
@@ -186,8 +188,8 @@ def _document(
         "commit": machine.commit(),
         "machine": machine.describe(),
         "server": about,
-        "plan": asked.plan.read_text(encoding="utf-8"),
-        "settings": {name: getattr(asked, name) for name in names},
+        "plan": options.plan.read_text(encoding="utf-8"),
+        "settings": {name: getattr(options, name) for name in names},
         "interrupted": cut,
         "valid": not doubts,
         "doubts": doubts,
@@ -197,7 +199,7 @@ def _document(
 
 
 def markdown(rows: Iterable[Json]) -> str:
-    """The table as documents have it."""
+    """Return the table in Markdown."""
     lines = [_HEADS, ["---"] * 2 + ["---:"] * (len(_HEADS) - 3) + ["---"], *map(_cells, rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

@@ -1,5 +1,7 @@
-"""`python -m loadtest COMMAND`. Usage errors are one line and exit 2; a missed SLO, a regression or a server that does
-not serve exit 1; an interrupted run writes what it has and exits 130.
+"""The command line `python -m loadtest COMMAND`.
+
+Usage errors print one line and exit 2. A missed SLO, a regression, or a server that does not serve exits 1. An
+interrupted run writes its results so far and exits 130.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _APART = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line and defaults in its help."""
+    """Reports errors in one line, and shows defaults in the help."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **arguments})
@@ -38,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Says nothing of a default that is none: the text does."""
+    """Shows defaults except None, which the help text explains."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default in (None, "", False, [])
@@ -46,7 +48,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         arguments = _parser(argv).parse_args(argv)
@@ -77,7 +79,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
-    """Most of their modules import what the rest has no use for: torch, Ray."""
+    """Add the commands whose modules import torch or Ray."""
     for name, module, text in _APART:
         if name in argv[:1]:
             import_module(module).add_command(commands)
@@ -86,11 +88,11 @@ def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
 
 
 def _add_run(commands: Any) -> None:
-    parser = commands.add_parser("run", help="one load on a server", description="Put one load on a server.")
+    parser = commands.add_parser("run", help="apply one load to a server", description="Apply one load to a server.")
     flags.add(parser)
     group = parser.add_argument_group("several workloads at the same time")
-    group.add_argument("--plan", type=Path, default=None, metavar="FILE", help="a TOML file that has them")
-    group.add_argument("--only", default="", metavar="NAME,...", help="of the plan's workloads; none: all")
+    group.add_argument("--plan", type=Path, default=None, metavar="FILE", help="a TOML file of workloads")
+    group.add_argument("--only", default="", metavar="NAME,...", help="workloads of the plan; none: all")
     parser.set_defaults(command=_run)
 
 
@@ -99,39 +101,47 @@ def _add_sweep(commands: Any) -> None:
     parser = commands.add_parser("sweep", help="find the knee", description=text)
     flags.add(parser)
     group = parser.add_argument_group("sweep (each point takes --duration)")
-    group.add_argument("--over", choices=("rate", "concurrency"), default="rate", help="what is raised")
-    group.add_argument("--points", default="", metavar="X,Y,...", help="loads to begin with; none: doubled from --from")
+    group.add_argument("--over", choices=("rate", "concurrency"), default="rate", help="the load to raise")
+    group.add_argument("--points", default="", metavar="X,Y,...", help="first loads; none: doubled from --from")
     group.add_argument("--from", dest="first", type=flags.above_zero, default=1.0, metavar="X", help="first load")
-    group.add_argument("--to", type=flags.above_zero, default=1024.0, metavar="X", help="never more than this")
-    group.add_argument("--bisect", type=flags.whole, default=4, metavar="N", help="points between met and missed")
+    group.add_argument("--to", type=flags.above_zero, default=1024.0, metavar="X", help="highest load")
+    group.add_argument(
+        "--bisect",
+        type=flags.whole,
+        default=4,
+        metavar="N",
+        help="points between the last within and the first beyond the SLO",
+    )
     parser.set_defaults(command=_sweep)
 
 
 def _add_compare(commands: Any) -> None:
     text = "Ratios of B to A with bootstrap intervals; exit 1 where B is worse beyond the tolerance."
-    parser = commands.add_parser("compare", help="one result against another", description=text)
+    parser = commands.add_parser("compare", help="compare two results", description=text)
     parser.add_argument("a", metavar="A.json", help="run.json, sweep.json or mix.json of the baseline")
-    parser.add_argument("b", metavar="B.json", help="the same to judge; of sweeps and mixes, what both measured")
+    parser.add_argument("b", metavar="B.json", help="result to compare with it; of sweeps and mixes, the common parts")
     parser.add_argument(
-        "--tolerance", type=flags.amount, default=0.05, metavar="SHARE", help="worse by so much is none"
+        "--tolerance", type=flags.amount, default=0.05, metavar="SHARE", help="ratio that counts as equal"
     )
     parser.set_defaults(command=_compare)
 
 
 def _add_report(commands: Any) -> None:
-    parser = commands.add_parser("report", help="the HTML page of a result", description="Draw a result again.")
+    parser = commands.add_parser(
+        "report", help="write the HTML page of a result", description="Write the HTML page of a result."
+    )
     parser.add_argument("result", metavar="FILE", help="run.json, sweep.json or mix.json")
-    parser.add_argument("--out", default="report.html", metavar="FILE", help="the page")
+    parser.add_argument("--out", default="report.html", metavar="FILE", help="path of the page")
     parser.set_defaults(command=_report)
 
 
 def api_key(arguments: argparse.Namespace) -> str:
-    """Of the flag, else of the environment."""
+    """Return the key of the flag, or of the environment."""
     return str(arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Settings, list[Limit], str, Path | None]:
-    """What both `run` and `sweep` need: settings, limits, key, tokenizer."""
+def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[Limit], str, Path | None]:
+    """Return what `run` and `sweep` both need: settings, limits, key, tokenizer."""
     from loadtest.results import slo
 
     key = api_key(arguments)
@@ -150,11 +160,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from loadtest.runs.progress import Progress
     from loadtest.server.target_server import Server
 
-    settings, limits, key, tokenizer = _asked(arguments)
-    due(settings)  # raises what is wrong with the schedule before anything is sent
+    settings, limits, key, tokenizer = _prepare(arguments)
+    due(settings)  # raises for an invalid schedule before anything is sent
     progress = Progress(quiet=arguments.quiet)
     with Server(settings.url, key) as server:
-        subject = run.meet(server, settings, tokenizer, progress)
+        subject = run.probe(server, settings, tokenizer, progress)
         folder = output.folder(arguments.out, "run")
         measured = run.measure(subject, subject.settings, limits, key, progress)
     console = tables.console()
@@ -174,7 +184,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     works = plan.read(arguments.plan, arguments).chosen(arguments.only)
     progress = Progress(quiet=arguments.quiet)
     with Server(arguments.url.rstrip("/"), api_key(arguments)) as server:
-        loads = mix.meet(server, works, progress)
+        loads = mix.probe(server, works, progress)
         folder = output.folder(arguments.out, "mix")
         mixed = mix.measure(loads, api_key(arguments), progress)
     console = tables.console()
@@ -185,7 +195,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(document: dict[str, Any]) -> int:
-    """An SLO is kept only by a run that can be believed."""
+    """Return the exit code; only a valid run can meet an SLO."""
     return 0 if document["valid"] and all(one["met"] for one in document["slo"]) else 1
 
 
@@ -197,10 +207,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     plan = sweep.Plan.parse(arguments.over, arguments.points, arguments.first, arguments.to, arguments.bisect)
     _set_load(arguments, plan.loads[0], sweep.ARRIVALS[plan.over])
-    settings, limits, key, tokenizer = _asked(arguments)
+    settings, limits, key, tokenizer = _prepare(arguments)
     progress = Progress(quiet=arguments.quiet)
     with Server(settings.url, key) as server:
-        subject = run.meet(server, settings, tokenizer, progress)
+        subject = run.probe(server, settings, tokenizer, progress)
         folder = output.folder(arguments.out, "sweep")
         found = sweep.Sweep(subject, limits, key, progress, plan)
         document = found.run()
@@ -212,7 +222,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _set_load(arguments: argparse.Namespace, load: float, kinds: Sequence[str]) -> None:
-    """The first load of a sweep; raises `UsageError` where another one is given, or arrivals that no load changes."""
+    """Set the first load of a sweep; raises `UsageError` if a load is given, or arrivals without a load."""
     for name in ("rate", "concurrency", "ramp_to", "stages"):
         if (found := getattr(arguments, name)) is not None:
             flag = "--" + name.replace("_", "-")

@@ -1,10 +1,10 @@
-"""Engines measured without a server: a table for people, then one JSON line.
+"""The command `offline`, which measures engines without a server, and prints tables and one JSON line.
 
-Without names it takes the embedded models, which is quick; `--models D1,D2,...` builds the benchmark models and takes
-them through their workloads. Work is seeded and lengths are forced, so that two runs, and two engines, do the same.
-Engines take turns, run by run; beside each rate stands the floor that this machine's measured bandwidth and matrix rate
-allow, and the share of it that was reached. Every row is printed and, with `--json`, written as soon as it is known, so
-that a run which ends early leaves what it measured. What others did on the machine stands beside each run.
+By default it measures the embedded models, which is quick; `--models D1,D2,...` builds benchmark models and runs their
+workloads. Work is seeded and lengths are forced, so that all runs and engines do the same. Engines take turns, run by
+run. Each rate is shown with its share of the roofline, which follows from this machine's measured bandwidth and matrix
+rate, and with the CPU use of other processes. Every row is printed and, with `--json`, written at once, so that an
+interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from loadtest.bench.batches import QUICK, Scale, Workload, workloads
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
 from loadtest.bench.peers import PEERS
-from loadtest.bench.peers.engine_process import Worker
-from loadtest.bench.roofline import Ceilings, Floor
+from loadtest.bench.peers.engine_process import EngineProcess
+from loadtest.bench.roofline import Ceilings, Roofline
 from loadtest.bench.tables import Row, StepRow, brief, row, steps_table, table
 from loadtest.errors import UsageError
 from loadtest.runs import flags
@@ -37,35 +37,39 @@ from model.pretrained import embedded_models
 
 OURS = "triptych"
 BATCHES = (1, 8, 16, 32, 64)
-CONTEXT = 256  # tokens of each sequence where steps are timed
-_WIDTH = 180  # of the table in a file or pipe
+CONTEXT = 256  # tokens of each sequence, for timing steps
+_WIDTH = 180  # of tables in a file or pipe
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 _NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders"}
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("offline", help="an engine without a server")
+    parser = commands.add_parser("offline", help="measure engines without a server")
     parser.add_argument("--models", default="", help=f"of {', '.join(CONFIGS)} (default: the embedded models)")
-    parser.add_argument("--only", default="", help="workloads whose name has this in it, or `steps`")
+    parser.add_argument("--only", default="", help="workloads whose name contains this, or `steps`")
     parser.add_argument("--runs", type=flags.positive, default=3, help="counted runs of each row")
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests, half of the lengths")
-    parser.add_argument("--requests", type=flags.positive, help="only the first so many of those that come at once")
+    parser.add_argument("--requests", type=flags.positive, help="limit on the requests of a workload")
     parser.add_argument(
-        "--peer", action="append", default=[], choices=list(PEERS), help="take turns with it; repeatable"
+        "--peer", action="append", default=[], choices=list(PEERS), help="also measure this engine; repeatable"
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="number format")
-    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of matrices")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="number format of KV")
-    parser.add_argument("--attention-backend", default="auto", choices=ATTENTION_BACKENDS, help="what computes it")
-    parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
+    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weight matrices")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="number format of the KV cache"
+    )
+    parser.add_argument(
+        "--attention-backend", default="auto", choices=ATTENTION_BACKENDS, help="implementation of attention"
+    )
+    parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="folder of benchmark models")
     parser.add_argument("--json", type=Path, help="append each workload's rows to this file as soon as they are known")
     parser.add_argument("--seed", type=flags.whole, default=0, help="of the workload")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the tables and the JSON line; 1 if our own engine failed at something."""
+    """Measure, and print the tables and the JSON line; return 1 if triptych's engine failed."""
     missing = sorted({package for peer in arguments.peer for package in PEERS[peer].missing})
     if missing:
         raise UsageError(f"not installed: {', '.join(missing)}; python -m pip install {' '.join(missing)}")
@@ -82,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not names:
             for name, path in embedded_models().items():
                 bench.measure(name, path, None)
-    finally:  # what an interrupted run has is worth its line
+    finally:  # also for an interrupted run
         bench.report()
     if not bench.rows and not bench.steps:
         raise UsageError(f"--only: found {arguments.only!r}, expected part of a workload's name, or `steps`")
@@ -90,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Before hours of measuring, not after."""
+    """Raise before hours of measuring if the file cannot be written."""
     try:
         path.open("a").close()
     except OSError as error:
@@ -98,7 +102,7 @@ def _check_writable(path: Path) -> None:
 
 
 class Bench:
-    """One run of the command."""
+    """Runs the command once."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -111,9 +115,9 @@ class Bench:
         self.console = Console(stderr=True)
 
     def measure(self, name: str, path: Path, benchmark: str | None) -> None:
-        """All of one model's rows; the embedded models have no peers."""
+        """Measure all rows of one model; the embedded models have no peers."""
         self.console.print(f"{name} ...")
-        workers = {OURS: Worker(OURS, path, self._settings(benchmark))}
+        workers = {OURS: EngineProcess(OURS, path, self._settings(benchmark))}
         try:
             info = workers[OURS].info
             if "unable" in info:
@@ -121,16 +125,16 @@ class Bench:
             form = (benchmark or _FORMS[info["form"]])[0]
             for peer in self.arguments.peer if benchmark else ():
                 if form in PEERS[peer].forms:
-                    workers[peer] = Worker(peer, path, {"dtype": info["dtype"], "form": form})
+                    workers[peer] = EngineProcess(peer, path, {"dtype": info["dtype"], "form": form})
                     self.versions[peer] = workers[peer].info
                 else:
                     self._keep([Row(name, peer, "", unable=f"no {_NAMES[form]}")])
-            floor = self._floor(path, info)
+            roofline = self._roofline(path, info)
             for number, workload in enumerate(workloads(form, info["vocab_size"], self.scale)):
                 if self.arguments.only in workload.name:
-                    self._take_turns(name, form, number, workload, workers, floor)
+                    self._take_turns(name, form, number, workload, workers, roofline)
             if form == "D" and (not self.arguments.only or self.arguments.only == "steps"):
-                self._time_steps(name, workers[OURS], floor)
+                self._time_steps(name, workers[OURS], roofline)
         finally:
             for worker in workers.values():
                 worker.close()
@@ -140,18 +144,24 @@ class Bench:
         settings = {name: getattr(self.arguments, name) for name in names}
         return {**settings, "kv_cache_memory": 3 << 30} if benchmark else settings
 
-    def _floor(self, path: Path, info: dict[str, Any]) -> Floor:
+    def _roofline(self, path: Path, info: dict[str, Any]) -> Roofline:
         weights = info["dtype"]
         if weights not in self.ceilings:
             self.ceilings[weights] = Ceilings.measure(weights)
         kv = "float32" if weights == "float32" else "bfloat16"
         kv_bytes = _BYTES["int8" if self.arguments.kv_cache_dtype == "int8" else kv]
-        return Floor.of(path, self.ceilings[weights], _BYTES[weights], kv_bytes)
+        return Roofline.of(path, self.ceilings[weights], _BYTES[weights], kv_bytes)
 
     def _take_turns(
-        self, name: str, form: str, number: int, workload: Workload, workers: dict[str, Worker], floor: Floor
+        self,
+        name: str,
+        form: str,
+        number: int,
+        workload: Workload,
+        workers: dict[str, EngineProcess],
+        roofline: Roofline,
     ) -> None:
-        """One uncounted run of everyone, then A B A B; who cannot do it once is not asked again."""
+        """Run every engine once without counting, then A B A B; an engine that fails is not run again."""
         task = {"form": form, "workload": number, "scale": asdict(self.scale)}
         found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in workers}
         unable: dict[str, str] = {}
@@ -163,7 +173,7 @@ class Bench:
                 if "unable" in answer:
                     unable[engine] = answer["unable"]
                 found[engine] += [answer] if turn else []
-        least = floor.workload(workload)
+        least = roofline.workload(workload)
         rows = []
         for engine, answers in found.items():
             if engine in unable:
@@ -173,20 +183,20 @@ class Bench:
             rows.append(row(name, engine, workload, answers, least, ours))
         self._keep(rows)
 
-    def _time_steps(self, name: str, ours: Worker, floor: Floor) -> None:
+    def _time_steps(self, name: str, ours: EngineProcess, roofline: Roofline) -> None:
         answer = ours.ask(step={"batches": BATCHES, "context": CONTEXT, "steps": 20})
         if "unable" in answer:
             return self._keep([Row(name, OURS, "steps", unable=answer["unable"])])
         steps = []
         for batch in BATCHES:
             seconds = statistics.median(answer["seconds"][str(batch)])
-            least = floor.step(batch, batch * CONTEXT)
+            least = roofline.step(batch, batch * CONTEXT)
             times = (seconds * 1e3, least * 1e3, least / seconds)
             steps.append(StepRow(name, batch, *times, foreign_cores=answer["foreign_cores"]))
         self._keep([], steps)
 
     def _keep(self, rows: Sequence[Row], steps: Sequence[StepRow] = ()) -> None:
-        """Say and write what is known now: a line of JSON for a workload, with all that a whole run's has."""
+        """Print and write the rows of a workload: a JSON line with the same fields as that of a whole run."""
         self.rows += rows
         self.steps += steps
         for found in rows:
@@ -196,7 +206,7 @@ class Bench:
                 print(json.dumps({**self._context(), **_results(rows, steps)}), file=file)
 
     def report(self) -> None:
-        """The tables, then one JSON line."""
+        """Print the tables, then one JSON line."""
         console = Console()
         if not console.is_terminal:
             console.width = _WIDTH

@@ -1,7 +1,7 @@
-"""What narrow numbers cost in quality, on the embedded models: a table, then one JSON line.
+"""The command `quality`, which measures the quality of the embedded models in each number format.
 
-Bits per byte of `code` on its held-out sample, exact match of `normalize` on held-out pairs, the cosine of `embed`'s
-vectors with those of float32; all through the engine that serves them.
+It measures bits per byte of `code` on its held-out sample, exact match of `normalize` on held-out pairs, and the cosine
+of `embed`'s vectors with those in float32, all with the serving engine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("quality", help="what bfloat16 and int8 cost in quality, on the embedded models")
+    parser = commands.add_parser("quality", help="quality of the embedded models in bfloat16 and int8")
     parser.add_argument("--pairs", type=flags.positive, default=1_000, help="held-out pairs for normalize")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure every format."""
+    """Measure every number format, and print a table and one JSON line."""
     paths = embedded_models()
     sample = pieces(corpus.held_out_sample())
     held_out = pairs.held_out_pairs(arguments.pairs, seed=1)

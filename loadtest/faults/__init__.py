@@ -1,5 +1,5 @@
-"""What clients see when something goes wrong: a service of its own, under load, one fault at a time.
+"""Fault injection: what clients of a service under load observe at each of several faults.
 
-`python -m loadtest faults` measures what the service can do, puts 70 % of that on it, injects a fault, and counts how
-every request ended. Only processes that it started are hurt.
+`python -m loadtest faults` starts a service, measures its capacity, applies 70 % of that as load, injects a fault, and
+counts how all requests end. It signals only processes that it has started.
 """

@@ -1,4 +1,4 @@
-"""`python -m loadtest faults`: all scenarios, one after the other, a table and a JSON line."""
+"""The command `python -m loadtest faults`: runs all scenarios, and prints a table and a JSON line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from loadtest.errors import ServerError, UsageError
 from loadtest.faults import load, outcomes, report
-from loadtest.faults.outcomes import End
+from loadtest.faults.outcomes import Ending
 from loadtest.faults.report import Row
 from loadtest.faults.scenarios import Scenario, all_of
-from loadtest.faults.site import Site, Watch
+from loadtest.faults.site import ReadinessMonitor, Site
 from loadtest.records import Record
 from loadtest.results import machine
 from loadtest.runs import flags, output
@@ -31,50 +31,58 @@ _CLOCK_LIBRARIES = "/usr/lib/*/faketime/libfaketimeMT.so.1"
 
 def add_command(commands: Any) -> None:
     text = "Start the service, put load on it, inject one fault after the other, and count what clients saw."
-    parser = commands.add_parser("faults", help="what clients see when something goes wrong", description=text)
-    parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="what is served")
-    parser.add_argument("--runtime", choices=("local", "ray"), default="", help="only this one; none: both")
-    parser.add_argument("--only", default="", metavar="TEXT,...", help="faults whose names hold one of these")
-    parser.add_argument("--rate", type=flags.above_zero, default=None, help="requests a second at capacity; measured")
-    parser.add_argument("--clock-library", default="", metavar="FILE", help="libfaketimeMT; none: Debian's, if there")
-    parser.add_argument("--write", default="", metavar="FILE", help="a document with the marks between which it goes")
+    parser = commands.add_parser(
+        "faults", help="faults injected into a service, and what clients see of them", description=text
+    )
+    parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help="model to serve")
+    parser.add_argument("--runtime", choices=("local", "ray"), default="", help="only this runtime; none: both")
+    parser.add_argument("--only", default="", metavar="TEXT,...", help="faults whose names contain one of these")
+    parser.add_argument(
+        "--rate", type=flags.above_zero, default=None, help="capacity in requests a second; none: measured"
+    )
+    parser.add_argument(
+        "--clock-library", default="", metavar="FILE", help="libfaketimeMT; none: Debian's, if installed"
+    )
+    parser.add_argument(
+        "--write", default="", metavar="FILE", help="document with marks, between which the table is written"
+    )
     parser.set_defaults(command=_command)
 
 
-def _command(asked: argparse.Namespace) -> int:
-    if asked.write:
-        report.around(Path(asked.write))  # what is wrong with it is said before twenty minutes of faults
+def _command(options: argparse.Namespace) -> int:
+    if options.write:
+        report.around(Path(options.write))  # raises before twenty minutes of faults
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        wanted = _wanted(asked, Path(folder))
-        rows = list(rows_of(wanted, asked.model, asked.rate))
+        wanted = _wanted(options, Path(folder))
+        rows = list(rows_of(wanted, options.model, options.rate))
     text = report.markdown(rows, _about())
     print(text)
-    if asked.write:
-        report.write(Path(asked.write), text)
+    if options.write:
+        report.write(Path(options.write), text)
     results = [asdict(row) | {"lost": row.lost} for row in rows]
     about = {"kind": "faults", "commit": machine.commit(), "machine": machine.describe()}
     print(output.line(about | {"results": results}), flush=True)
     return 1 if any(row.problems for row in rows) else 0
 
 
-def _wanted(asked: argparse.Namespace, folder: Path) -> list[Scenario]:
-    library = asked.clock_library or next(map(str, Path("/").glob(_CLOCK_LIBRARIES[1:])), "")
+def _wanted(options: argparse.Namespace, folder: Path) -> list[Scenario]:
+    library = options.clock_library or next(map(str, Path("/").glob(_CLOCK_LIBRARIES[1:])), "")
     if not library:
         print("no clock jumps: libfaketime is not there (Debian's package libfaketime)", file=sys.stderr)
-    names = [name for name in asked.only.split(",") if name]
+    names = [name for name in options.only.split(",") if name]
     found = [
         one
         for one in all_of(folder, library)
-        if (not asked.runtime or one.runtime == asked.runtime)
+        if (not options.runtime or one.runtime == options.runtime)
         and (not names or any(name in one.name for name in names))
     ]
     if not found:
-        raise UsageError(f"--only: found {asked.only!r}, expected parts of the names of faults")
+        raise UsageError(f"--only: found {options.only!r}, expected parts of the names of faults")
     return found
 
 
 def rows_of(scenarios: Sequence[Scenario], model: str, rate: float | None) -> Iterator[Row]:
-    """Scenarios next to each other that need the same service share it, until one ends it."""
+    """Run scenarios; neighbours that need the same service share it, unless one ends it."""
     for _, group in itertools.groupby(scenarios, key=lambda one: one.site):
         todo = list(group)
         try:
@@ -85,7 +93,7 @@ def rows_of(scenarios: Sequence[Scenario], model: str, rate: float | None) -> It
                     print(row, file=sys.stderr)
                     todo.pop(0)
                     yield row
-        except ServerError as error:  # those that need the same service have none either
+        except ServerError as error:  # the other scenarios of the same service fail too
             for scenario in todo:
                 print(f"{scenario.name}, {scenario.runtime}: {error}", file=sys.stderr)
                 yield Row.failed(scenario.name, scenario.runtime, str(error).splitlines()[0])
@@ -96,14 +104,14 @@ def _served(scenario: Scenario, model: str) -> Iterator[tuple[Site, Subject]]:
     runtime = ("--runtime", scenario.runtime) if scenario.program[-1] == "serve" else ()
     arguments = (model, *runtime, *scenario.arguments)
     with Site(arguments, program=scenario.program, environment=scenario.environment, stderr=scenario.stderr) as site:
-        yield site, load.meet(site.url, model.partition("=")[0], WORKLOAD)
+        yield site, load.probe(site.url, model.partition("=")[0], WORKLOAD)
 
 
 def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> Row:
-    """One scenario, on a site that does nothing else."""
+    """Run one scenario on an idle service."""
     before, unanswered = site.memory_mb(), site.unanswered
     stages = tuple((round(share * capacity, 2), seconds) for share, seconds in scenario.stages)
-    with Watch(site) as watch:
+    with ReadinessMonitor(site) as watch:
         seen = load.during(subject, stages, scenario.after_s, lambda: scenario.inject(site, subject.settings.model))
     records, injected = seen.records, seen.start + seen.fault
     served = outcomes.served_again_s(records, seen.fault)
@@ -113,7 +121,7 @@ def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> R
     return Row(
         scenario.name,
         scenario.runtime,
-        max(asked for asked, _ in stages),
+        max(rate for rate, _ in stages),
         {str(end): number for end, number in sorted(outcomes.count(records).items())},
         None if scenario.fatal else watch.ready_again_s(injected),
         served,
@@ -126,7 +134,7 @@ def play(scenario: Scenario, site: Site, subject: Subject, capacity: float) -> R
 
 def _problems(scenario: Scenario, records: Sequence[Record], served: float | None) -> Iterator[str]:
     for end, number in outcomes.count(records).items():
-        if end is not End.COMPLETE and end not in scenario.allowed:
+        if end is not Ending.COMPLETE and end not in scenario.allowed:
             yield f"PROBLEM: {number} {end}"
     if silent := outcomes.without_retry_after(records):
         yield f"PROBLEM: {silent} refusals without Retry-After"

@@ -1,4 +1,4 @@
-"""Clients that mean no good, on raw sockets. Each returns what became of them, in words."""
+"""Hostile clients on raw sockets. Each function returns what happened to its connections, in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEAD = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\
 
 
 def never_read(site: Site, model: str) -> str:
-    """Ask for a stream of several MB and take none of it. It ends once it stood still for `stream_stall_s`."""
+    """Request a stream of several MB and read none of it; the service ends it after `stream_stall_s`."""
     body = {"model": model, "prompt": "def", "stream": True, "max_tokens": 900, "n": 8, "logprobs": 20}
     raw = json.dumps(body | {"ignore_eos": True, "temperature": 1.0}).encode()
     cancelled = site.metric("requests_total", model=model, outcome="cancelled")
@@ -37,7 +37,7 @@ def never_read(site: Site, model: str) -> str:
 
 
 def stay_idle(site: Site, connections: int = 2000, seconds: float = 10.0) -> str:
-    """Connect and say nothing."""
+    """Connect and send nothing."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with _connected(site, connections) as opened:
@@ -48,7 +48,7 @@ def stay_idle(site: Site, connections: int = 2000, seconds: float = 10.0) -> str
 
 
 def send_large_headers(site: Site) -> str:
-    """20 MB of them."""
+    """Send 20 MB of headers."""
     with _connected(site, 1) as (connection,):
         sent = 0
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def send_large_headers(site: Site) -> str:
 
 
 def never_end_headers(site: Site) -> str:
-    """A line of them now and then, on twenty connections."""
+    """Send a header line at intervals, on twenty connections."""
 
     def more(connection: socket.socket, number: int) -> None:
         connection.sendall(b"X-%d: a\r\n" % number)
@@ -71,7 +71,7 @@ def never_end_headers(site: Site) -> str:
 
 
 def dribble_body(site: Site) -> str:
-    """A byte of it now and then, on twenty connections."""
+    """Send a byte of a body at intervals, on twenty connections."""
 
     def more(connection: socket.socket, number: int) -> None:
         connection.sendall(b" ")
@@ -123,7 +123,7 @@ def _connected(site: Site, count: int, receive_buffer: int = 0) -> Iterator[list
 
 
 def _closed(connection: socket.socket) -> bool:
-    """Whether something, be it the end, has come."""
+    """Return whether data or the end of the connection has arrived."""
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -137,7 +137,7 @@ def _closed(connection: socket.socket) -> bool:
 
 
 def _answer(connection: socket.socket, seconds: float) -> str:
-    """The status that came, or how the connection ended."""
+    """Return the status of the reply, or how the connection ended."""
     connection.settimeout(seconds)
     try:
         line = connection.recv(1 << 16).split(b"\r\n")[0].decode("latin-1")

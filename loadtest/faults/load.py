@@ -1,4 +1,4 @@
-"""Load on a site: its capacity, then a share of it in the background of a fault."""
+"""Load on a service: measures its capacity, then applies a share of it while a fault is injected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loadtest.server.target_server import Server
 from loadtest.settings import Arrivals, Clients, Settings, Workload
 
 CAPACITY_S = 8.0
-_WARM_S = 2.0  # of that, not counted
+_WARM_S = 2.0  # at its start, not counted
 _CLIENTS = 16
 _DRAIN_S = 60.0
 
@@ -26,23 +26,23 @@ Stages = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load saw; `fault` is when the fault was injected, in seconds of the records' clock."""
+    """Holds the records of a load; `fault` is the time of the fault, in seconds of the records' clock."""
 
     records: list[Record]
-    start: float  # a time of time.monotonic
+    start: float  # a time of time.monotonic()
     fault: float
     remark: str
 
 
-def meet(url: str, model: str, workload: Workload) -> Subject:
-    """Raises `UsageError`, `ServerError`."""
+def probe(url: str, model: str, workload: Workload) -> Subject:
+    """Probe the service. Raises `UsageError`, `ServerError`."""
     settings = Settings(url=url, target="generate", model=model, workload=workload, drain_s=_DRAIN_S)
     with Server(url, "") as server:
-        return run.meet(server, settings, None, Progress(quiet=True))
+        return run.probe(server, settings, None, Progress(quiet=True))
 
 
 def capacity(subject: Subject) -> float:
-    """Requests a second that a closed loop of clients gets answered. Raises `ServerError` where that is none."""
+    """Return the requests a second that a closed loop of clients completes. Raises `ServerError` if there are none."""
     settings = replace(subject.settings, arrivals=Arrivals(kind="closed", concurrency=_CLIENTS), duration_s=CAPACITY_S)
     records = asyncio.run(_Run(subject, settings).records())
     answered = [r for r in records if r.outcome is Outcome.OK and _WARM_S <= r.ended <= CAPACITY_S]
@@ -52,7 +52,7 @@ def capacity(subject: Subject) -> float:
 
 
 def during(subject: Subject, stages: Stages, after_s: float, fault: Callable[[], str]) -> Loaded:
-    """Load of these stages (requests a second, seconds) and `fault` after so many seconds of it."""
+    """Apply the load of these stages (requests a second, seconds), and call `fault` after some seconds of it."""
     settings = replace(
         subject.settings,
         arrivals=Arrivals(kind="stages", stages=stages),
@@ -70,20 +70,20 @@ class _Run:
         try:
             await self._fleet.start()
             self._fleet.go()
-            await self._fleet.gather(lambda: None)
+            await self._fleet.collect(lambda: None)
         finally:
             await self._fleet.aclose()
-        return self._fleet.gathered.records
+        return self._fleet.collected.records
 
     async def with_fault(self, after_s: float, fault: Callable[[], str]) -> Loaded:
         try:
             await self._fleet.start()
             start = self._fleet.go()
-            gathering = asyncio.create_task(self._fleet.gather(lambda: None))
+            gathering = asyncio.create_task(self._fleet.collect(lambda: None))
             await asyncio.sleep(start + after_s - time.monotonic())
             injected = time.monotonic()
             remark = await asyncio.to_thread(fault)
             await gathering
         finally:
             await self._fleet.aclose()
-        return Loaded(self._fleet.gathered.records, start, injected - start, remark)
+        return Loaded(self._fleet.collected.records, start, injected - start, remark)

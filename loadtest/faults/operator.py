@@ -1,7 +1,7 @@
-"""An operator's program: deploys the service on a Ray of its own, and again with a changed setting on each SIGHUP.
+"""A program that deploys the service in its own Ray session, and redeploys it with a changed setting on each SIGHUP.
 
-`python -m loadtest.faults.operator MODEL --replicas N --port PORT [--surge]`; SIGTERM ends it. It deploys what
-`serve run` would: the `application` at its import path, with arguments.
+`python -m loadtest.faults.operator MODEL --replicas N --port PORT [--surge]`; SIGTERM ends it. As `serve run` would, it
+deploys the `application` at its import path, with arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model.pretrained import embedded_models
 from service.runtimes.ray_serve import environment
 from service.settings.serve_config import ServeConfig
 
-CHANGED = "max_n"  # the setting that each deployment raises by one
+CHANGED = "max_n"  # the setting that each deployment increases by one
 FIRST = 8
 
 
@@ -25,15 +25,15 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--surge", action="store_true")
-    asked = parser.parse_args()
-    name, _, path = asked.model.partition("=")
+    options = parser.parse_args()
+    name, _, path = options.model.partition("=")
     arguments = {
         "models": {name: path or str(embedded_models()[name])},
-        "replicas": asked.replicas,
-        "surge": asked.surge,
+        "replicas": options.replicas,
+        "surge": options.surge,
     }
     signals = {signal.SIGHUP, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for `sigwait`
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # received by `sigwait`
     with environment.prepared(ServeConfig((ModelSpec(name, path),))) as folder:
         import ray
         from ray import serve
@@ -47,7 +47,7 @@ def main() -> None:
             object_store_memory=80 << 20,
             _temp_dir=str(folder),
         )
-        serve.start(http_options={"host": "127.0.0.1", "port": asked.port})
+        serve.start(http_options={"host": "127.0.0.1", "port": options.port})
         try:
             for value in itertools.count(FIRST):
                 serve.run(application({**arguments, CHANGED: value}), name="triptych", route_prefix="/")

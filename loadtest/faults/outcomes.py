@@ -1,4 +1,4 @@
-"""How the requests of a run ended, as their clients saw it."""
+"""Classification of how requests ended, as their clients saw it."""
 
 from __future__ import annotations
 
@@ -9,57 +9,60 @@ from enum import StrEnum
 from loadtest.records import Outcome, Record
 
 
-class End(StrEnum):
-    """Of one request. The last three of them are requests that were lost."""
+class Ending(StrEnum):
+    """Says how one request ended. The last three count as lost."""
 
     COMPLETE = "complete"
-    TOLD = "told"  # accepted, and ended by an event that says what went wrong, then [DONE]
+    ERROR_EVENT = "error event"  # accepted, and ended by an error event and [DONE]
     BUSY = "429"
     UNAVAILABLE = "503"
     OTHER = "other"  # any other status
     REFUSED = "refused"  # no connection
-    CUT = "cut"  # a stream that ended without [DONE]
-    RESET = "reset"  # sent, and no answer came
-    HUNG = "hung"  # neither ended nor cut when the run gave up on it
+    CUT = "cut"  # the stream ended without [DONE]
+    RESET = "reset"  # sent, and the connection ended without a reply
+    HUNG = "hung"  # had not ended at the end of the run
 
 
-LOST = (End.CUT, End.RESET, End.HUNG)
+LOST = (Ending.CUT, Ending.RESET, Ending.HUNG)
 _CONNECTING = ("ConnectError", "ConnectTimeout")
-_STATUSES = {429: End.BUSY, 503: End.UNAVAILABLE}
+_STATUSES = {429: Ending.BUSY, 503: Ending.UNAVAILABLE}
 
 
-def end(record: Record) -> End:
+def end(record: Record) -> Ending:
     if record.outcome is Outcome.UNFINISHED:
-        return End.HUNG
+        return Ending.HUNG
     if record.status == 200:
         if not record.done:
-            return End.CUT
+            return Ending.CUT
         complete = record.outcome is Outcome.OK and record.finish_reason in ("stop", "length")
-        return End.COMPLETE if complete else End.TOLD
+        return Ending.COMPLETE if complete else Ending.ERROR_EVENT
     if record.status:
-        return _STATUSES.get(record.status, End.OTHER)
-    return End.REFUSED if record.error in _CONNECTING else End.RESET
+        return _STATUSES.get(record.status, Ending.OTHER)
+    return Ending.REFUSED if record.error in _CONNECTING else Ending.RESET
 
 
-def count(records: Iterable[Record]) -> Counter[End]:
+def count(records: Iterable[Record]) -> Counter[Ending]:
     return Counter(map(end, records))
 
 
 def lost(records: Iterable[Record]) -> int:
-    """Requests that were sent and never got a proper end."""
+    """Return the number of requests that were sent and did not end properly."""
     return sum(end(record) in LOST for record in records)
 
 
 def without_retry_after(records: Iterable[Record]) -> int:
-    """Refusals that do not say when to come again."""
-    return sum(end(record) in (End.BUSY, End.UNAVAILABLE) and not record.retry_after for record in records)
+    """Return the number of refusals without Retry-After."""
+    return sum(end(record) in (Ending.BUSY, Ending.UNAVAILABLE) and not record.retry_after for record in records)
 
 
 def served_again_s(records: Iterable[Record], since: float) -> float | None:
-    """Seconds from `since` to the first token of the first request behind the last that failed of those sent after
-    `since`; 0: none of those failed. None: none was served any more."""
+    """Return the seconds from `since` until requests succeed again.
+
+    This is the first token of the first request after the last failed one, of those sent after `since`. 0: none failed.
+    None: no request succeeded any more.
+    """
     later = sorted((record for record in records if record.sent >= since), key=lambda record: record.sent)
-    failed = [number for number, record in enumerate(later) if end(record) is not End.COMPLETE]
+    failed = [number for number, record in enumerate(later) if end(record) is not Ending.COMPLETE]
     if not failed:
         return 0.0
     behind = [record.first for record in later[failed[-1] + 1 :] if record.first is not None]
@@ -67,10 +70,10 @@ def served_again_s(records: Iterable[Record], since: float) -> float | None:
 
 
 def first_token_p95_ms(records: Sequence[Record], begin: float, stop: float) -> float | None:
-    """Of the complete requests that were due in this time."""
+    """Return the p95 time to first token of complete requests that were scheduled in this time."""
     times = sorted(
         record.ttft
         for record in records
-        if begin <= record.scheduled < stop and record.ttft is not None and end(record) is End.COMPLETE
+        if begin <= record.scheduled < stop and record.ttft is not None and end(record) is Ending.COMPLETE
     )
     return 1000 * times[int(0.95 * len(times))] if times else None

@@ -1,4 +1,4 @@
-"""The results of all scenarios as a Markdown table, and its place in a document."""
+"""The results of all scenarios as a Markdown table, which can be written into a document."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.errors import UsageError
-from loadtest.faults.outcomes import LOST, End
+from loadtest.faults.outcomes import LOST, Ending
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scenario's result. Times are seconds from the fault; 0: it did not come to that, None: it never did."""
+    """Holds one scenario's result. Times are seconds after the fault; 0: no interruption, None: no recovery."""
 
     name: str
     runtime: str
@@ -23,13 +23,13 @@ class Row:
     ready_again_s: float | None
     served_again_s: float | None
     first_token_ms: tuple[float | None, float | None]  # p95 before the fault, and from then on
-    memory_mb: tuple[float | None, float | None]  # before and after; None: the service is gone
+    memory_mb: tuple[float | None, float | None]  # before and after; None: the service has ended
     remark: str
-    problems: tuple[str, ...]  # what should not have been
+    problems: tuple[str, ...]  # deviations from what is allowed
 
     @classmethod
     def failed(cls, name: str, runtime: str, why: str) -> Row:
-        """Of a scenario that could not be played."""
+        """Return the row of a scenario that could not run."""
         return cls(name, runtime, 0.0, {}, None, None, (None, None), (None, None), "", (f"PROBLEM: {why}",))
 
     @property
@@ -55,13 +55,13 @@ def markdown(rows: Sequence[Row], about: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Put `text` between the marks in `path`; raises as `around`."""
+    """Replace the text between the marks in `path`. Raises `UsageError`."""
     before, after = around(path)
     path.write_text(f"{before}\n{text}{after}", encoding="utf-8")
 
 
 def around(path: Path) -> tuple[str, str]:
-    """What stands in `path` up to the first mark, and from the second on. Raises `UsageError` where they are not."""
+    """Return the text of `path` up to the first mark, and from the second on. Raises `UsageError` without marks."""
     try:
         found = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -74,9 +74,16 @@ def around(path: Path) -> tuple[str, str]:
 
 
 def _cells(row: Row) -> list[str]:
-    ends = {end: row.ends.get(end, 0) for end in End}
-    cut = ends[End.CUT] + ends[End.RESET] + ends[End.HUNG]
-    counts = (ends[End.COMPLETE], ends[End.TOLD], cut, ends[End.UNAVAILABLE], ends[End.BUSY], ends[End.REFUSED])
+    ends = {end: row.ends.get(end, 0) for end in Ending}
+    cut = ends[Ending.CUT] + ends[Ending.RESET] + ends[Ending.HUNG]
+    counts = (
+        ends[Ending.COMPLETE],
+        ends[Ending.ERROR_EVENT],
+        cut,
+        ends[Ending.UNAVAILABLE],
+        ends[Ending.BUSY],
+        ends[Ending.REFUSED],
+    )
     before, after = (_number(value, 0) for value in row.first_token_ms)
     memory = " → ".join(_number(value, 0) for value in row.memory_mb)
     seen = "; ".join(filter(None, (row.remark, *row.problems)))

@@ -1,4 +1,4 @@
-"""What goes wrong, one thing at a time, and which ends of requests it may cost."""
+"""The scenarios: a fault each, and the endings of requests that are allowed with it."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ import httpx
 
 from loadtest.faults import hostile
 from loadtest.faults.load import Stages
-from loadtest.faults.outcomes import End
+from loadtest.faults.outcomes import Ending
 from loadtest.faults.site import REDEPLOY, SERVE, STOP_S, Site
 
 LOAD_S = 20.0
 _JUMP_S = 3600
 _WAIT_S = 60.0
-_SURGE_S = 50.0  # of load: the successor loads beside it, and only then does the replica leave
-_HANGING_S = 90.0  # of load: Serve asks three times, waits ten seconds for each answer, and lets a replica drain
+_SURGE_S = 50.0  # of load: the replica stops only after its successor has loaded
+_HANGING_S = 90.0  # of load: Serve checks health three times with a timeout of ten seconds, then drains the replica
 
 Inject = Callable[[Site, str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`inject` does it to a site that serves a model of this name, waits until it is over, and says what it saw."""
+    """Describes a fault. `inject` causes it at a service, waits until it is over, and returns a remark."""
 
     name: str
     inject: Inject
     runtime: str
-    arguments: tuple[str, ...] = ()  # of `triptych serve`, beside model and runtime
+    arguments: tuple[str, ...] = ()  # of `triptych serve`, besides model and runtime
     program: tuple[str, ...] = SERVE
     environment: Mapping[str, str] = field(default_factory=dict)
     stderr: str = ""
-    allowed: frozenset[End] = frozenset()  # how requests may end beside complete
+    allowed: frozenset[Ending] = frozenset()  # endings besides complete
     stages: Stages = ((0.7, LOAD_S),)  # shares of the capacity, seconds
     after_s: float = 5.0  # of load
-    fatal: bool = False  # the service is over afterwards
+    fatal: bool = False  # the service ends
 
     @property
     def site(self) -> tuple[object, ...]:
-        """What it needs to be started with; scenarios that agree in it share a service."""
+        """The arguments that the service starts with; scenarios with equal ones share a service."""
         environment = tuple(self.environment.items())
         return (self.runtime, self.arguments, self.program, environment, self.stderr)
 
 
 def all_of(folder: Path, clock_library: str) -> list[Scenario]:
-    """`folder`: for files; `clock_library`: libfaketime, none: no clock jumps."""
+    """Return all scenarios; `folder` is for files, `clock_library` is libfaketime, without which no clock jumps."""
     found = []
     for runtime in ("local", "ray"):
         found += _hostile(runtime)
@@ -59,18 +59,18 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
         if runtime == "ray":
             found += _of_ray()
         found.append(Scenario("log on a full disk", _nothing, runtime, stderr="/dev/full"))
-        if clock_library and runtime == "local":  # Ray does not start with the library loaded
+        if clock_library and runtime == "local":  # Ray does not start with this library
             found.append(_clock(folder / "clock", clock_library))
-        drained = frozenset({End.UNAVAILABLE, End.REFUSED})
+        drained = frozenset({Ending.UNAVAILABLE, Ending.REFUSED})
         found.append(Scenario("SIGTERM", _terminate, runtime, allowed=drained, fatal=True))
     return found
 
 
 _KILL, _HALT = signal.SIGKILL, signal.SIGSTOP
-_FAILURES = frozenset({End.TOLD, End.UNAVAILABLE})
-_CUTS = frozenset({End.CUT, End.RESET, End.UNAVAILABLE})
-# All that waited for the only replica comes at once, and may be more than its queue holds.
-_CROWD = frozenset({End.BUSY})
+_FAILURES = frozenset({Ending.ERROR_EVENT, Ending.UNAVAILABLE})
+_CUTS = frozenset({Ending.CUT, Ending.RESET, Ending.UNAVAILABLE})
+# Requests that waited for the only replica arrive at once, and may overflow its queue.
+_CROWD = frozenset({Ending.BUSY})
 
 
 def _hostile(runtime: str) -> list[Scenario]:
@@ -83,18 +83,18 @@ def _hostile(runtime: str) -> list[Scenario]:
     )
     quick = ("--receive-s", "15", "--stream-stall-s", "15")
     rest = [Scenario(name, inject, runtime, quick, stages=((0.7, seconds),)) for name, inject, seconds in clients]
-    # What it asks for, to have enough left unread, is much of the capacity itself.
+    # The unread streams themselves use much of the capacity.
     stages = ((0.25, hostile.STALL_PATIENCE_S),)
     return [Scenario(never, hostile.never_read, runtime, quick, stages=stages), *rest]
 
 
-_UP_AND_DOWN = ((0.02, 25.0), (0.7, 25.0), (0.02, 40.0))  # measuring the capacity has scaled it out
+_UP_AND_DOWN = ((0.02, 25.0), (0.7, 25.0), (0.02, 40.0))  # measuring the capacity has added replicas
 
 
 def _of_ray() -> list[Scenario]:
     two = ("--replicas", "2")
     scales = (
-        # One request at a time fills a replica, so that even what a busy machine can do asks for three.
+        # One request at a time saturates a replica, so that even a busy machine scales to three.
         *("--replicas", "1-3", "--scale-target", "0.1", "--max-num-seqs", "1", "--max-queued-requests", "64"),
         *("--scale-up-delay", "1", "--scale-down-delay", "3"),
     )
@@ -131,7 +131,7 @@ def _clock(file: Path, library: str) -> Scenario:
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": str(file),
         "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # nor does the kernel, when the time of day is set
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # as in the kernel, when the time of day is set
     }
     return Scenario("the clock jumps an hour on, and back", jump, "local", environment=environment)
 
@@ -141,7 +141,7 @@ def _set_clock(file: Path, seconds: int) -> None:
 
 
 def _clock_error(site: Site, model: str) -> float:
-    """Seconds by which the service's clock is ahead of ours."""
+    """Return by how many seconds the service's clock is ahead of this process's."""
     body = {"model": model, "prompt": "def", "max_tokens": 1}
     reply = httpx.post(f"{site.url}/generate", json=body, timeout=30, trust_env=False)
     return float(reply.raise_for_status().json()["created"]) - time.time()

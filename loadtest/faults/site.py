@@ -1,4 +1,4 @@
-"""The service that faults are injected into: its processes, its memory, whether it is ready."""
+"""The service that faults are injected into: its processes, memory and readiness."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REDEPLOY = ("-m", "loadtest.faults.operator")
 
 
 class Site:
-    """A started service and all processes below it; ended on leaving the block."""
+    """Runs a service with all its processes, and ends them when the block is left."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Site:
         stderr: str = "",
         every_core: bool = False,
     ) -> None:
-        """`stderr`: a device for its log; none: a file that is deleted in the end. Without `every_core` it gets all but
-        one, if there are more: the generator needs one, and threads that wait for each other suffer most where others
-        want theirs.
+        """`stderr`: a device for the log; none: a file that is deleted at the end. Without `every_core` the service
+        gets all cores but one, which the load generator needs: threads that wait for each other suffer most from
+        sharing.
         """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -75,7 +75,7 @@ class Site:
         self.close()
 
     def close(self) -> None:
-        """SIGTERM; what still runs after its time is killed."""
+        """Send SIGTERM, and kill processes that still run after a timeout."""
         below = self.processes()
         if self.process.poll() is None:
             self.process.terminate()
@@ -92,8 +92,8 @@ class Site:
         return self.process.poll() is None
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> float:
-        """Seconds until `condition` held; what it asks and gets no answer to is counted in `unanswered`, save where
-        it was the one that left. Raises `ServerError` when it did not hold in time or the service ended."""
+        """Wait until `condition` holds and return the seconds; failed requests are counted in `unanswered`, except its
+        own timeouts. Raises `ServerError` if it does not hold in time or the service ends."""
         began = time.monotonic()
         while not self._holds(condition):
             if not self.running or time.monotonic() - began > seconds:
@@ -118,14 +118,14 @@ class Site:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of all samples of `triptych_NAME` with these labels."""
+        """Return the sum of all samples of `triptych_NAME` with these labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = (line for line in text.splitlines() if line.startswith(f"triptych_{name}"))
         return sum(float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted))
 
     def processes(self) -> dict[int, str]:
-        """Pid and command line of each process that the service started, directly or not."""
+        """Return pid and command line of all descendants of the service."""
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and (parent := _parent(entry)) is not None:
@@ -139,12 +139,12 @@ class Site:
         return found
 
     def cpu_s(self, name: str = "") -> float:
-        """Processor seconds so far of its processes that live and whose command line holds `name`."""
+        """Return the CPU seconds of its running processes whose command line contains `name`."""
         lines = {self.process.pid: "", **self.processes()}
         return sum(_cpu_s(pid) for pid, line in lines.items() if name in line)
 
     def signal(self, name: str, number: signal.Signals) -> int:
-        """To one process whose command line holds `name`; its pid. Raises `ServerError` where there is none."""
+        """Signal one process whose command line contains `name`; return its pid. Raises `ServerError` without one."""
         pid = next((pid for pid, line in self.processes().items() if name in line), None)
         if pid is None:
             raise ServerError(f"the service has no process {name}")
@@ -152,7 +152,7 @@ class Site:
         return pid
 
     def memory_mb(self) -> float:
-        """MiB of all its processes; pages that several share are counted once."""
+        """Return the MiB of all its processes; shared pages are counted once."""
         texts = (_read(Path(f"/proc/{pid}/smaps_rollup")) for pid in [self.process.pid, *self.processes()])
         lines = (line for text in texts for line in text.splitlines() if line.startswith("Pss:"))
         return sum(int(line.split()[1]) for line in lines) / 1024
@@ -161,8 +161,8 @@ class Site:
         return "\n".join(self._log.read().splitlines()[-5:])
 
 
-class Watch:
-    """Asks for /readyz all the time; when it was not 200."""
+class ReadinessMonitor:
+    """Requests /readyz repeatedly and records when it was not 200."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -179,7 +179,7 @@ class Watch:
         self._thread.join()
 
     def ready_again_s(self, since: float) -> float | None:
-        """Seconds from `since` to the first 200 behind the last other answer; 0: there was no other. None: never."""
+        """Return the seconds from `since` to the first 200 after the last other reply; 0: no other. None: never."""
         seen = [(at, ready) for at, ready in self._seen if at >= since]
         if all(ready for _, ready in seen):
             return 0.0
@@ -194,7 +194,7 @@ class Watch:
 
 @contextmanager
 def _cores() -> Iterator[None]:
-    """What is started inside gets all cores but the last."""
+    """Restrict processes started inside the block to all cores but the last."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:-1] or cores)
     try:
@@ -204,7 +204,7 @@ def _cores() -> Iterator[None]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal; nothing where there is no such process any more."""
+    """Send a signal, unless the process has ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -1,1 +1,1 @@
-"""Clients, connections and the processes that drive them."""
+"""The load generator: clients, connections, and the worker processes that drive them."""

@@ -1,4 +1,4 @@
-"""One request as a client makes it: send, read as it comes, note every time, and its habit (cancel, slow, retry)."""
+"""A client, which sends a request, reads the reply, records all times, and has a habit (cancel, slow, retry)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from loadtest.settings import Settings
 from loadtest.workload.items import Item, Turn
 
 REJECTIONS = (429, 503)
-_LONGEST_WAIT_S = 60.0  # of a Retry-After
-_UNSTREAMED_PATIENCE_S = 1.0  # a canceller of an unstreamed reply leaves within
+_MAX_RETRY_AFTER_S = 60.0
+_UNSTREAMED_CANCEL_S = 1.0  # within which a canceller of an unstreamed reply disconnects
 
 
 class _LeftError(Exception):
-    """The client left, as is its habit."""
+    """Says that the client disconnected, as planned."""
 
 
 class Client:
-    """Makes requests and fills their records. `now` gives seconds since the run's start."""
+    """Makes requests and fills in their records. `now` returns seconds since the run's start."""
 
     def __init__(self, settings: Settings, connections: Connections, now: Callable[[], float]) -> None:
         self._settings = settings
@@ -36,7 +36,7 @@ class Client:
         self.now = now
 
     async def request(self, record: Record, item: Item, turn: Turn, history: list[str]) -> str:
-        """Make one request until it has ended, retries included; the text that was said."""
+        """Make one request, with its retries, and return the generated text."""
         body = targets.body(self._settings, turn, history, stream=self._settings.streams)
         said: list[str] = []
         try:
@@ -56,7 +56,7 @@ class Client:
         return 1 + self._settings.clients.max_retries if record.habit == "retry" else 1
 
     async def _attempt(self, record: Record, item: Item, body: bytes, said: list[str]) -> float | None:
-        """Seconds to wait before another one; None: it is over."""
+        """Send the request once; return the seconds until a retry, or None if it has ended."""
         record.attempts += 1
         record.sent = self.now()
         try:
@@ -76,7 +76,7 @@ class Client:
 
     def _patience(self, record: Record, item: Item) -> asyncio.Timeout:
         leaves = record.habit == "cancel" and not self._settings.streams
-        return asyncio.timeout(item.leave_at * _UNSTREAMED_PATIENCE_S if leaves else None)
+        return asyncio.timeout(item.leave_at * _UNSTREAMED_CANCEL_S if leaves else None)
 
     async def _refused(self, record: Record, reply: Connection) -> float | None:
         content = await reply.read()
@@ -96,17 +96,19 @@ class Client:
         if "text/event-stream" not in reply.headers.get("content-type", ""):
             self._absorb(record, targets.decode(await reply.read()), said, None)
             return
-        if not self._settings.streams:  # it may have no end
+        if not self._settings.streams:  # it may have no length
             record.error = "a stream that was not asked for"
             return
-        await reply.each(self._sink(record, item, said))  # to its end behind [DONE]: the connection can be used again
+        await reply.each(
+            self._sink(record, item, said)
+        )  # read to the end after [DONE], so that the connection can be reused
         if not record.done and not record.error:
             record.error = "stream ended without [DONE]"
 
     def _sink(self, record: Record, item: Item, said: list[str]) -> Sink:
-        """What takes a stream's pieces, in whatever sizes they come."""
+        """Return a function that takes the pieces of a stream, of any sizes."""
         feed = EventParser().feed
-        since = time.monotonic() - self.now()  # of the run's start, by the clock of the pieces
+        since = time.monotonic() - self.now()  # the run's start on the clock of the pieces
         leave_after = 1 + int(item.leave_at * max(0, record.planned_output_tokens - 1))
         cancels = record.habit == "cancel"
         pause = 1 / self._settings.clients.slow_rate if record.habit == "slow" else 0.0
@@ -126,7 +128,7 @@ class Client:
         return take
 
     def _absorb(self, record: Record, reply: Reply, said: list[str], at: float | None) -> None:
-        """Note what a reply or event says; `at`: when an event came, None of an unstreamed reply."""
+        """Record the content of a reply or event; `at` is an event's arrival, None for an unstreamed reply."""
         record.error = reply.failure or record.error
         text, tokens = reply.said, reply.num_tokens
         if text:
@@ -148,12 +150,12 @@ class Client:
 
 
 def _retry_after(reply: Connection) -> float:
-    """Seconds to wait before a refused request is sent again, a little spread so that not all come back at once."""
+    """Return the seconds until a refused request is sent again, with jitter so that not all come at once."""
     text = reply.headers.get("retry-after", "1")
     seconds = float(text) if text.isdigit() else 1.0
-    return min(seconds, _LONGEST_WAIT_S) * random.uniform(1.0, 1.1)
+    return min(seconds, _MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.1)
 
 
 def clock(start: float) -> Callable[[], float]:
-    """Seconds since `start`, which is a time of `time.monotonic`."""
+    """Return a function for the seconds since `start`, a time of `time.monotonic`."""
     return lambda: time.monotonic() - start

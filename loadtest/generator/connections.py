@@ -1,9 +1,9 @@
-"""HTTP/1.1 connections that cost little, so that the clients of a load leave the machine to the server.
+"""HTTP/1.1 connections with low CPU cost, so that clients on the server's machine disturb it little.
 
-A connection is an asyncio protocol around httptools, llhttp's parser: what comes is parsed and handed on in the
-callback that the event loop makes for it, so no task is woken for a piece of a stream, and its time is taken when it
-was read. (By httpx and h11 a client's token cost three times as much.) A free connection is taken from the top of a
-stack: the one that was used last, hence the least likely to have been closed by the server.
+A connection is an asyncio protocol around httptools, the parser llhttp. Data is parsed and passed on inside the event
+loop's callback, so no task wakes up for a piece of a stream, and its arrival time is the time of reading. (With httpx
+and h11 a token cost three times as much.) The pool of free connections is a stack: the one used last is the least
+likely to have been closed by the server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Connections:
 
     @asynccontextmanager
     async def post(self, body: bytes) -> AsyncIterator[Connection]:
-        """The connection, once status and headers of the reply have come. Leaving before the reply's end closes it.
+        """Yield the connection once the reply's headers have arrived; leaving before the reply's end closes it.
+
         Raises `httpx.HTTPError`.
         """
         while self._free and self._free[-1].closed:
@@ -67,25 +68,25 @@ class Connections:
                 )
         except TimeoutError:
             raise httpx.ConnectTimeout("no connection in time") from None
-        except OSError as error:  # TLS's are among them
+        except OSError as error:  # includes TLS errors
             raise httpx.ConnectError(str(error)) from None
         self._all.add(connection)
         return connection
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the reply that comes over it: `status`, `headers` (names in lower case), its body."""
+    """Holds one connection and its current reply: `status`, `headers` (names in lower case), and the body."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, timeout_s: float, on_lost: Callable[[Connection], None]
     ) -> None:
         self._loop = loop
-        self._timeout = timeout_s  # without a byte
+        self._timeout = timeout_s  # without receiving a byte
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
-        self._pause: asyncio.TimerHandle | None = None  # nothing is read until then
+        self._pause: asyncio.TimerHandle | None = None  # reading is paused until then
         self.status = 0
         self.headers: dict[str, str] = {}
         self._reset()
@@ -95,20 +96,20 @@ class Connection(asyncio.Protocol):
         self._end: asyncio.Future[None] = self._loop.create_future()
         for future in (self._head, self._end):
             future.add_done_callback(_seen)
-        self._pieces: list[bytes] = []  # of the body, that were parsed and not yet handed on
-        self._early: list[tuple[bytes, float]] = []  # that came before there was a sink
+        self._pieces: list[bytes] = []  # parsed and not yet passed on
+        self._early: list[tuple[bytes, float]] = []  # that arrived before there was a sink
         self._sink: Sink | None = None
         self._complete = self._framed = self._lasts = False
         self._heard = self._loop.time()
 
-    # -- for who asks
+    # -- methods for the client
 
     @property
     def closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
     async def ask(self, request: bytes) -> None:
-        """Send it and wait for the head of the reply."""
+        """Send the request and wait for the headers of the reply."""
         self._reset()
         if self._transport is None:
             raise httpx.RemoteProtocolError("the server closed the connection")
@@ -117,7 +118,7 @@ class Connection(asyncio.Protocol):
         await self._head
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         pieces: list[bytes] = []
 
         def keep(piece: bytes, at: float) -> float:
@@ -128,14 +129,14 @@ class Connection(asyncio.Protocol):
         return b"".join(pieces)
 
     async def each(self, sink: Sink) -> None:
-        """Hand each piece of the body to `sink`, to its end; raises what `sink` raises."""
+        """Pass each piece of the body to `sink` until its end; raises what `sink` raises."""
         self._sink = sink
         early, self._early = self._early, []
         self._take(early)
         await self._end
 
     def release(self) -> bool:
-        """No more of this reply is wanted; whether the connection can be used again."""
+        """Stop reading the reply; return whether the connection can be reused."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -170,7 +171,7 @@ class Connection(asyncio.Protocol):
         if error is not None:
             self._fail(httpx.ReadError(str(error)))
         elif self._head.done() and not self._framed:
-            self._finish()  # the end of the connection is the body's
+            self._finish()  # without a length, the body ends with the connection
         else:
             self._fail(httpx.RemoteProtocolError("the server closed the connection before the reply's end"))
 
@@ -203,7 +204,7 @@ class Connection(asyncio.Protocol):
             return
         pause = 0.0
         for piece, at in pieces:
-            if self._end.done():  # nobody wants it
+            if self._end.done():  # no reader is left
                 return
             try:
                 pause += self._sink(piece, at)
@@ -244,6 +245,6 @@ class Connection(asyncio.Protocol):
 
 
 def _seen(future: asyncio.Future[None]) -> None:
-    """An error that nobody waits for is no news."""
+    """Mark a future's error as retrieved, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

@@ -1,8 +1,8 @@
-"""Sends items when they are due, however the server does.
+"""The driver of a worker, which sends items at their scheduled times, independently of the server.
 
-Open arrivals follow their schedule: a late answer delays no send, and latency counts from the schedule, so a stalled
-server cannot hide its stall (coordinated omission). In a closed loop a client sends when its last answer came, so what
-is due depends on the server; that is what a closed loop means, and why it cannot show an overload.
+Open arrivals follow their schedule: a late reply delays no later request, and latency is measured from the schedule, so
+that a stall of the server is visible (no coordinated omission). In a closed loop each client sends after its last
+reply, so the load depends on the server, and a closed loop cannot show an overload.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Coroutine, Iterator, Sequence
 from loadtest.generator.client import Client
 from loadtest.records import Outcome, Record
 from loadtest.settings import Settings
-from loadtest.workload.items import Item, Source
+from loadtest.workload.items import Item, ItemSource
 
 PREPARE_S = 3.0
 
 
 class Driver:
-    """The share of worker `number`: items number, number + W, number + 2 W, ..."""
+    """Sends the items of worker `number` of W: number, number + W, number + 2 W, ..."""
 
-    def __init__(self, settings: Settings, source: Source, times: Sequence[float], number: int) -> None:
+    def __init__(self, settings: Settings, source: ItemSource, times: Sequence[float], number: int) -> None:
         self._settings = settings
         self._source = source
         self._due = list(enumerate(times))[number :: settings.workers]
@@ -36,7 +36,7 @@ class Driver:
         self.in_flight = 0
 
     def prepare(self, most: int) -> None:
-        """Make the first items now, as far as `PREPARE_S` goes."""
+        """Make the first items, for at most `PREPARE_S`."""
         count = len(self._due)
         if not count:
             count = _share(self._settings.requests, self._number, self._settings.workers) or most
@@ -48,12 +48,12 @@ class Driver:
             self._prepared[index] = self._source.item(index)
 
     def take(self) -> list[Record]:
-        """What ended since the last call."""
+        """Return the records of requests that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     async def run(self, client: Client) -> None:
-        """Send everything and wait for the answers; cancelled, it ends what is under way and keeps its records."""
+        """Send all items and wait for the replies; if cancelled, end requests in progress and keep their records."""
         try:
             if self._settings.arrivals.kind == "closed":
                 await self._closed(client)
@@ -82,7 +82,7 @@ class Driver:
             await asyncio.wait(self._tasks)
 
     async def _user(self, client: Client, indexes: Iterator[int]) -> None:
-        """One client of a closed loop."""
+        """Run one client of a closed loop."""
         end = self._settings.duration_s or float("inf")
         for index in indexes:
             if client.now() >= end:
@@ -90,7 +90,7 @@ class Driver:
             await self._item(client, index, client.now())
 
     async def _item(self, client: Client, index: int, at: float) -> None:
-        """One item, its turns one after the other."""
+        """Send the turns of one item one after the other."""
         begun = client.now()
         item = self._prepared.pop(index, None) or self._source.item(index)
         history: list[str] = []
@@ -128,5 +128,5 @@ class Driver:
 
 
 def _share(total: int, number: int, workers: int) -> int:
-    """Of `total` places, those of worker `number`."""
+    """Return how many of `total` clients worker `number` has."""
     return total // workers + (number < total % workers)

@@ -1,7 +1,7 @@
-"""The worker processes of a run, seen from the parent: start, go, gather, stop.
+"""The worker processes of a run, as seen by the parent: start them, begin the load, collect reports, stop them.
 
-They stand in sessions of their own, so that a Ctrl-C reaches the parent alone, which tells them; when it dies their
-input ends and so do they.
+The workers have sessions of their own, so that Ctrl-C reaches only the parent, which then stops them. When the parent
+ends, their input ends, and so do they.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from loadtest.settings import Settings
 from loadtest.workload.prompts import Vocabulary
 
 _ROOT = Path(__file__).parents[2]
-START_S = 0.3  # from the go to the run's start, so that every worker has heard it
+START_S = 0.3  # between the message and the run's start, so that every worker has received it
 _LONGEST_LINE = 1 << 28
-_LEAVE_S = 5.0  # of a worker, once its input has ended
+_LEAVE_S = 5.0  # for a worker to exit after its input has ended
 
 
 @dataclass(slots=True)
-class Gathered:
-    """All that the workers told, and the state they last reported, by worker."""
+class Collected:
+    """Holds all records of the workers, and the last reported state of each."""
 
     records: list[Record] = field(default_factory=list)
     beats: list[float] = field(default_factory=list)
@@ -46,16 +46,16 @@ class Gathered:
 
 
 class Fleet:
-    """`settings.workers` processes and what they have told so far (`gathered`)."""
+    """Runs `settings.workers` processes and collects their reports (`collected`)."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary, api_key: str) -> None:
         self._jobs = [Job(settings, vocabulary, api_key, number) for number in range(settings.workers)]
         self._processes: list[asyncio.subprocess.Process] = []
         count = settings.workers
-        self.gathered = Gathered(in_flight=[0] * count, sent=[0] * count, cpu_s=[0.0] * count)
+        self.collected = Collected(in_flight=[0] * count, sent=[0] * count, cpu_s=[0.0] * count)
 
     async def start(self) -> None:
-        """Start the processes and wait until each has made its items."""
+        """Start the processes and wait until each has prepared its items."""
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         for job in self._jobs:
             process = await asyncio.create_subprocess_exec(
@@ -73,26 +73,26 @@ class Fleet:
                 raise RuntimeError("a worker did not begin with ready")
 
     def go(self, start: float = 0.0) -> float:
-        """Begin at `start`, a time of `time.monotonic`; 0: in `START_S`. Returns it."""
+        """Begin the load at `start`, a time of `time.monotonic` (0: in `START_S`), and return that time."""
         start = start or time.monotonic() + START_S
         for process in self._processes:
             self._tell(process, msgspec.json.encode(Message(start=start)))
         return start
 
     def stop(self) -> None:
-        """End early: what is under way is given up, its records come all the same."""
+        """End early: requests in progress are cancelled, and their records are still reported."""
         for process in self._processes:
             if process.returncode is None:
                 self._tell(process, msgspec.json.encode(Message(stop=True)))
 
-    async def gather(self, on_report: Callable[[], None]) -> None:
-        """Until every worker has ended; `on_report` after each report."""
+    async def collect(self, on_report: Callable[[], None]) -> None:
+        """Wait until every worker has ended; calls `on_report` after each report."""
         await asyncio.gather(*(self._follow(n, process, on_report) for n, process in enumerate(self._processes)))
 
     async def aclose(self) -> None:
-        """End the processes: without input they end by themselves, and what does not is killed.
+        """End the processes by closing their input, and kill those that do not end.
 
-        Not killed at once: that would ask the system for the status of one that has just ended, which asyncio's own
+        They are not killed at once, because `kill` would reap a process that has just ended, which asyncio's child
         watcher then misses ("Unknown child process pid").
         """
         await asyncio.gather(*(self._end(process) for process in self._processes))
@@ -103,14 +103,14 @@ class Fleet:
         try:
             await asyncio.wait_for(process.wait(), _LEAVE_S)
         except TimeoutError:
-            with suppress(ProcessLookupError):  # it has ended by now
+            with suppress(ProcessLookupError):  # it has ended already
                 process.kill()
             await process.wait()
 
     async def _follow(self, number: int, process: asyncio.subprocess.Process, on_report: Callable[[], None]) -> None:
         while True:
             report = await self._report(process)
-            self.gathered.add(number, report)
+            self.collected.add(number, report)
             on_report()
             if report.end:
                 return

@@ -1,14 +1,14 @@
-"""Server-sent events from bytes as they come (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+"""A parser of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-Chunks may split anywhere: inside a line ending, a character or a field. Only whole lines are decoded, so a character is
-never cut. Comments and unknown fields are dropped; what follows the last blank line is no event.
+Chunks may end anywhere: inside a line ending, a character or a field. Only whole lines are decoded, so no character is
+split. Comments and unknown fields are ignored; data after the last blank line is no event.
 """
 
 from __future__ import annotations
 
 
 class EventParser:
-    """Feed it chunks; it returns the data of each event that became complete."""
+    """Parses chunks and returns the data of each complete event."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -17,7 +17,7 @@ class EventParser:
         self._begun = False
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The `data` of every event that ends in `chunk`, in order, UTF-8."""
+        """Return the `data` of every event that ends in `chunk`, in order, as UTF-8."""
         if self._is_one_event(chunk):
             return [chunk[6:-2]]
         if self._after_cr and chunk:
@@ -34,7 +34,7 @@ class EventParser:
         return found
 
     def _is_one_event(self, chunk: bytes) -> bool:
-        """Whether it is nothing but one line of data and a blank one, as most servers send each token."""
+        """Return whether the chunk is exactly one data line and a blank line, as most servers send a token."""
         return (
             self._begun
             and not self._rest

@@ -1,7 +1,7 @@
-"""What the targets' requests and replies look like; the rest of the package sees only `body` and `Reply`.
+"""Requests and replies of the target APIs; the rest of the package uses only `body` and `Reply`.
 
-All of them answer in shapes that overlap (choices with a text, a message or a delta; data; usage; error), so one set of
-types reads every one; fields that are not here are skipped unread.
+The shapes of all replies overlap (choices with a text, a message or a delta; data; usage; error), so one set of types
+reads them all; other fields are skipped.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """An unstreamed reply or one event of a stream."""
+    """Holds an unstreamed reply or one event of a stream."""
 
     model: str | None = None
     choices: list[Choice] = []
@@ -80,7 +80,7 @@ class Reply(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of this event, where the server tells their ids."""
+        """The number of tokens in this event, if the server returns their ids."""
         told = [choice.token_ids for choice in self.choices if choice.token_ids is not None]
         return sum(map(len, told)) if told else None
 
@@ -90,7 +90,7 @@ class Reply(msgspec.Struct):
 
     @property
     def failure(self) -> str:
-        """What went wrong, in a word; empty: nothing."""
+        """The error code of a failure; empty: none."""
         if self.error is None:
             return ""
         if isinstance(self.error, str):
@@ -102,7 +102,7 @@ decode = msgspec.json.Decoder(Reply).decode
 
 
 def body(settings: Settings, turn: Turn, history: list[str], *, stream: bool) -> bytes:
-    """The JSON of a request; `history` is what was said before, by turns, the other side's replies included."""
+    """Return the JSON of a request; `history` has the earlier texts of both sides, in turn."""
     fields: dict[str, Any] = {"model": settings.model} if settings.model else {}
     if settings.embeds:
         fields["input"] = list(turn.texts) or [turn.text]
@@ -119,5 +119,5 @@ def body(settings: Settings, turn: Turn, history: list[str], *, stream: bool) ->
     if stream and settings.target.startswith("openai"):
         fields["stream_options"] = {"include_usage": True}
     elif stream:
-        fields["return_token_ids"] = True  # tell how many tokens an event holds
+        fields["return_token_ids"] = True  # to count the tokens of an event
     return msgspec.json.encode(fields | settings.clients.extra)

@@ -1,9 +1,9 @@
-"""One process that makes load: `python -m loadtest.generator.worker`, driven by JSON lines on its standard input and
-output.
+"""A worker process, `python -m loadtest.generator.worker`, which is driven by JSON lines on stdin and stdout.
 
-In: a `Job`, a `Message` with the run's start, perhaps one to stop. Out: a `Report` that it is ready, one each half
-second, one with `end`. It takes every W-th item of the one seeded workload, so that the load is the same however many
-workers make it. Its loop does nothing else: display, scraping and sums are the parent's. It ends when its input does.
+Input: a `Job`, a `Message` with the run's start, and possibly one to stop. Output: a `Report` when it is ready, one
+each half second, and one with `end`. A worker sends every W-th item of the seeded workload, so that the load does not
+depend on the number of workers. Display, scraping and statistics are left to the parent. A worker ends when its input
+ends.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from loadtest.generator.driver import Driver
 from loadtest.records import Record
 from loadtest.settings import PATHS, Settings
 from loadtest.workload import arrivals
-from loadtest.workload.items import Source, read_replay
+from loadtest.workload.items import ItemSource, read_replay
 from loadtest.workload.prompts import Vocabulary
 
 REPORT_S = 0.5
 HEARTBEAT_S = 0.02
-PREPARED = 4096  # items made before the start; later ones are made as they are due
+PREPARED = 4096  # items made before the start; later ones are made when they are due
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Job:
     settings: Settings
     vocabulary: Vocabulary
     api_key: str
-    number: int  # which of `settings.workers` this one is
+    number: int  # of this worker among `settings.workers`
 
 
 @dataclass(slots=True)
 class Message:
-    """From the parent: `start` is a time of `time.monotonic`; or stop."""
+    """Is a message of the parent: `start`, a time of `time.monotonic`, or stop."""
 
     start: float = 0.0
     stop: bool = False
@@ -48,10 +48,10 @@ class Message:
 
 @dataclass(slots=True)
 class Report:
-    """From a worker: what ended since the last one, and how it does."""
+    """Is a message of a worker: the records since the last one, and the worker's state."""
 
     records: list[Record] = field(default_factory=list)
-    beats: list[float] = field(default_factory=list)  # seconds by which its loop was late for a heartbeat
+    beats: list[float] = field(default_factory=list)  # delays of the event loop, in seconds
     in_flight: int = 0
     sent: int = 0
     cpu_s: float = 0.0
@@ -60,16 +60,16 @@ class Report:
 
 
 async def work() -> None:
-    """Serve one job."""
+    """Run one job."""
     reader = await _stdin()
     job = msgspec.json.decode(await reader.readline(), type=Job)
     settings = job.settings
     connections = Connections(settings.url + PATHS[settings.target], job.api_key, settings.clients.timeout_s)
     times = due(settings)
-    driver = Driver(settings, Source(settings, job.vocabulary), times, job.number)
+    driver = Driver(settings, ItemSource(settings, job.vocabulary), times, job.number)
     driver.prepare(PREPARED)
     gc.collect()
-    gc.freeze()  # what is there now stays: no collection of the run has to look at it
+    gc.freeze()  # exempts present objects from garbage collection during the run
     _send(Report(ready=True))
     go = msgspec.json.decode(await reader.readline() or b'{"stop":true}', type=Message)
     if go.stop:
@@ -94,7 +94,7 @@ async def work() -> None:
 
 
 def due(settings: Settings) -> list[float]:
-    """When each item of the whole run is due; empty for a closed loop."""
+    """Return the scheduled times of all items of the run; empty for a closed loop."""
     if settings.arrivals.kind == "closed":
         return []
     if settings.arrivals.kind == "replay":
@@ -110,7 +110,7 @@ def _report(driver: Driver, beats: list[float], cpu_before: float) -> Report:
 
 
 async def _heartbeat(beats: list[float]) -> None:
-    """How late the loop is for a timer is how late it may read what has come."""
+    """Measure by how much the event loop is late for a timer, which bounds how late it reads replies."""
     while True:
         wanted = time.monotonic() + HEARTBEAT_S
         await asyncio.sleep(HEARTBEAT_S)
@@ -118,7 +118,7 @@ async def _heartbeat(beats: list[float]) -> None:
 
 
 async def _stop_when_told(reader: asyncio.StreamReader, run: asyncio.Task[None]) -> None:
-    await reader.readline()  # a Stop, or the end of the input: the parent is gone
+    await reader.readline()  # a message to stop, or the end of the input: the parent has ended
     run.cancel()
 
 

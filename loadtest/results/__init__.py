@@ -1,1 +1,1 @@
-"""What was measured: statistics, objectives, tables, the page."""
+"""Results of runs: statistics, service level objectives, tables, and the HTML page."""

@@ -1,4 +1,4 @@
-"""Records as columns of a JSON document: what reports are drawn from and comparisons resampled from."""
+"""Records as columns of a JSON document, from which reports are drawn and comparisons are resampled."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _COLUMNS: dict[str, Callable[[Record], object]] = {
 
 
 def of(records: Sequence[Record]) -> Json:
-    """A list for each column, in the order of `records`."""
+    """Return a list for each column, in the order of `records`."""
     return {name: [value(record) for record in records] for name, value in _COLUMNS.items()}
 
 
 def answered(columns: Json, name: str, warmup_s: float) -> list[list[float]]:
-    """Values of one figure by request, of those that latencies are of: answered, not slow on purpose, not warm-up."""
+    """Return one figure of each request that counts for latencies: with a reply, not slow by plan, not warm-up."""
     kept = (
         value
         for value, outcome, slow, at in zip(

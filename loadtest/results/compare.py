@@ -1,10 +1,9 @@
-"""Two results against each other, ratios of B to A with bootstrap intervals: two runs, two sweeps load by load, or two
-mixes workload by workload.
+"""Comparison of two results by ratios of B to A, with bootstrap intervals.
 
-Each run is resampled by itself (requests for latencies, seconds for throughput) and the ratios of the resampled
-figures give the interval. B is worse or better where the whole interval lies beyond 1 and the ratio beyond the
-tolerance. Two runs say nothing about what varies between runs of the same thing: repeat them, in turns, before
-believing a small ratio.
+The results are two runs, two sweeps (compared at each load), or two mixes (by workload). Each run is resampled by
+itself, requests for latencies and seconds for throughput, and the ratios of the resampled figures give the interval. B
+is worse or better if the whole interval is beyond 1 and the ratio beyond the tolerance. Two runs cannot show the
+variation between equal runs: repeat them, in turns, before trusting a small ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Json = dict[str, Any]
 
 
 def compare(a: Json, b: Json, tolerance: float) -> Json:
-    """The document: rows, what got worse, and what makes the comparison doubtful. Raises `UsageError`.
+    """Return the document: rows, regressions, and reasons for doubt. Raises `UsageError`.
 
     Rows of sweeps are named by their load, of mixes by their workload.
     """
@@ -38,7 +37,7 @@ def compare(a: Json, b: Json, tolerance: float) -> Json:
             raise UsageError(f"{name}: found no requests in it, expected {file}, not the printed line")
     rows = [row | {"name": at + row["name"]} for at, one, other in pairs for row in _rows(one, other, tolerance)]
     doubts = [at + doubt for at, one, other in pairs for doubt in _doubts(one, other)]
-    alike = pairs if a["kind"] == "mix" else [("", *pairs[0][1:])]  # of a sweep, every point has the same settings
+    alike = pairs if a["kind"] == "mix" else [("", *pairs[0][1:])]  # all points of a sweep have the same settings
     differences = [at + found for at, one, other in alike for found in _differences(one, other)]
     return {
         "schema": 1,
@@ -56,7 +55,7 @@ def _whole(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
 
 
 def _same_works(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
-    """The runs of the workloads that both mixes have, with their name."""
+    """Return the runs of workloads that both mixes have, with their names."""
     runs = [{work["name"]: work["run"] for work in mix["works"]} for mix in (a, b)]
     common = [name for name in runs[0] if name in runs[1]]
     if not common:
@@ -66,7 +65,7 @@ def _same_works(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
 
 
 def _same_loads(a: Json, b: Json) -> list[tuple[str, Json, Json]]:
-    """The runs of two sweeps at the loads that both measured, with a name of the load."""
+    """Return the runs of two sweeps at loads that both measured, with names of the loads."""
     if a["over"] != b["over"]:
         raise UsageError(f"A is a sweep over {a['over']} and B over {b['over']}: expected the same")
     loads = [{point["load"]: point["run"] for point in sweep["points"]} for sweep in (a, b)]
@@ -110,14 +109,14 @@ def _rate_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
 
 
 def _within_window(run: Json, names: tuple[str, ...]) -> list[float]:
-    """What came in each whole second of the window."""
+    """Return the amounts in each whole second of the window."""
     start, end = run["window_s"]
     summed = np.sum([run["series"][name] for name in names], axis=0)
     return [float(value) for value in summed[int(np.ceil(start)) : int(end)]]
 
 
 def _share_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
-    """The share of requests that were answered, where the runs differ in it."""
+    """Return the share of successful requests, if the runs differ in it."""
     answered = [1 - (run["shares"]["error_rate"] or 0.0) for run in (a, b)]
     if answered[0] == answered[1]:
         return []
@@ -129,7 +128,7 @@ def _share_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
 
 
 def _row(name: str, pair: tuple[float, float], a: Floats, b: Floats, tolerance: float, *, less_is_better: bool) -> Json:
-    """`a`, `b`: the resampled figures."""
+    """Return a row; `a` and `b` are the resampled figures."""
     ratio = pair[1] / pair[0] if pair[0] else np.nan
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = (float(bound) for bound in statistics.bounds(b / a))

@@ -1,4 +1,4 @@
-"""Where and of what a result was measured."""
+"""A description of the machine and the source code that a result was measured with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """The machine that made the load."""
+    """Describe the machine that generates the load."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
@@ -23,7 +23,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of this project's checkout, with `+` where files differ from it; None: it runs from no checkout."""
+    """Return the commit of this project's checkout, with `+` if files differ; None without a checkout."""
     root = Path(__file__).parents[2]
     try:
         found = subprocess.run(

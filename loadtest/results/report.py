@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a result: `page.html` with the document in it. No outside asset, no network."""
+"""The HTML page of a result: `page.html` with the document in it, in one file without network access."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 _PAGE = Path(__file__).parent / "page.html"
-_MOST_REQUESTS = 20_000  # drawn; of more, every k-th
+_MAX_REQUESTS = 20_000  # drawn; of a larger number, every k-th
 
 
 def page(document: dict[str, Any]) -> str:
-    """The page of a run, a sweep or a mix that has its columns."""
+    """Return the page of a run, a sweep or a mix with columns."""
     parts = {"sweep": "points", "mix": "works"}.get(document["kind"])
     if parts is None:
         shown = _thinned(document)
@@ -22,13 +22,13 @@ def page(document: dict[str, Any]) -> str:
 
 
 def style() -> str:
-    """The page's style sheet, for other pages of the same look."""
+    """Return the page's style sheet, for other pages with the same design."""
     page = _PAGE.read_text(encoding="utf-8")
     return page[page.index("<style>") + len("<style>") : page.index("</style>")]
 
 
 def _thinned(run: dict[str, Any]) -> dict[str, Any]:
-    """The run with at most `_MOST_REQUESTS` rows; `drawn_every` says which."""
+    """Reduce a run to at most `_MAX_REQUESTS` rows; `drawn_every` is the step between them."""
     rows = len(run["columns"]["outcome"])
-    step = -(-rows // _MOST_REQUESTS) or 1
+    step = -(-rows // _MAX_REQUESTS) or 1
     return {**run, "columns": {name: column[::step] for name, column in run["columns"].items()}, "drawn_every": step}

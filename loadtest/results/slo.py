@@ -1,8 +1,8 @@
 """Service level objectives: `ttft_p99<500ms,itl_p99<60ms,error_rate<0.1%`.
 
-Two uses: every limit is judged on a run, and the latency limits decide which single requests are good. A request is
-good when it was answered and its own figures keep the limits: its TTFT, TPOT, end-to-end and queueing time, and the
-named statistic of its own inter-token gaps.
+Every limit is checked for a run, and the latency limits also decide which requests count as goodput: those with a reply
+whose own TTFT, TPOT, end-to-end and queueing time, and the named statistic of its own inter-token latencies, are within
+the limits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`value` in milliseconds for latencies, as a fraction for shares, in units a second for rates."""
+    """Holds one limit. `value` is in milliseconds for latencies, a fraction for shares, units a second for rates."""
 
     text: str
     metric: str
@@ -50,14 +50,14 @@ class Limit:
     value: float
 
     def met(self, found: float | None) -> bool:
-        """Nothing measured meets no limit, but that nothing was refused is as quick as refusals can be."""
+        """Return whether a figure is within the limit. None is not, except for the latency of refusals."""
         if found is None:
             return self.metric == "reject" and self.comparison.startswith("<")
         return _COMPARISONS[self.comparison](found, self.value)
 
 
 def parse(text: str) -> list[Limit]:
-    """The limits of a comma-separated list; raises `UsageError`."""
+    """Parse a comma-separated list of limits; raises `UsageError`."""
     return [_limit(part) for part in text.split(",") if part.strip()]
 
 
@@ -82,7 +82,7 @@ def _limit(text: str) -> Limit:
 
 
 def judge(limits: Sequence[Limit], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was found for each limit, in its unit, and whether it was met."""
+    """Return the measured value for each limit, in its unit, and whether the limit was met."""
     found = [(limit, measured(limit, summary)) for limit in limits]
     return [
         {"limit": limit.text, "metric": limit.metric, "value": limit.value, "found": value, "met": limit.met(value)}
@@ -91,7 +91,7 @@ def judge(limits: Sequence[Limit], summary: Mapping[str, Any]) -> list[dict[str,
 
 
 def measured(limit: Limit, summary: Mapping[str, Any]) -> float | None:
-    """The figure of a run's summary that `limit` is about."""
+    """Return the figure of a run's summary that `limit` applies to."""
     if limit.metric in LATENCIES:
         value = summary["latency_ms"].get(limit.metric, {}).get(limit.statistic)
     elif limit.metric in SHARES:
@@ -102,19 +102,19 @@ def measured(limit: Limit, summary: Mapping[str, Any]) -> float | None:
 
 
 def is_good(limits: Sequence[Limit], record: Record) -> bool:
-    """Answered, within every latency limit by its own figures."""
+    """Return whether a request succeeded and its own figures are within all latency limits."""
     return record.outcome is Outcome.OK and all(
         limit.met(_own(limit, record)) for limit in _of_requests(limits, record)
     )
 
 
 def _of_requests(limits: Sequence[Limit], record: Record) -> list[Limit]:
-    """The limits that a single request can keep: it has a figure for them."""
+    """Return the limits that apply to a single request."""
     return [limit for limit in limits if limit.metric in LATENCIES and _own(limit, record) is not None]
 
 
 def _own(limit: Limit, record: Record) -> float | None:
-    """A request's own figure in milliseconds; None: it has none, such as gaps of a single token."""
+    """Return a request's own figure in milliseconds; None: it has none, such as gaps of a single token."""
     if limit.metric == "itl":
         gaps = record.gaps
         return 1e3 * _statistic(gaps, limit.statistic) if gaps else None

@@ -1,9 +1,9 @@
 """Quantiles and bootstrap intervals.
 
-A quantile q is the smallest value that at least a share q of the values does not exceed: always one that was measured.
-Intervals are percentile bootstraps (Efron 1979) over groups: the gaps between tokens of one request are not independent
-of each other, so requests are drawn, not gaps. Drawing is by weights on the once sorted values, which makes a
-resample of n values one pass instead of a sort.
+Quantile q is the smallest measured value that at least a share q of the values does not exceed. Intervals are
+percentile bootstraps (Efron 1979) over groups: inter-token latencies of one request are not independent, so requests
+are resampled. Resampling assigns weights to the sorted values, so that a resample of n values takes one pass and no
+sort.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ LEVEL: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Values `[N]` and the group that each belongs to `[N]`, numbered from 0."""
+    """Holds values `[N]`, and the number of the group of each value `[N]`, from 0."""
 
     values: Floats
     groups: NDArray[np.int64]
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[float]]) -> Sample:
-        """From the values of each group."""
+        """Make a sample from the values of each group."""
         sizes = [len(group) for group in groups]
         flat = np.fromiter((value for group in groups for value in group), np.float64, sum(sizes))
         return cls(flat, np.repeat(np.arange(len(groups)), sizes))
 
 
 def describe(sample: Sample) -> dict[str, float]:
-    """Every one of `STATISTICS`; empty for no values."""
+    """Return all `STATISTICS`; empty without values."""
     if not len(sample.values):
         return {}
     ordered = np.sort(sample.values)
@@ -48,7 +48,7 @@ def describe(sample: Sample) -> dict[str, float]:
 
 
 def replicates(sample: Sample, seed: int = 0, resamples: int = RESAMPLES) -> Floats:
-    """`STATISTICS` of each resample: `[resamples, 7]`, nan in one that drew no value."""
+    """Return `STATISTICS` of each resample `[resamples, 7]`, nan for one without values."""
     order = np.argsort(sample.values)
     ordered, groups = sample.values[order], sample.groups[order]
     count = int(sample.groups.max()) + 1 if len(groups) else 0
@@ -61,7 +61,7 @@ def replicates(sample: Sample, seed: int = 0, resamples: int = RESAMPLES) -> Flo
 
 
 def intervals(sample: Sample, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """The interval of each of `STATISTICS` but the maximum, of which a bootstrap knows nothing."""
+    """Return the interval of each of `STATISTICS` except the maximum, which a bootstrap cannot estimate."""
     if len(sample.values) < 2:
         return {}
     low, high = bounds(replicates(sample, seed))
@@ -69,14 +69,14 @@ def intervals(sample: Sample, seed: int = 0) -> dict[str, tuple[float, float]]:
 
 
 def bounds(drawn: Floats) -> tuple[Floats, Floats]:
-    """Lower and upper end over the first axis."""
+    """Return the lower and upper end over the first axis."""
     tail = 100 * (1 - LEVEL) / 2
     low, high = np.nanpercentile(drawn, [tail, 100 - tail], axis=0)
     return low, high
 
 
 def rate_interval(per_second: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """Of the mean of what came in each second; None of less than three seconds."""
+    """Return the interval of the mean amount in a second; None for less than three seconds."""
     if len(per_second) < 3:
         return None
     low, high = bounds(rate_replicates(per_second, seed))
@@ -84,14 +84,14 @@ def rate_interval(per_second: Sequence[float], seed: int = 0) -> tuple[float, fl
 
 
 def rate_replicates(per_second: Sequence[float], seed: int = 0) -> Floats:
-    """Means `[RESAMPLES]` of resampled seconds."""
+    """Return the means `[RESAMPLES]` of resampled seconds."""
     values = np.asarray(per_second, dtype=np.float64)
     rng = np.random.default_rng([seed, 0xB1])
     return values[rng.integers(0, len(values), (RESAMPLES, len(values)))].mean(axis=1)
 
 
 def _weighted(ordered: Floats, weights: Floats | NDArray[np.int64]) -> Floats:
-    """`STATISTICS` of sorted values that count `weights` times."""
+    """Return `STATISTICS` of sorted values with weights."""
     cumulated = np.cumsum(weights, dtype=np.float64)
     total = cumulated[-1]
     if total == 0:

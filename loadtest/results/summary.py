@@ -1,9 +1,9 @@
-"""Records into figures. Latencies are in milliseconds, everything else in seconds and counts.
+"""The summary of records. Latencies are in milliseconds, all other times in seconds.
 
-What counts was scheduled after the warm-up. Latencies are of answered requests, without those of clients that read
-slowly on purpose, from the scheduled send. A request that the drain ended without an answer has failed: a server that
-hangs has few latencies, and they look well. Throughput is what came within the window: from the end of the warm-up to
-the end of the duration where one was set (the drain after it is not load), else to the last answer.
+Requests scheduled before the end of the warm-up are not counted. Latencies are measured from the scheduled send, for
+requests with a reply, without those of slow clients. A request without a reply at the end of the drain has failed: else
+a server that hangs would have few and good latencies. Throughput is measured from the end of the warm-up to the end of
+the duration, if one was set (the drain is not load), else to the last reply.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from loadtest.results.slo import Limit
 from loadtest.results.statistics import Sample
 from loadtest.settings import Settings
 
-BUSY_LIMIT = 0.9  # of a core: a worker that needs more is the bottleneck itself
+BUSY_LIMIT = 0.9  # of a core: a worker above it is itself the bottleneck
 
 Json = dict[str, Any]
 
 
 def summarise(records: Sequence[Record], settings: Settings, limits: Sequence[Limit], stopped_s: float | None) -> Json:
-    """The client's figures; `stopped_s`: when the run was interrupted."""
+    """Return the client's figures; `stopped_s` is when the run was interrupted."""
     window = _window(records, settings, stopped_s)
     counted = [record for record in records if record.scheduled >= settings.warmup_s]
     seconds = Seconds(records, limits, window)
@@ -84,7 +84,7 @@ def _latencies(counted: Sequence[Record]) -> dict[str, Sample]:
 
 
 def _outside(record: Record) -> list[float]:
-    """Seconds that the server's own timings do not explain: network, queues of sockets, both ends' bookkeeping."""
+    """Return the seconds outside the server's own timings: network, socket queues, and work of both ends."""
     return [] if record.server_total_ms is None else [record.ended - record.sent - record.server_total_ms / 1e3]
 
 
@@ -101,14 +101,14 @@ def _share(count: int, total: int) -> float | None:
 
 
 def _offered(counted: Sequence[Record], window: tuple[float, float]) -> float | None:
-    """First requests of items that were due within the window, a second."""
+    """Return the rate of items scheduled within the window, in items a second."""
     length = window[1] - window[0]
     due = sum(record.turn == 0 and record.scheduled < window[1] for record in counted)
     return due / length if length > 0 else None
 
 
 def _rejections(counted: Sequence[Record]) -> list[Json]:
-    """By status, every attempt of every request: how many, and how long until the answer."""
+    """Return, by status, the number of refused attempts and the time until the refusal."""
     found: dict[int, list[float]] = {}
     for record in counted:
         for status, seconds in record.rejects:
@@ -120,20 +120,20 @@ def _rejections(counted: Sequence[Record]) -> list[Json]:
 
 
 def _has_failed(record: Record, *, interrupted: bool) -> bool:
-    """Refused, broken, or without its end though the drain waited for that. Who reads slowly may be at it still."""
+    """Return whether a request was refused, broke, or had not ended after the drain, unless its client is slow."""
     if record.outcome is Outcome.UNFINISHED:
         return not interrupted and not (record.habit == "slow" and record.token_times)
     return record.outcome in (Outcome.ERROR, Outcome.REJECTED)
 
 
 def _errors(failed: Sequence[Record]) -> list[Json]:
-    """Requests that failed in the end, by status and code; refused ones too."""
+    """Return the number of failed requests by status and code, including refused ones."""
     found = Counter((record.status, record.error or record.outcome.value) for record in failed)
     return [{"status": status, "code": code, "count": count} for (status, code), count in found.most_common()]
 
 
 def _tokens(counted: Sequence[Record]) -> Json:
-    """Sums, and how well plan, events and usage agree."""
+    """Return token totals, and how well plan, events and usage agree."""
     ok = [record for record in counted if record.outcome is Outcome.OK]
     streamed = [record for record in ok if record.token_times]
     events = sum(len(record.token_times) for record in streamed)
@@ -154,7 +154,7 @@ def _tokens(counted: Sequence[Record]) -> Json:
 
 
 class Seconds:
-    """What came in each second of the run, and the rates within the window."""
+    """Holds the amounts in each second of the run, and computes the rates within the window."""
 
     def __init__(self, records: Sequence[Record], limits: Sequence[Limit], window: tuple[float, float]) -> None:
         self._window = window
@@ -172,7 +172,7 @@ class Seconds:
         self._last = max((record.ended for record in records), default=0.0)
 
     def series(self) -> Json:
-        """Per second since the start, the drain included."""
+        """Return the amounts in each second since the start, including the drain."""
         edges = np.arange(0, int(self._last) + 2)
         return {name: self._histogram(name, edges).round(3).tolist() for name in self._events}
 
@@ -200,7 +200,7 @@ class Seconds:
 
 
 def _output_times(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """When tokens came, and how many: usage spread over the events of its request."""
+    """Return when tokens arrived, and how many: a request's usage is divided among its events."""
     times: list[float] = []
     weights: list[float] = []
     for record in records:
@@ -211,7 +211,7 @@ def _output_times(records: Sequence[Record]) -> tuple[list[float], list[float]]:
 
 
 def doubts(summary: Json, settings: Settings, beats: Sequence[float], busy: Sequence[float]) -> list[str]:
-    """Why a run must not be believed; empty: nothing speaks against it."""
+    """Return the reasons why a run is invalid; empty: it is valid."""
     found = []
     for name, lag in (
         ("sends were", summary["latency_ms"].get("lag", {}).get("p99", 0.0)),
@@ -227,5 +227,5 @@ def doubts(summary: Json, settings: Settings, beats: Sequence[float], busy: Sequ
 
 
 def late(beats: Sequence[float]) -> float:
-    """p99 of how late the loops were for their heartbeats, ms."""
+    """Return the p99 delay of the workers' event loops in ms."""
     return 1e3 * float(np.quantile(beats, 0.99, method="inverted_cdf")) if beats else 0.0

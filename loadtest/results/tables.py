@@ -1,4 +1,4 @@
-"""Results for people: tables on standard output."""
+"""Tables of results on standard output."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _RATES = {
 
 
 def console() -> Console:
-    """Standard output; wide enough for its tables where it is no terminal."""
+    """Return a console for standard output, wide enough for the tables if it is no terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=120)
 
 
 def run(document: Json, to: Console) -> None:
-    """Everything that a person asks first, of a run of one workload."""
+    """Print the result of a run of one workload."""
     to.print(_latencies(document))
     to.print(_rates(document))
     to.print(_counts(document), highlight=False)
@@ -49,7 +49,7 @@ def run(document: Json, to: Console) -> None:
 
 
 def mix(document: Json, to: Console) -> None:
-    """Each workload by itself, then all of them in one table."""
+    """Print each workload, then all of them in one table."""
     for work in document["works"]:
         to.print(_latencies(work["run"], f"{work['name']}: "))
         to.print(_counts(work["run"]), highlight=False)
@@ -79,7 +79,7 @@ def _shown_latencies(found: Json) -> list[str]:
 
 
 def _verdicts(document: Json, to: Console) -> None:
-    """What was promised, and whether the run can be believed."""
+    """Print whether the SLO was met and whether the run is valid."""
     for verdict in document["slo"]:
         mark = "[green]met   [/]" if verdict["met"] else "[red]missed[/]"
         whose = f"{verdict['work']}: " if "work" in verdict else ""
@@ -146,7 +146,7 @@ def _figure(value: float, row: Json) -> str:
 
 
 def sweep(document: Json, to: Console) -> None:
-    """A line a point, then what was found."""
+    """Print a line for each point, then the findings."""
     over = document["over"]
     unit = "offered/s" if over == "rate" else "clients"
     heads = (unit, "requests/s", "good/s", "out tok/s", "TTFT p50", "TTFT p99", "ITL p99", "e2e p99", "refused", "")
@@ -176,7 +176,7 @@ def _point(point: Json) -> list[str]:
 
 
 def compare(rows: list[Json], to: Console) -> None:
-    """Ratios of B to A."""
+    """Print the ratios of B to A."""
     table = Table("figure", "A", "B", "B / A", "95 % interval", "")
     for row in rows:
         low, high = row["ci95"]
@@ -187,12 +187,12 @@ def compare(rows: list[Json], to: Console) -> None:
 
 
 def milliseconds(value: float) -> str:
-    """Three or four figures that mean something."""
+    """Format milliseconds with three or four significant digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def slo_value(verdict: Json) -> str:
-    """What was found, in the limit's unit."""
+    """Format the measured value in the limit's unit."""
     found, limit = verdict["found"], verdict["limit"]
     if found is None:
         return "nothing to measure"

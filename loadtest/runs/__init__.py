@@ -1,1 +1,1 @@
-"""Runs and sweeps over a service, and where their files go."""
+"""Runs, mixes and sweeps: their flags, their execution, and their output files."""

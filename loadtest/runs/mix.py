@@ -1,7 +1,7 @@
-"""Several workloads of a plan on one server at the same time: one run, whose result holds each of them and their sum.
+"""A mix: several workloads of a plan on one server at the same time, as one run with a result for each and their sum.
 
-Each workload's own part is the document of a run. Latencies of different work are never put together: only counts,
-rates and what came in each second are.
+Each workload's part is the document of a run. Only counts, rates and amounts in each second are summed; latencies of
+different workloads are kept apart.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from loadtest.server.target_server import Server
 Json = dict[str, Any]
 
 _SUMS = ("window_s", "counts", "shares", "throughput", "offered_per_s", "errors", "tokens", "series")
-_ABOUT = ("commit", "machine", "server")  # the same of every workload of one run
+_ABOUT = ("commit", "machine", "server")  # equal for all workloads of a run
 _BULKY = ("columns", "series", "gauges", "crosscheck")
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """What a run of several workloads found."""
+    """Holds the result of a run of several workloads."""
 
     document: Json
     works: dict[str, Measured]
@@ -37,24 +37,24 @@ class Mixed:
         return bool(self.document["interrupted"])
 
 
-def meet(server: Server, works: Sequence[Work], progress: Progress) -> list[Load]:
-    """Ask the server for all that the workloads have to know. Raises `UsageError`, `ServerError`."""
+def probe(server: Server, works: Sequence[Work], progress: Progress) -> list[Load]:
+    """Probe the server for each workload. Raises `UsageError`, `ServerError`."""
     loads = []
     for work in works:
-        subject = run.meet(server, work.settings, work.tokenizer, progress)
+        subject = run.probe(server, work.settings, work.tokenizer, progress)
         loads.append(Load(subject, subject.settings, work.limits, work.name))
     return loads
 
 
 def measure(loads: Sequence[Load], api_key: str, progress: Progress) -> Mixed:
-    """Make the loads at the same time and sum them up. Ctrl-C ends them early."""
+    """Run the loads at the same time and summarise them. Ctrl-C ends them early."""
     measured = run.measure_together(loads, api_key, progress)
     works = {load.name: one for load, one in zip(loads, measured, strict=True)}
     return Mixed(_document(loads, works), works)
 
 
 def seeded(loads: Sequence[Load], add: int) -> list[Load]:
-    """The loads with other prompts, which no cache has seen."""
+    """Return the loads with other seeds, whose prompts are in no cache."""
     return [replace(load, settings=replace(load.settings, seed=load.settings.seed + add)) for load in loads]
 
 
@@ -77,14 +77,14 @@ def _document(loads: Sequence[Load], works: dict[str, Measured]) -> Json:
 
 
 def _sums(loads: Sequence[Load], records: Sequence[Record], first: Json) -> Json:
-    """Figures of all records, over the window that the duration gives all workloads alike."""
+    """Return the figures of all records, over the window that all workloads share."""
     stopped_s = first["window_s"][1] if first["interrupted"] else None
     found = summary.summarise(records, loads[0].settings, (), stopped_s)
     return {name: found[name] for name in _SUMS}
 
 
 def without_columns(document: Json) -> Json:
-    """For the one JSON line: the workloads' figures without the requests that they are made of."""
+    """Remove the requests' columns, for the JSON line."""
     left_out = (*_BULKY, *_ABOUT)
     works = [
         {**one, "run": {name: value for name, value in one["run"].items() if name not in left_out}}

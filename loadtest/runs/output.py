@@ -1,4 +1,4 @@
-"""What a command leaves: a table, files in one folder, and one JSON line that is the last of standard output."""
+"""The output of a command: files in one folder, and a JSON line as the last line of standard output."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from loadtest.runs.run import SCHEMA, Measured
 Json = dict[str, Any]
 
 
-def folder(asked: str | None, kind: str) -> Path:
-    """The folder for results, made; by the time where none was asked for. Raises `UsageError`."""
+def folder(options: str | None, kind: str) -> Path:
+    """Create the folder of results, named by the time if none is given. Raises `UsageError`."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = Path(asked) if asked else Path("out") / "loadtest" / f"{now}-{kind}"
+    path = Path(options) if options else Path("out") / "loadtest" / f"{now}-{kind}"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -33,12 +33,12 @@ def folder(asked: str | None, kind: str) -> Path:
 
 
 def with_columns(measured: Measured) -> Any:
-    """The document with what it was made of, as it is written."""
+    """Return the document with the columns of its requests, as it is written."""
     return plain(measured.document | {"columns": columns.of(measured.records)})
 
 
 def write_run(measured: Measured, to: Path) -> None:
-    """`run.json` (the document with its columns), `requests.csv`, `report.html`."""
+    """Write `run.json` (the document with columns), `requests.csv` and `report.html`."""
     full = with_columns(measured)
     (to / "run.json").write_text(line(full), encoding="utf-8")
     records.write_csv(measured.records, to / "requests.csv")
@@ -46,7 +46,7 @@ def write_run(measured: Measured, to: Path) -> None:
 
 
 def write_sweep(document: Json, requests: Iterable[tuple[float, Iterable[Record]]], to: Path) -> None:
-    """`sweep.json` (every point holds its run's columns), `requests.csv` (of all points), `report.html`."""
+    """Write `sweep.json` (with columns in every point), `requests.csv` (of all points) and `report.html`."""
     (to / "sweep.json").write_text(line(document), encoding="utf-8")
     parts = ((f"{load:g}", made) for load, made in requests)
     records.write_parts_csv(document["over"], parts, to / "requests.csv")
@@ -54,7 +54,7 @@ def write_sweep(document: Json, requests: Iterable[tuple[float, Iterable[Record]
 
 
 def write_mix(mixed: Mixed, to: Path) -> None:
-    """`mix.json` (every workload holds its run's columns), `requests.csv` (of all), `report.html`."""
+    """Write `mix.json` (with columns in every workload), `requests.csv` (of all) and `report.html`."""
     works = [{"name": name, "run": with_columns(one)} for name, one in mixed.works.items()]
     full = plain(mixed.document | {"works": works})
     (to / "mix.json").write_text(line(full), encoding="utf-8")
@@ -63,7 +63,7 @@ def write_mix(mixed: Mixed, to: Path) -> None:
 
 
 def read(path: str, *kinds: str) -> Json:
-    """A result that was written before; raises `UsageError` where it is none of `kinds`, two or more."""
+    """Read a result; raises `UsageError` if it is none of `kinds`, of which there are at least two."""
     expected = f"{', '.join(kinds[:-1])} or {kinds[-1]}.json of this tool"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def read(path: str, *kinds: str) -> Json:
 
 
 def print_end(document: Json, to: Path | None, console: Console) -> None:
-    """Where the files are, then the JSON line."""
+    """Print where the files are, then the JSON line."""
     if to is not None:
         console.print(f"report: {to / 'report.html'}")
     console.file.flush()
@@ -85,12 +85,12 @@ def print_end(document: Json, to: Path | None, console: Console) -> None:
 
 
 def line(document: Json) -> str:
-    """JSON of one line."""
+    """Return JSON in one line."""
     return json.dumps(plain(document), separators=(",", ":"), ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
-    """Numbers cut to what they can mean, nan and infinity as null."""
+    """Round numbers to significant digits, and replace nan and infinity by null."""
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Plan files: several workloads for one run, in TOML.
+"""Plan files, which describe several workloads of one run in TOML.
 
-A table `[work.NAME]` is one workload; its keys are the flags of `run` without their dashes (`prompt-tokens` or
-`prompt_tokens`), and what is not in it has the flag's default. `[together]` names combinations of them, `[bounds]` what
-each must keep beside others; both are for `interference`. What all workloads of a run share (`SHARED`) comes from the
+A table `[work.NAME]` is one workload. Its keys are the flags of `run` without leading dashes (`prompt-tokens` or
+`prompt_tokens`), with the flags' defaults. `[together]` names combinations of workloads, and `[bounds]` what each must
+keep beside others; both are for `interference`. Flags that all workloads of a run share (`SHARED`) come from the
 command line.
 """
 
@@ -28,15 +28,15 @@ from loadtest.settings import Settings
 SHARED: Final = ("url", "api_key", "duration", "warmup", "drain", "workers", "max_lag", "seed", "out", "quiet")
 """Flags that are given on the command line beside a plan; of these a workload may set its own `OWN`."""
 OWN: Final = ("workers", "seed")
-SEED_STEP: Final = 1000  # between workloads: two that draw alike are not to find each other's prompts in a cache
+SEED_STEP: Final = 1000  # between workloads, so that equal ones do not share prompts in a cache
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of files too
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # also used as file names
 _TABLES = ("work", "together", "bounds")
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One workload of a plan."""
+    """Holds one workload of a plan."""
 
     name: str
     settings: Settings
@@ -46,11 +46,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a workload must keep beside others, against itself alone."""
+    """Limits how much a workload may lose beside others, relative to running alone."""
 
-    kept: float | None = None  # share of its output tokens a second; of what makes none, of its input tokens
-    itl_ratio: float | None = None  # its p99 between tokens is at most `itl_ratio` times that of alone
-    itl_slack_ms: float = 0.0  # and so much more
+    kept: float | None = None  # share of its output tokens a second, or of its input tokens if it has no output
+    itl_ratio: float | None = None  # its p99 inter-token latency is at most `itl_ratio` times that of running alone
+    itl_slack_ms: float = 0.0  # plus this
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Plan:
     bounds: Mapping[str, Bound]
 
     def chosen(self, names: str) -> list[Work]:
-        """The workloads of a comma-separated list; all of an empty one. Raises `UsageError`."""
+        """Return the workloads of a comma-separated list, or all for an empty one. Raises `UsageError`."""
         found = [name.strip() for name in names.split(",") if name.strip()]
         _check_names(found, self.works, "--only")
         return [work for name, work in self.works.items() if not found or name in found]
@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(path: Path, shared: argparse.Namespace) -> Plan:
-    """The plan of a file. Raises `UsageError` naming file, table, key, found and expected."""
+    """Read a plan file. Raises `UsageError` naming file, table, key, what was found and what is expected."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,10 +85,10 @@ def read(path: Path, shared: argparse.Namespace) -> Plan:
         raise UsageError(f"{path}: {error}") from None
 
 
-def check_beside(asked: argparse.Namespace) -> None:
-    """Raises `UsageError` where a flag beside `--plan` says what the plan says."""
+def check_beside(options: argparse.Namespace) -> None:
+    """Raise `UsageError` for a flag that `--plan` sets too."""
     for name, value in vars(_flags().parse_args([])).items():
-        if name not in SHARED and (found := getattr(asked, name)) != value:
+        if name not in SHARED and (found := getattr(options, name)) != value:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag}: found {found} beside --plan, expected it in the plan's workloads")
 
@@ -119,18 +119,18 @@ def _work(name: str, table: dict[str, Any], shared: argparse.Namespace, place: i
         raise UsageError(f"{where}: found {everyones[0]!r}, expected it on the command line: all workloads share it")
     _check_names(given, vars(parser.parse_args([])), where)
     try:
-        asked = parser.parse_args([part for key, value in given.items() for part in _typed(parser, key, value)])
+        options = parser.parse_args([part for key, value in given.items() for part in _typed(parser, key, value)])
         for flag in SHARED:
             if flag not in given:
-                setattr(asked, flag, getattr(shared, flag))
+                setattr(options, flag, getattr(shared, flag))
         if "seed" not in given:
-            asked.seed += SEED_STEP * place
-        settings = flags.settings(asked)
-        due(settings)  # raises what is wrong with the schedule before anything is sent
-        limits = tuple(slo.parse(asked.slo))
+            options.seed += SEED_STEP * place
+        settings = flags.settings(options)
+        due(settings)  # raises for an invalid schedule before anything is sent
+        limits = tuple(slo.parse(options.slo))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    return Work(name, settings, limits, Path(asked.tokenizer) if asked.tokenizer else None)
+    return Work(name, settings, limits, Path(options.tokenizer) if options.tokenizer else None)
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -140,7 +140,7 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def _typed(parser: argparse.ArgumentParser, name: str, value: object) -> list[str]:
-    """A key and its value as they would be typed."""
+    """Return a key and its value as command line arguments."""
     flag = "--" + name.replace("_", "-")
     switch = isinstance(parser.get_default(name), bool)
     if switch != isinstance(value, bool) or not isinstance(value, bool | str | int | float | dict):

@@ -1,4 +1,4 @@
-"""How a run goes, on standard error: one line that is rewritten on a terminal, else a plain line every few seconds."""
+"""Progress of a run on standard error: a rewritten line on a terminal, else a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from loadtest.generator.fleet import Gathered
+from loadtest.generator.fleet import Collected
 from loadtest.records import Outcome, Record
 from loadtest.settings import Settings
 
 PLAIN_LINE_S = 5.0
-RECENT_S = 5.0  # the figures shown are of what ended since
+RECENT_S = 5.0  # the figures are of requests that ended within this time
 
 
 class Progress:
-    """Shows what the workers told; `quiet` shows nothing."""
+    """Shows the workers' reports; `quiet` shows nothing."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
@@ -28,12 +28,12 @@ class Progress:
         self._printed = 0.0
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(Text(text), soft_wrap=True)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The rewritten line is there, on a terminal."""
+        """Show the rewritten line inside the block, on a terminal."""
         self._printed = time.monotonic()
         if not self._console.is_terminal:
             yield
@@ -42,8 +42,8 @@ class Progress:
             yield
         self._live = None
 
-    def update(self, loads: Sequence[tuple[str, Settings, Gathered]], at: float) -> None:
-        """Name, settings and what its workers told of each load of the run; `at`: seconds since the run's start."""
+    def update(self, loads: Sequence[tuple[str, Settings, Collected]], at: float) -> None:
+        """Show name, settings and reports of each load; `at`: seconds since the run's start."""
         if self._live is not None:
             self._live.update(_lines(loads, at), refresh=True)
         elif time.monotonic() - self._printed >= PLAIN_LINE_S:
@@ -51,23 +51,23 @@ class Progress:
             self._console.print(_lines(loads, at), soft_wrap=True)
 
 
-def _lines(loads: Sequence[tuple[str, Settings, Gathered]], at: float) -> Text:
-    """One for each load, behind its name."""
+def _lines(loads: Sequence[tuple[str, Settings, Collected]], at: float) -> Text:
+    """Return one line for each load, after its name."""
     width = max(len(name) for name, _, _ in loads)
     lines = [
-        Text(f"{name:{width}}  " if width else "").append(_line(settings, gathered, at))
-        for name, settings, gathered in loads
+        Text(f"{name:{width}}  " if width else "").append(_line(settings, collected, at))
+        for name, settings, collected in loads
     ]
     return Text("\n").join(lines)
 
 
-def _line(settings: Settings, gathered: Gathered, at: float) -> Text:
-    records = gathered.records
+def _line(settings: Settings, collected: Collected, at: float) -> Text:
+    records = collected.records
     recent = [record for record in _newest(records) if record.ended > at - RECENT_S]
     span = min(RECENT_S, max(at, 0.1))
     ok = [record for record in recent if record.outcome is Outcome.OK]
     line = Text(f"{_bar(settings, len(records), at)}  {at:5.1f} s  ")
-    line.append(f"{len(records)} done  {sum(gathered.in_flight)} under way  ")
+    line.append(f"{len(records)} done  {sum(collected.in_flight)} in progress  ")
     line.append(f"{len(ok) / span:.1f} req/s  {sum(record.output_tokens for record in ok) / span:.0f} tok/s  ", "bold")
     firsts = [record.ttft for record in ok if record.ttft is not None]
     if firsts:
@@ -81,7 +81,7 @@ def _line(settings: Settings, gathered: Gathered, at: float) -> Text:
 
 
 def _newest(records: list[Record]) -> list[Record]:
-    """Enough of the last ones to hold those of `RECENT_S` at any rate that one host can make."""
+    """Return the last records, enough to include those of `RECENT_S` at any rate of one host."""
     return records[-20_000:]
 
 

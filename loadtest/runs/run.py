@@ -1,6 +1,6 @@
-"""One run from settings to its result document: of one workload, or of several at the same time.
+"""The execution of a run, from settings to the result document, with one workload or several at the same time.
 
-Each workload has worker processes of its own, which start together; the server's metrics are read once for all.
+Each workload has its own worker processes, which start together; the server's metrics are read once for all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.generator.fleet import START_S, Fleet, Gathered
+from loadtest.generator.fleet import START_S, Collected, Fleet
 from loadtest.records import Record
 from loadtest.results import machine, summary
 from loadtest.results.slo import Limit
@@ -29,24 +29,24 @@ from loadtest.workload.prompts import Vocabulary
 
 SCHEMA = 1
 SCRAPE_S = 1.0
-SETTLE_S = 2.0  # a server may count the end of a request a little after its client has seen it
+SETTLE_S = 2.0  # a server may count the end of a request slightly after its client sees it
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A server that answers, and what is known of it."""
+    """Holds a server that has replied to a probe, and its properties."""
 
     server: Server
-    settings: Settings  # with the model and its context filled in
+    settings: Settings  # with the model and its context length filled in
     vocabulary: Vocabulary
     about: Json
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One workload of a run; `name` tells it from the others beside it."""
+    """Holds one workload of a run; `name` distinguishes it from others in the run."""
 
     subject: Subject
     settings: Settings
@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run found of one workload."""
+    """Holds the result of one workload."""
 
     document: Json  # as it is written: schema 1
     records: list[Record]
@@ -66,8 +66,8 @@ class Measured:
         return bool(self.document["interrupted"])
 
 
-def meet(server: Server, settings: Settings, tokenizer: Path | None, progress: Progress) -> Subject:
-    """Ask the server for all that a run has to know. Raises `UsageError`, `ServerError`."""
+def probe(server: Server, settings: Settings, tokenizer: Path | None, progress: Progress) -> Subject:
+    """Probe the server and read the properties that a run needs. Raises `UsageError`, `ServerError`."""
     about = server.about()
     model = server.probe(settings)
     length = settings.max_model_len or server.max_model_len(model, about)
@@ -79,14 +79,15 @@ def meet(server: Server, settings: Settings, tokenizer: Path | None, progress: P
 def measure(
     subject: Subject, settings: Settings, limits: Sequence[Limit], api_key: str, progress: Progress
 ) -> Measured:
-    """Make the load and sum it up. Ctrl-C ends it early; what was measured until then is the result."""
+    """Run the load and summarise it. Ctrl-C ends it early; the result is what was measured until then."""
     [measured] = measure_together([Load(subject, settings, limits)], api_key, progress)
     return measured
 
 
 def measure_together(loads: Sequence[Load], api_key: str, progress: Progress) -> list[Measured]:
-    """The same of several loads on one server at the same time, in their order. What the server counts is compared
-    with a load's own figures where no other load is on its model.
+    """Run several loads on one server at the same time, and return their results in order.
+
+    The server's metrics are compared with a load's own figures if no other load uses its model.
     """
     return asyncio.run(_Run(loads, api_key, progress).result())
 
@@ -114,7 +115,7 @@ class _Run:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         return [
-            Measured(self._document(started, load, fleet.gathered), fleet.gathered.records)
+            Measured(self._document(started, load, fleet.collected), fleet.collected.records)
             for load, fleet in zip(self._loads, self._fleets, strict=True)
         ]
 
@@ -125,10 +126,10 @@ class _Run:
         self._start = time.monotonic() + START_S
         for fleet in self._fleets:
             fleet.go(self._start)
-        if self._stopped is not None:  # before there was anything to stop
+        if self._stopped is not None:  # before the load began
             self._stop_fleets()
         scraping = asyncio.create_task(self._scrape_on())
-        await asyncio.gather(*(fleet.gather(self._show) for fleet in self._fleets))
+        await asyncio.gather(*(fleet.collect(self._show) for fleet in self._fleets))
         scraping.cancel()
         await self._settle()
 
@@ -143,7 +144,7 @@ class _Run:
 
     def _show(self) -> None:
         loads = zip(self._loads, self._fleets, strict=True)
-        shown = [(load.name, load.settings, fleet.gathered) for load, fleet in loads]
+        shown = [(load.name, load.settings, fleet.collected) for load, fleet in loads]
         self._progress.update(shown, time.monotonic() - self._start)
 
     async def _scrape(self) -> None:
@@ -157,7 +158,7 @@ class _Run:
             await self._scrape()
 
     async def _settle(self) -> None:
-        """Scrape until the server says that nothing runs."""
+        """Scrape until the server reports no running requests."""
         end = time.monotonic() + SETTLE_S
         while self._scrapes:
             await asyncio.sleep(0.1)
@@ -167,18 +168,18 @@ class _Run:
             if idle or time.monotonic() > end:
                 return
 
-    def _document(self, started: str, load: Load, gathered: Gathered) -> Json:
+    def _document(self, started: str, load: Load, collected: Collected) -> Json:
         settings = load.settings
-        gathered.records.sort(key=lambda record: (record.scheduled, record.index, record.turn))
-        found = summary.summarise(gathered.records, settings, load.limits, self._stopped)
-        elapsed = max((record.ended for record in gathered.records), default=0.0)
-        busy = [cpu_s / elapsed for cpu_s in gathered.cpu_s] if elapsed else []
-        doubts = summary.doubts(found, settings, gathered.beats, busy)
+        collected.records.sort(key=lambda record: (record.scheduled, record.index, record.turn))
+        found = summary.summarise(collected.records, settings, load.limits, self._stopped)
+        elapsed = max((record.ended for record in collected.records), default=0.0)
+        busy = [cpu_s / elapsed for cpu_s in collected.cpu_s] if elapsed else []
+        doubts = summary.doubts(found, settings, collected.beats, busy)
         generator = {
             "workers": settings.workers,
             "cores_used": [round(share, 3) for share in busy],
             "send_lag_p99_ms": found["latency_ms"].get("lag", {}).get("p99"),
-            "read_lag_p99_ms": summary.late(gathered.beats),
+            "read_lag_p99_ms": summary.late(collected.beats),
         }
         return {
             "schema": SCHEMA,
@@ -194,18 +195,18 @@ class _Run:
             "doubts": doubts,
             "generator": generator,
             **found,
-            "crosscheck": self._crosscheck(settings.model, gathered.records),
+            "crosscheck": self._crosscheck(settings.model, collected.records),
             "gauges": self._gauges(settings.model),
         }
 
     def _crosscheck(self, model: str, records: Sequence[Record]) -> list[Json]:
-        """Empty where the server's figures of `model` are of several loads."""
+        """Compare with the server's metrics; empty if those of `model` belong to several loads."""
         if len(self._scrapes) < 2 or sum(load.settings.model == model for load in self._loads) > 1:
             return []
         return cross_check.compare(records, self._scrapes[0][model], self._scrapes[-1][model])
 
     def _gauges(self, model: str) -> Json:
-        """The server's own state over time; empty lists where it does not tell."""
+        """Return the server's gauges over time; empty lists if it has none."""
         names = ("running", "waiting", "kv_usage")
         during = [scrapes[model] for scrapes in self._scrapes[1:]]
         found: Json = {"at": [round(scrape.at, 3) for scrape in during]}

@@ -1,9 +1,9 @@
-"""The load is raised until the server saturates; then the highest load that keeps the SLO is searched by bisection.
+"""A sweep, which raises the load until the server saturates, then finds the highest load within the SLO by bisection.
 
-A point is saturated when the server no longer keeps up: over the window its backlog grows by more than `GROWTH` of
-what was offered (and by more than chance moves it), or more than `FAILED` are refused or fail. Of a closed loop, where
-nothing can be offered in excess, it is one whose throughput is less than `GAIN` above that of half as many clients
-(scaled to the step). The knee is the highest load that is not saturated. Without an SLO, "met" means not saturated.
+A point is saturated if the backlog grows during the window by more than `GROWTH` of the offered requests, and by more
+than chance, or if more than `FAILED` are refused or fail. A closed loop, which cannot offer too much, is saturated if
+its throughput is less than `GAIN` above that of half as many clients (scaled to the step). The knee is the highest load
+that is not saturated. Without an SLO, a point that is not saturated counts as within it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from loadtest.settings import Settings
 
 GROWTH = 0.05
 FAILED = 0.01
-GAIN = 0.1  # for a doubling
-CLOSE = 1.03  # loads nearer than this are one
-ARRIVALS = {"rate": ("constant", "poisson", "gamma"), "concurrency": ("closed",)}  # that a load is of
+GAIN = 0.1  # when the load doubles
+CLOSE = 1.03  # loads with a smaller ratio count as equal
+ARRIVALS = {"rate": ("constant", "poisson", "gamma"), "concurrency": ("closed",)}  # allowed for each kind of load
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`loads`: those to begin with, rising; doubled from the last up to `most`; then `bisections`."""
+    """Holds the first `loads`, rising, then doubled up to `maximum`, and the number of `bisections`."""
 
     over: str  # rate or concurrency
     loads: tuple[float, ...]
-    most: float
+    maximum: float
     bisections: int
 
     @classmethod
-    def parse(cls, over: str, points: str, first: float, most: float, bisections: int) -> Self:
-        """Raises `UsageError`."""
+    def parse(cls, over: str, points: str, first: float, maximum: float, bisections: int) -> Self:
+        """Parse the plan of a sweep; raises `UsageError`."""
         try:
             loads = tuple(sorted(float(part) for part in points.split(",") if part.strip())) or (first,)
             if min(loads) <= 0 or (over == "concurrency" and any(load != int(load) for load in loads)):
@@ -52,7 +52,7 @@ class Plan:
         except ValueError:
             kind = "numbers" if over == "rate" else "whole numbers"
             raise UsageError(f"--points: found {points!r}, expected {kind} above 0 with commas between") from None
-        return cls(over, loads, most, bisections)
+        return cls(over, loads, maximum, bisections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Point:
 
 
 class Sweep:
-    """Measures point after point; `run` gives the document."""
+    """Measures one point after the other; `run` returns the document."""
 
     def __init__(self, subject: Subject, limits: Sequence[Limit], api_key: str, progress: Progress, plan: Plan) -> None:
         self._subject = subject
@@ -77,10 +77,10 @@ class Sweep:
         self._plan = plan
         self._points: list[Point] = []
         self._interrupted = False
-        self.requests: list[tuple[float, list[Record]]] = []  # of each point, in the order of the loads' measuring
+        self.requests: list[tuple[float, list[Record]]] = []  # of each point, in order of measurement
 
     def run(self) -> Json:
-        """Rise, then bisect; ends early when interrupted."""
+        """Raise the load, then bisect; an interrupt ends the sweep early."""
         try:
             self._rise()
             self._bisect()
@@ -89,14 +89,14 @@ class Sweep:
         return self._document()
 
     def _rise(self) -> None:
-        """The planned loads, then doubled, until one is both saturated and not met."""
+        """Measure the planned loads, then doubled ones, until one is saturated and misses the SLO."""
         loads = list(self._plan.loads)
         while loads and not self._interrupted:
             load = loads.pop(0)
             point = self._measure(load)
             if point.saturated and not point.met:
                 return
-            if not loads and 2 * load <= self._plan.most:
+            if not loads and 2 * load <= self._plan.maximum:
                 loads.append(2 * load)
 
     def _bisect(self) -> None:
@@ -107,12 +107,12 @@ class Sweep:
             self._measure(load)
 
     def _between(self) -> float | None:
-        """A load between the highest that is met and the lowest above it that is not; None: they are close.
+        """Return a load between the highest within the SLO and the lowest above it that is not; None: they are close.
 
-        Where none is met, half of the lowest.
+        If none is within the SLO, return half of the lowest.
         """
         low = max((point.load for point in self._points if point.met), default=None)
-        if low is None:  # began too high
+        if low is None:  # the first load was too high
             below = min(point.load for point in self._points) / 2
             return below if self._plan.over == "rate" else float(int(below)) or None
         high = min((point.load for point in self._points if point.load > low), default=None)
@@ -169,10 +169,10 @@ class Sweep:
 
 
 def backlog_grows(run: Json) -> bool:
-    """More is under way at the window's end than at its beginning, beyond chance.
+    """Return whether more requests are in progress at the window's end than at its start, beyond chance.
 
-    A steady backlog of N requests that come at random varies by about sqrt(N) at either end, so a difference of twice
-    sqrt(2 N) seldom comes about by itself.
+    A steady backlog of N requests with random arrivals varies by about sqrt(N) at either end, so a difference of
+    2 sqrt(2 N) is rare by chance.
     """
     due, ended = (np.array(run["columns"][name]) for name in ("scheduled_s", "ended_s"))
     start, end = run["window_s"]
@@ -182,19 +182,19 @@ def backlog_grows(run: Json) -> bool:
 
 
 def with_load(settings: Settings, over: str, load: float) -> Settings:
-    """The settings of one point."""
+    """Return the settings of one point."""
     change = {"rate": load} if over == "rate" else {"concurrency": int(load), "kind": "closed"}
     return dataclasses.replace(settings, arrivals=dataclasses.replace(settings.arrivals, **change))
 
 
 def keeps_slo(document: Json) -> bool:
-    """Some load keeps the SLO, by a point that can be believed."""
+    """Return whether a valid point is within the SLO."""
     kept = document["slo_load"]
     return any(point["load"] == kept and point["run"]["valid"] for point in document["points"])
 
 
 def without_columns(document: Json) -> Json:
-    """For the one JSON line: the points' figures without the requests that they are made of."""
+    """Remove the requests' columns, for the JSON line."""
     bulky = ("columns", "series", "gauges", "server", "crosscheck")
     points = [
         {**point, "run": {name: value for name, value in point["run"].items() if name not in bulky}}
@@ -204,7 +204,7 @@ def without_columns(document: Json) -> Json:
 
 
 def _findings(document: Json) -> list[str]:
-    """What the sweep says, in sentences."""
+    """Return the findings in sentences."""
     unit = "requests/s" if document["over"] == "rate" else "clients"
     lines = []
     if document["knee"] is None:

@@ -1,1 +1,1 @@
-"""The service under load: its state, its metrics."""
+"""The server under load: its properties and metrics."""

@@ -1,8 +1,8 @@
-"""The client's figures beside the server's own for the same run: two clocks that must tell one story.
+"""Comparison of the client's figures with the server's own metrics for the same run.
 
-Counts must agree exactly (a client that left early has seen less than the server made). Times are compared from the
-send, which is what a server can know, within `SHARE` or `SLACK_MS`; a histogram knows its mean exactly and its
-quantiles only by bucket. Everything of the run counts, the warm-up too, since the server's counters know nothing of it.
+Counts must be equal (a client that disconnects sees fewer tokens than the server generates). Times are compared from
+the send, since a server knows no schedule, within `SHARE` or `SLACK_MS`; a histogram has an exact mean and quantiles by
+bucket. The whole run is compared, with its warm-up, which the server's counters include.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 def compare(records: Sequence[Record], before: Scrape, after: Scrape) -> list[Json]:
-    """Rows of figure, unit, both values, whether they agree; only of what the server has."""
+    """Return rows of figure, unit, both values, and whether they agree, for the metrics that the server has."""
     return [*_counts(records, before, after), *_times(records, before, after)]
 
 
@@ -64,7 +64,7 @@ def _times(records: Sequence[Record], before: Scrape, after: Scrape) -> list[Jso
         server = after.histogram(figure, before)
         if server is None or not values:
             continue
-        if figure == "queue" and len(values) != server.count:  # only an answered request tells its queueing
+        if figure == "queue" and len(values) != server.count:  # only replies have a queueing time
             continue
         rows.append(_row(f"{names[figure]}, mean", 1e3 * float(np.mean(values)), 1e3 * server.mean, 1e3 * server.mean))
         for q, name in ((0.5, "p50"), (0.99, "p99")):
@@ -74,7 +74,7 @@ def _times(records: Sequence[Record], before: Scrape, after: Scrape) -> list[Jso
 
 
 def _quantile_row(name: str, ordered: Floats, q: float, low: float, high: float) -> Json:
-    """One value more or less on either side moves a quantile by a rank, so its neighbours may agree for it."""
+    """Compare a quantile; the neighbours in rank may agree instead, since one more value moves it by a rank."""
     at = max(0, math.ceil(q * len(ordered)) - 1)
     near = [1e3 * float(value) for value in ordered[max(0, at - 1) : at + 2]]
     rows = [_row(name, value, low, high) for value in near]

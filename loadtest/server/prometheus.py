@@ -1,7 +1,6 @@
-"""What a server's /metrics says, read from its text (https://prometheus.io/docs/instrumenting/exposition_formats/).
+"""A reader of /metrics in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/).
 
-Figures are found under our names or vLLM's. A model's label is looked at where the server has one, so that other
-models of the same server do not count.
+Metrics are found under triptych's or vLLM's names. If they have a model label, only those of the tested model are used.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Labels = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Observations since another scrape. `buckets` are (upper bound, how many at most so high)."""
+    """Holds the observations since another scrape. `buckets` are (upper bound, cumulative count)."""
 
     count: float
     sum: float
@@ -50,7 +49,7 @@ class Histogram:
         return self.sum / self.count
 
     def quantile_bounds(self, q: float) -> tuple[float, float]:
-        """The bucket that holds quantile `q`: more than its resolution a histogram does not know."""
+        """Return the bounds of the bucket that contains quantile `q`."""
         low = 0.0
         for bound, below in self.buckets:
             if below >= q * self.count:
@@ -60,7 +59,7 @@ class Histogram:
 
 
 class Scrape:
-    """One reading of /metrics, `at` seconds since the run's start."""
+    """Holds one reading of /metrics, `at` seconds since the run's start."""
 
     def __init__(self, text: str, at: float, model: str) -> None:
         self.at = at
@@ -69,18 +68,18 @@ class Scrape:
             found = self._samples.setdefault(name, [])
             if labels.get("model", labels.get("model_name", model)) in (model, "") or not model:
                 found.append((labels, value))
-        for name in _TYPE.findall(text):  # a counter that nothing was counted with is 0
+        for name in _TYPE.findall(text):  # a counter without samples is 0
             self._samples.setdefault(name, [])
 
     def value(self, figure: str, **labels: str) -> float | None:
-        """The sum of a counter's or gauge's samples that have `labels`; None: the server has no such figure."""
+        """Return the sum of a counter's or gauge's samples with `labels`; None: the server has no such metric."""
         for name in NAMES[figure]:
             if (samples := self._samples.get(name)) is not None:
                 return sum(value for own, value in samples if labels.items() <= own.items())
         return None
 
     def histogram(self, figure: str, since: Scrape) -> Histogram | None:
-        """What was observed since `since`; None: nothing, or the server has no such figure."""
+        """Return the observations after `since`; None: there are none, or the server has no such metric."""
         for name in NAMES[figure]:
             count = self._sum(f"{name}_count") - since._sum(f"{name}_count")
             if count > 0:

@@ -1,4 +1,4 @@
-"""The server beside the load: what it is, whether it answers, its tokenizer, its metrics."""
+"""Requests to the server outside the load: its description, a probe, its tokenizer, its metrics."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from loadtest.settings import PATHS, Settings
 from loadtest.workload import prompts
 from loadtest.workload.items import Turn
 
-_PROBE_S = 120.0  # a first request may compile
-_LONGEST_REPLY = 64 << 20  # bytes
-_COUNTED_WORDS = 160  # each is a call of /tokenize
+_PROBE_S = 120.0  # the first request may compile kernels
+_MAX_REPLY_BYTES = 64 << 20  # bytes
+_COUNTED_WORDS = 160  # each is a request to /tokenize
 
 
 class Server:
-    """Calls that are no part of the load, one at a time."""
+    """Makes requests that are not part of the load, one at a time."""
 
     def __init__(self, url: str, api_key: str) -> None:
         headers = HEADERS | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
@@ -37,9 +37,9 @@ class Server:
         self._http.close()
 
     def probe(self, settings: Settings) -> str:
-        """Make one small request, which must succeed; the name of the model that answered.
+        """Make one small request, which must succeed, and return the name of the model that replied.
 
-        Raises `UsageError` where the server refuses it as wrong, `ServerError` where it does not serve.
+        Raises `UsageError` if the server refuses it as invalid, `ServerError` if it does not serve.
         """
         turn = Turn("The start", 3, 1, texts=("The start",))
         path = PATHS[settings.target]
@@ -53,8 +53,9 @@ class Server:
         raise UsageError(said) if 400 <= status < 500 and status != 429 else ServerError(said)
 
     def _ask(self, path: str, body: bytes) -> tuple[int, str, bytes]:
-        """Status, content type and body of a reply that is no stream. Raises `UsageError` where it is one, or has no
-        end within bounds: a server that is not the expected one may send anything.
+        """Return status, content type and body of a reply; raises `UsageError` if it is a stream or too large.
+
+        A server that is not the expected one may send anything.
         """
         end = time.monotonic() + _PROBE_S
         content = bytearray()
@@ -64,13 +65,13 @@ class Server:
                 raise UsageError(f"POST {path}: expected one JSON reply, found a stream that was not asked for")
             for piece in reply.iter_bytes():
                 content += piece
-                if len(content) > _LONGEST_REPLY or time.monotonic() > end:
-                    most = f"{_LONGEST_REPLY >> 20} MiB in {_PROBE_S:g} s"
+                if len(content) > _MAX_REPLY_BYTES or time.monotonic() > end:
+                    most = f"{_MAX_REPLY_BYTES >> 20} MiB in {_PROBE_S:g} s"
                     raise UsageError(f"POST {path}: expected a reply of at most {most}, found a longer one")
         return reply.status_code, kind, bytes(content)
 
     def about(self) -> dict[str, Any]:
-        """What it says of itself at /info (ours), else at /v1/models; empty where there is neither."""
+        """Return the server's /info (triptych) or /v1/models; empty if it has neither."""
         for path in ("/info", "/v1/models"):
             found = self._json(path)
             if found is not None:
@@ -78,7 +79,7 @@ class Server:
         return {}
 
     def max_model_len(self, model: str, about: dict[str, Any]) -> int:
-        """Of `model` as /info or /v1/models tells; 0: not known."""
+        """Return the context length of `model` from /info or /v1/models; 0: not known."""
         for entries in (about.get("models"), about.get("data")):
             for entry in entries if isinstance(entries, list) else ():
                 if isinstance(entry, dict) and model in (entry.get("name"), entry.get("id")):
@@ -87,7 +88,7 @@ class Server:
         return 0
 
     def vocabulary(self, model: str) -> prompts.Vocabulary | None:
-        """Words as its /tokenize counts them (ours takes `text`, vLLM's `prompt`); None: it has none."""
+        """Count words with the server's /tokenize (triptych takes `text`, vLLM `prompt`); None: it has none."""
         for name in ("text", "prompt"):
             try:
                 count = self._counter(name, model)
@@ -99,7 +100,7 @@ class Server:
         return None
 
     def scrape(self, start: float, models: Iterable[str]) -> dict[str, Scrape]:
-        """Its metrics now, by model; empty: it has none or does not answer."""
+        """Return its current metrics, by model; empty if it has none or does not reply."""
         try:
             at = time.monotonic() - start
             reply = self._http.get("/metrics")
@@ -125,7 +126,7 @@ class Server:
 
 
 def _read_probe(settings: Settings, kind: str, content: bytes) -> targets.Reply:
-    """The reply to a probe; raises `UsageError` where it is not what the target answers."""
+    """Parse the reply to a probe; raises `UsageError` if it is not a reply of the target's API."""
     field = "data" if settings.embeds else "choices"
     said = f"POST {PATHS[settings.target]}: expected a JSON object with {field}, found"
     try:
@@ -140,7 +141,7 @@ def _read_probe(settings: Settings, kind: str, content: bytes) -> targets.Reply:
 
 
 def _message(content: bytes) -> str:
-    """The server's own words, on one line of bounded length."""
+    """Return the server's error message, as one line of bounded length."""
     try:
         failure = targets.decode(content).error
     except msgspec.DecodeError:
@@ -150,5 +151,5 @@ def _message(content: bytes) -> str:
 
 
 def _line(content: bytes, most: int = 80) -> str:
-    """The beginning of a body that may be anything, as one line."""
+    """Return the beginning of any body, as one line."""
     return " ".join(content[: 4 * most].decode(errors="replace").split())[:most]

@@ -1,1 +1,1 @@
-"""What is asked, how long, and when."""
+"""Workloads: the content, lengths and times of requests."""

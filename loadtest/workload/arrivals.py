@@ -1,7 +1,7 @@
-"""When requests are due: offsets in seconds from the start, fixed before the first is sent.
+"""Arrival times of requests, in seconds from the start, fixed before the first request is sent.
 
-A Poisson process of a changing rate is one of rate 1 on a stretched time axis: unit exponential steps are mapped back
-through the inverse of the cumulated rate (Cinlar 1975). Constant arrivals are the same with steps of exactly 1.
+A Poisson process of varying rate is one of rate 1 on a transformed time axis: unit exponential steps are mapped through
+the inverse of the cumulative rate (Cinlar 1975). Constant arrivals are the same with steps of exactly 1.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from loadtest.errors import UsageError
 from loadtest.settings import Arrivals
 
 Times = NDArray[np.float64]
-MOST = 5_000_000  # arrivals of one run
+MAX_ARRIVALS = 5_000_000  # in one run
 
 
 def offsets(arrivals: Arrivals, duration_s: float, requests: int, seed: int) -> Times:
-    """Sorted offsets `[N]` below `duration_s`, at most `requests`; 0 is no bound, one of them must be one."""
+    """Return sorted times `[N]` below `duration_s`, at most `requests`; 0 is no limit, and one of both must be set."""
     total, unstretch = _clock(arrivals, duration_s)
     expected = min(total, float(requests) if requests else np.inf)
-    if not expected <= MOST:
-        raise UsageError(f"arrivals: found about {expected:.3g} requests, expected at most {MOST:,}")
+    if not expected <= MAX_ARRIVALS:
+        raise UsageError(f"arrivals: found about {expected:.3g} requests, expected at most {MAX_ARRIVALS:,}")
     steps = _steps(arrivals, int(expected + 6 * np.sqrt(expected * _variance(arrivals)) + 16), seed)
     steps = steps[: requests or None]
     return unstretch(steps[steps < total])
@@ -34,7 +34,7 @@ def _variance(arrivals: Arrivals) -> float:
 
 
 def _steps(arrivals: Arrivals, count: int, seed: int) -> Times:
-    """Cumulated steps of mean 1."""
+    """Return cumulated steps of mean 1."""
     rng = np.random.default_rng([seed, 0xA1])
     if arrivals.kind == "constant":
         return np.arange(count, dtype=np.float64)
@@ -44,7 +44,7 @@ def _steps(arrivals: Arrivals, count: int, seed: int) -> Times:
 
 
 def _clock(arrivals: Arrivals, duration_s: float) -> tuple[float, Callable[[Times], Times]]:
-    """Expected arrivals in all, and the inverse of the cumulated rate."""
+    """Return the expected number of arrivals, and the inverse of the cumulative rate."""
     if arrivals.kind == "stages":
         rates, seconds = np.array(arrivals.stages, dtype=np.float64).T
         ends = np.concatenate([[0.0], np.cumsum(seconds)])

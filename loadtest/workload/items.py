@@ -1,7 +1,7 @@
-"""What is asked, item by item. Item i of a seed is the same in every run and in every worker process.
+"""The items of a workload. Item i of a seed is the same in every run and in every worker process.
 
-An item is one request, or a conversation whose turns follow each other: each turn's prompt is all that was said before
-and its own text. A workload is drawn from distributions or read from JSON lines (`Replay`).
+An item is one request, or a conversation of several turns, where the prompt of a turn is everything before it and its
+own text. Items are sampled from distributions, or read from JSON lines (`Recorded`).
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from loadtest.settings import Workload as WorkloadSettings
 from loadtest.workload import lengths
 from loadtest.workload.prompts import Vocabulary
 
-ROOM = 0.95  # of the context for conversations: a reply may be more tokens when it is read again
+CONTEXT_SHARE = 0.95  # of the context for conversations: a reply may have more tokens when tokenised again
 HABITS = ("cancel", "slow", "retry")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request's own part. `prompt_tokens` counts `text` (or `texts` together) with special tokens."""
+    """Holds the new part of one request. `prompt_tokens` counts `text`, or all `texts`, with special tokens."""
 
     text: str
     prompt_tokens: int
     output_tokens: int
     texts: tuple[str, ...] = ()  # of an embedding request
-    think_s: float = 0.0  # before it is sent, after the turn before has ended
+    think_s: float = 0.0  # between the end of the previous turn and this one
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`habit` is one of `HABITS` or empty; `leave_at` is the share of the output after which a canceller leaves."""
+    """Holds the turns of one item. `habit` is one of `HABITS` or empty; a canceller disconnects after the share
+    `leave_at` of the output."""
 
     turns: tuple[Turn, ...]
     habit: str = ""
     leave_at: float = 0.0
 
 
-class Source:
-    """Makes items by number."""
+class ItemSource:
+    """Makes items by their number."""
 
     def __init__(self, settings: Settings, vocabulary: Vocabulary) -> None:
         self._settings = settings
@@ -60,7 +61,7 @@ class Source:
         self._replayed = read_replay(workload) if workload.kind == "replay" else []
 
     def item(self, index: int) -> Item:
-        """Item `index`; of a replay, the line of that number, from the first again after the last."""
+        """Return item `index`; of a replay, the line of that number, cyclically."""
         rng = random.Random(f"{self._settings.seed}/{index}")
         habit, leave_at = self._habit(rng), rng.random()
         if self._replayed:
@@ -71,9 +72,9 @@ class Source:
         return Item(self._conversation(rng, turns), habit, leave_at)
 
     def _conversation(self, rng: random.Random, count: int) -> tuple[Turn, ...]:
-        """As many of `count` turns as the context holds."""
+        """Return at most `count` turns, as many as fit the context."""
         workload, room = self._settings.workload, self._settings.max_model_len or 10**9
-        room = int(ROOM * room) if count > 1 else room
+        room = int(CONTEXT_SHARE * room) if count > 1 else room
         turns: list[Turn] = []
         for number in range(count):
             prefix = self._prefix(rng) if not turns else None
@@ -115,7 +116,7 @@ class Source:
         return [self._vocabulary.text(rng, workload.prefix_tokens) for rng in rngs]
 
     def _prefix(self, rng: random.Random) -> str | None:
-        """A shared beginning, by Zipf's law."""
+        """Return a shared prefix, chosen by Zipf's law."""
         if not self._prefixes:
             return None
         return self._prefixes[bisect.bisect(self._popularity, rng.random() * self._popularity[-1])]
@@ -139,7 +140,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A line of a replay: a text, several, or the length of one to be made."""
+    """Holds a line of a replay: a text, several texts, or the length of a text to be made."""
 
     at: float
     prompt: str | None
@@ -149,7 +150,8 @@ class Recorded:
 
 
 def read_replay(workload: WorkloadSettings) -> list[Recorded]:
-    """The lines of `workload.file`, by time, the first at 0. Raises `UsageError` naming file, line and field.
+    """Read the lines of `workload.file`, sorted by time, the first at 0. Raises `UsageError` naming file, line and
+    field.
 
     Fields: `timestamp` (seconds) or `timestamp_ms`; one of `prompt` (or `source`), `input` (texts), `prompt_tokens` (or
     `input_length`); `output_tokens` (or `max_tokens`, `output_length`), else `--output-tokens`.
@@ -192,7 +194,7 @@ def _recorded(line: str, where: str) -> Recorded:
 
 
 def _field(value: dict[str, Any], names: tuple[str, ...], kind: Any, where: str) -> Any:
-    """The first of `names` that is there, of the type `kind`; None: none of them is."""
+    """Return the value of the first of `names` that exists, of type `kind`; None if none does."""
     name = next((name for name in names if value.get(name) is not None), None)
     if name is None:
         return None

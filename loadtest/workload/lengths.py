@@ -1,7 +1,7 @@
-"""Distributions of lengths, written as people type them.
+"""Distributions of lengths, in the notation of the command line.
 
 `128` or `fixed:128`; `uniform:16-512` (inclusive); `lognormal:120,0.9` (median and sigma of the logarithm) or
-`lognormal:120,0.9,1024` (cut at the third); `file:PATH` (one whole number a line, drawn with equal chance).
+`lognormal:120,0.9,1024` (with a maximum); `file:PATH` (one whole number a line, sampled uniformly).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORMS = "a number, fixed:N, uniform:A-B, lognormal:MEDIAN,SIGMA[,MAX] or file:P
 
 
 def parse(text: str, what: str) -> Lengths:
-    """The sampler that `text` names; its values are at least 1. Raises `UsageError` naming `what`."""
+    """Parse a distribution and return a sampler of values of at least 1. Raises `UsageError` naming `what`."""
     kind, colon, rest = text.partition(":")
     if not colon:
         kind, rest = "fixed", text

@@ -1,9 +1,9 @@
-"""Prompts of real words with a wanted number of tokens.
+"""Prompts of English words with a given number of tokens.
 
-A text is `The` and words behind it. What a word adds is counted once, by the served model's tokenizer (a tokenizer.json
-or the server's /tokenize), so that making a prompt is a sum and costs microseconds while the load runs. Tokenizers
-that split at spaces first make the sum exact; the server's usage is what the results report in any case. Without a
-tokenizer the counts are estimates and say so.
+A text is `The` and further words. The number of tokens that each word adds is counted once, by the served model's
+tokenizer (a tokenizer.json or the server's /tokenize), so that a prompt is made by addition, in microseconds. The sum
+is exact for tokenizers that split at spaces first; results report the server's usage in any case. Without a tokenizer
+the counts are marked as estimates.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words with the tokens that each adds behind another; `overhead`: of `OPENING` with the special tokens."""
+    """Holds words and the tokens that each adds after another; `overhead`: of `OPENING` and the special tokens."""
 
     words: list[str]
     costs: list[int]
@@ -68,7 +68,7 @@ class Vocabulary:
     source: str
 
     def text(self, rng: random.Random, tokens: int, *, opening: bool = True) -> str:
-        """Words of `tokens` tokens in all, `OPENING` and special tokens included where it begins a prompt."""
+        """Return a text of `tokens` tokens, which include `OPENING` and special tokens at the start of a prompt."""
         chosen = [OPENING] if opening else []
         left = tokens - (self.overhead if opening else 0)
         count = len(self.words)
@@ -83,31 +83,31 @@ class Vocabulary:
         return " ".join(chosen)
 
     def _fitting(self, at: int, left: int) -> int:
-        """The next word, in their order, that adds at most `left`; -1: there is none."""
+        """Return the next word that adds at most `left` tokens; -1: there is none."""
         count = len(self.words)
         return next((i % count for i in range(at, at + count) if self.costs[i % count] <= left), -1)
 
 
 def estimated() -> Vocabulary:
-    """Without a tokenizer: four letters a token, at least one a word."""
+    """Estimate tokens without a tokenizer: one for four letters, and at least one for a word."""
     costs = [max(1, round(len(word) / 4)) for word in WORDS]
     return Vocabulary(WORDS, costs, 1, "estimate: 4 letters a token, no tokenizer at hand")
 
 
 def counted(count: Count, source: str, words: list[str] = WORDS) -> Vocabulary:
-    """Every word counted behind `OPENING`; `count` includes special tokens."""
+    """Count the tokens of every word after `OPENING`; `count` includes special tokens."""
     overhead = count(OPENING)
     return Vocabulary(words, [max(1, count(f"{OPENING} {word}") - overhead) for word in words], overhead, source)
 
 
 def from_file(path: Path) -> Vocabulary:
-    """By a tokenizer.json, or a folder that has one. Raises `UsageError`."""
+    """Count with a tokenizer.json, or a folder that has one. Raises `UsageError`."""
     import tokenizers
 
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise UsageError(f"--tokenizer: found {str(path)!r}, expected a tokenizer.json ({error})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

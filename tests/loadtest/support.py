@@ -31,7 +31,7 @@ def measured(url: str, limits: str = "", **changes: Any) -> Measured:
     settings = Settings(url=url, **given)
     progress = Progress(quiet=True)
     with Server(url, "") as server:
-        subject = run.meet(server, settings, None, progress)
+        subject = run.probe(server, settings, None, progress)
         return run.measure(subject, subject.settings, slo.parse(limits), "", progress)
 
 

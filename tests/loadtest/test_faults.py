@@ -15,7 +15,7 @@ import pytest
 from loadtest.errors import ServerError, UsageError
 from loadtest.faults import hostile, load, outcomes, report
 from loadtest.faults.command import WORKLOAD, play, rows_of
-from loadtest.faults.outcomes import End
+from loadtest.faults.outcomes import Ending
 from loadtest.faults.report import Row
 from loadtest.faults.scenarios import Scenario, all_of
 from loadtest.faults.site import Site
@@ -40,24 +40,24 @@ def record(outcome: Outcome = Outcome.OK, status: int = 200, error: str = "", **
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (record(done=True, finish_reason="length"), End.COMPLETE),
-        (record(done=True, finish_reason="stop"), End.COMPLETE),
-        (record(done=True, finish_reason="cancelled"), End.TOLD),
-        (record(Outcome.ERROR, error="engine_failed", done=True), End.TOLD),
-        (record(Outcome.ERROR, error="engine_failed"), End.CUT),  # an error event, but not the end
-        (record(Outcome.ERROR, error="stream ended without [DONE]"), End.CUT),
-        (record(Outcome.ERROR, error="RemoteProtocolError"), End.CUT),
-        (record(Outcome.REJECTED, 503, "draining", retry_after=True), End.UNAVAILABLE),
-        (record(Outcome.REJECTED, 429, "queue_full"), End.BUSY),
-        (record(Outcome.ERROR, 500, "internal_error"), End.OTHER),
-        (record(Outcome.ERROR, 0, "ConnectError"), End.REFUSED),
-        (record(Outcome.ERROR, 0, "ReadError"), End.RESET),
-        (record(Outcome.UNFINISHED, done=False), End.HUNG),
+        (record(done=True, finish_reason="length"), Ending.COMPLETE),
+        (record(done=True, finish_reason="stop"), Ending.COMPLETE),
+        (record(done=True, finish_reason="cancelled"), Ending.ERROR_EVENT),
+        (record(Outcome.ERROR, error="engine_failed", done=True), Ending.ERROR_EVENT),
+        (record(Outcome.ERROR, error="engine_failed"), Ending.CUT),  # an error event, but not the end
+        (record(Outcome.ERROR, error="stream ended without [DONE]"), Ending.CUT),
+        (record(Outcome.ERROR, error="RemoteProtocolError"), Ending.CUT),
+        (record(Outcome.REJECTED, 503, "draining", retry_after=True), Ending.UNAVAILABLE),
+        (record(Outcome.REJECTED, 429, "queue_full"), Ending.BUSY),
+        (record(Outcome.ERROR, 500, "internal_error"), Ending.OTHER),
+        (record(Outcome.ERROR, 0, "ConnectError"), Ending.REFUSED),
+        (record(Outcome.ERROR, 0, "ReadError"), Ending.RESET),
+        (record(Outcome.UNFINISHED, done=False), Ending.HUNG),
     ],
 )
-def test_how_a_request_ended(seen: Record, expected: End) -> None:
+def test_how_a_request_ended(seen: Record, expected: Ending) -> None:
     assert outcomes.end(seen) is expected
-    assert outcomes.lost([seen]) == (expected in (End.CUT, End.RESET, End.HUNG))
+    assert outcomes.lost([seen]) == (expected in (Ending.CUT, Ending.RESET, Ending.HUNG))
 
 
 def test_refusals_say_when_to_come_again() -> None:
@@ -104,7 +104,7 @@ def site(model: str) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def subject(site: Site) -> Subject:
-    return load.meet(site.url, "gen", WORKLOAD)
+    return load.probe(site.url, "gen", WORKLOAD)
 
 
 def all_hostile(site: Site, model: str) -> str:

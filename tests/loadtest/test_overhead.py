@@ -28,7 +28,7 @@ def test_engine_and_service_do_the_same_work_in_turns() -> None:
     for found in results.values():
         assert len(found["pairs"]) == 2
         for pair in found["pairs"]:
-            assert 0 < pair["events"] <= 1 and 0.9 <= pair["spoken"] <= 1
+            assert 0 < pair["events"] <= 1 and 0.9 <= pair["text_share"] <= 1
             assert all(value > 0 for value in pair.values())
         for name, figure in (
             ("share", lambda pair: pair["service_tokens_per_s"] / pair["engine_tokens_per_s"]),
@@ -49,7 +49,7 @@ def test_a_benchmark_model_is_taken_by_its_name(name: str, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["model"] == name and found["output_tokens"] == 32 and found["temperature"] == 1
-    assert found["results"]["local"]["spoken"] > 0.9
+    assert found["results"]["local"]["text_share"] > 0.9
     assert "Unknown child" not in done.stderr
 
 

@@ -17,14 +17,14 @@ from loadtest.errors import UsageError
 from loadtest.runs.sweep import backlog_grows
 from loadtest.settings import Arrivals, Clients, Settings, Workload
 from loadtest.workload import arrivals, lengths, prompts
-from loadtest.workload.items import Item, Source, read_replay
+from loadtest.workload.items import Item, ItemSource, read_replay
 from model.pretrained import embedded_models
 
 SETTINGS = Settings(url="http://x", target="generate")
 
 
-def source(workload: Workload, **changes: object) -> Source:
-    return Source(dataclasses.replace(SETTINGS, workload=workload, **changes), prompts.estimated())  # type: ignore[arg-type]
+def source(workload: Workload, **changes: object) -> ItemSource:
+    return ItemSource(dataclasses.replace(SETTINGS, workload=workload, **changes), prompts.estimated())  # type: ignore[arg-type]
 
 
 def drawn(text: str, count: int = 4000) -> list[int]:

@@ -1,4 +1,4 @@
-"""Attention problems of real sizes, made where they are computed."""
+"""Attention problems of realistic sizes, generated on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model.network.score_bias import BucketBias
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """(queries, keys) of each segment, and everything else that a kernel tells apart."""
+    """Describes a problem: (queries, keys) of each segment, and everything else that selects a kernel variant."""
 
     segments: tuple[tuple[int, int], ...]
     heads: int = 32
@@ -25,9 +25,9 @@ class Problem:
     causal: bool = True
     window: int | None = None
     paged: bool = True
-    writes: bool = True  # this step's keys; cross attention finds all of them in the pages
+    writes: bool = True  # this step's keys; in cross attention all keys are in the pages
     int8: bool = False
-    biased: bool = False  # T5's, by distance
+    biased: bool = False  # T5's bias by distance
     block_size: int = 16
 
     @property
@@ -36,20 +36,20 @@ class Problem:
 
     @property
     def kv_bytes(self) -> int:
-        """Of bfloat16 or int8 pages that all segments read."""
+        """Bytes of the bfloat16 or int8 pages that all segments read."""
         row = self.kv_heads * (self.dim + 4 if self.int8 else 2 * self.dim)
         return 2 * row * sum(kv_len for _, kv_len in self.segments)
 
     @property
     def flops(self) -> int:
-        """Of both products: of a causal prompt half of the square."""
+        """FLOPs of both products; a causal prompt computes half of the square."""
         pairs = sum(q * (k - (q - 1) / 2) if self.causal else q * k for q, k in self.segments)
         return int(4 * pairs * self.heads * self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A problem's tensors on a device."""
+class ProblemTensors:
+    """Holds a problem's tensors on a device."""
 
     problem: Problem
     query: Tensor  # [T, H, D]
@@ -64,8 +64,8 @@ class Made:
             self.query, self.key, self.value, self.cache, self.metadata, self.problem.config, self.bias
         )
 
-    def copied(self, dtype: torch.dtype) -> Made:
-        """The same with other tensors, so that what one backend writes no other reads."""
+    def copied(self, dtype: torch.dtype) -> ProblemTensors:
+        """Return a copy, so that backends do not read each other's writes."""
         cache = self.cache
         if cache is not None:
             scales = cache.scales and (cache.scales[0].clone(), cache.scales[1].clone())
@@ -84,8 +84,8 @@ class Made:
 _BUCKETS = BucketBiasConfig()
 
 
-def made(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Made:
-    """Random tensors, blocks shuffled."""
+def make_tensors(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int = 0) -> ProblemTensors:
+    """Generate random tensors, with shuffled blocks."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def rows(count: int, heads: int) -> Tensor:
@@ -105,11 +105,11 @@ def made(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int =
     metadata = AttentionMetadata(
         q_lens, kv_lens, problem.causal, device, tables, slots if problem.writes and problem.paged else None
     )
-    if tables is not None:  # else keys are the packed rows, whose starts the metadata makes itself
+    if tables is not None:  # else keys are the packed rows
         starts = [0, *torch.tensor(q_lens).cumsum(0).tolist()]
         cu_seqlens, lens = (torch.tensor(values, dtype=torch.int64, device=device) for values in (starts, kv_lens))
         singles = q_lens.count(1) if max(q_lens) > 1 else 0
-        if 1 in q_lens[singles:]:  # the engine packs what decodes in front; otherwise one launch takes all
+        if 1 in q_lens[singles:]:  # the engine puts decoding sequences first; otherwise one launch handles all
             singles = 0
         metadata.device_lengths = DeviceLengths(
             cu_seqlens,
@@ -119,13 +119,13 @@ def made(problem: Problem, device: torch.device, dtype: torch.dtype, seed: int =
             singles=singles,
             max_single_kv_len=max(kv_lens[:singles], default=0),
         )
-    return Made(problem, rows(total, problem.heads), key, value, cache, metadata, bias)
+    return ProblemTensors(problem, rows(total, problem.heads), key, value, cache, metadata, bias)
 
 
 def _pages(
     problem: Problem, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[LayerCache, Tensor, Tensor]:
-    """Full pages, the segments' tables, and the slots of this step's keys."""
+    """Return filled pages, the segments' block tables, and the slots of this step's keys."""
     size = problem.block_size
     widths = [-(-kv_len // size) for _, kv_len in problem.segments]
     ends = torch.tensor(widths).cumsum(0).tolist()

@@ -1,4 +1,4 @@
-"""Keeps what Triton and torch's compiler made for the next machine: tar files of at most 16 MB. Stdlib only."""
+"""Archives of compiler caches of Triton and torch, in tar files of at most 16 MB. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import BinaryIO
 PART_BYTES = 16_000_000
 MOST_PARTS = 4
 _PARTS = "caches-*.tar.*"
-_MARGIN = 1 << 18  # what the compressor may still hold, and the end of the file
-_KIND = "xz" if find_spec("_lzma") else "gz"  # as quick and half the size, where Python was built with it
+_MARGIN = 1 << 18  # for the compressor's buffer and the end of the file
+_KIND = "xz" if find_spec("_lzma") else "gz"  # as fast and half the size, if Python has it
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The variables by which the compilers find their caches in `folder`."""
+    """Return the variables that make the compilers use caches in `folder`."""
     at = folder.resolve()
     return {"TRITON_CACHE_DIR": str(at / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(at / "inductor")}
 
 
 def unpack(parts: Path, folder: Path) -> int:
-    """Put the files of all parts in folder `parts` into `folder`; how many there were."""
+    """Extract all parts in folder `parts` into `folder`, and return the number of files."""
     count = 0
     for part in sorted(parts.glob(_PARTS)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,9 +33,9 @@ def unpack(parts: Path, folder: Path) -> int:
 
 
 def pack(folder: Path, into: Path, *, part_bytes: int = PART_BYTES, most_parts: int = MOST_PARTS) -> Iterator[str]:
-    """Write all files of `folder` as parts that can each be unpacked alone; yields what to say about it.
+    """Write all files of `folder` as parts that can be extracted independently; yields progress messages.
 
-    Directories stay whole in a part as far as they fit, so that a part that is lost costs only its own entries.
+    A directory stays within a part if it fits, so that a lost part costs only its own entries.
     """
     for old in into.glob(_PARTS):
         old.unlink()

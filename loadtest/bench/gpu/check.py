@@ -1,4 +1,4 @@
-"""Is everything right: one launch for each dtype, the kernels eager and captured, the engine, memcheck."""
+"""The command `check`: one launch for each dtype, the kernels eager and captured, the engine, and memcheck."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from importlib.util import find_spec
 import torch
 
 from loadtest.bench.gpu import parity
-from loadtest.bench.gpu.attention import Made, Problem, made
+from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
 
-_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of outputs of order one
+_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # for outputs of order 1
 
 _RAGGED = tuple((1, 37 * at + 1) for at in range(64))
 _MIXED = ((700, 700), (1, 3000), (300, 4000), (1, 1), (33, 33))
@@ -33,7 +33,7 @@ _KERNELS = {  # name: problem
     "decode, ragged": Problem(_RAGGED),
     "decode, window": Problem(_RAGGED, window=512),
     "mixed": Problem(_MIXED),
-    "mixed, decodes in front": Problem(tuple(sorted(_MIXED))),  # launched apart from prompts, as the engine packs them
+    "mixed, decodes in front": Problem(tuple(sorted(_MIXED))),  # a launch of their own, as in the engine
     "cross": Problem(_SOURCES, heads=16, kv_heads=16, dim=64, causal=False, writes=False),
     "int8 pages, decode": Problem(_RAGGED, int8=True),
     "int8 pages, mixed": Problem(_MIXED, int8=True),
@@ -61,7 +61,7 @@ def cases(bench: Bench) -> list[Case]:
         for dtype in (dtypes[1:2] if bench.cuda else dtypes[:1])
         for name, problem in (_TINY if bench.tiny else _KERNELS).items()
     ]
-    if not bench.tiny:  # the kernels' other way, without tensor cores
+    if not bench.tiny:  # the kernels' variant without tensor cores
         kernels += [
             Case(f"kernel, {name}, float32", partial(_kernel, problem=_KERNELS[name], dtype=torch.float32), 8)
             for name in ("decode, keys in parts", "mixed", "head 256")
@@ -74,8 +74,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def need_triton(bench: Bench) -> None:
-    """Raises `Skip` where a CPU cannot run the kernels: no Triton, or one whose interpreter breaks. A GPU without was
-    refused before."""
+    """Raise `Skip` if a CPU cannot run the kernels: without Triton, or with a broken interpreter."""
     if find_spec("triton") is None:
         raise Skip("triton is not installed")
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
@@ -84,7 +83,7 @@ def need_triton(bench: Bench) -> None:
 
 
 def _launch(bench: Bench, *, dtype: torch.dtype) -> Figures:
-    """One query and one key through the kernels."""
+    """Run the kernels with one query and one key."""
     need_triton(bench)
     from model.attention.triton import try_out
 
@@ -93,11 +92,11 @@ def _launch(bench: Bench, *, dtype: torch.dtype) -> Figures:
 
 
 def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
-    """Against the formula in float32 on the same device; captured and replayed, also over other lengths."""
+    """Compare a kernel with the reference in float32 on the same device, also captured and replayed."""
     need_triton(bench)
     from model.attention.triton import TritonBackend
 
-    backend, given = TritonBackend(), made(problem, bench.device, dtype)
+    backend, given = TritonBackend(), make_tensors(problem, bench.device, dtype)
     expected = given.copied(torch.float32).forward(ReferenceBackend())
     found: Figures = {"eager_error": _difference(given.forward(backend), expected)}
     if bench.cuda:
@@ -110,13 +109,13 @@ def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest, relative to the largest that was expected; infinity where something is no number."""
+    """Return the largest error relative to the largest expected value; infinity for nan."""
     worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0)).item()
     return worst if worst == worst else float("inf")
 
 
-def _replayed(bench: Bench, given: Made, expected: torch.Tensor) -> float:
-    """The error of a recorded launch: over its own lengths and, where segments have one query, over shorter ones."""
+def _replayed(bench: Bench, given: ProblemTensors, expected: torch.Tensor) -> float:
+    """Return the error of a recorded launch with its own lengths and, for single queries, with shorter ones."""
     from model.attention.triton import TritonBackend
 
     backend, out = TritonBackend(), torch.empty_like(given.query)
@@ -130,7 +129,7 @@ def _replayed(bench: Bench, given: Made, expected: torch.Tensor) -> float:
     before = lengths.kv_lens.clone()
     shorter = tuple(max(1, kv_len // 2) for kv_len in known.kv_lens)
     lengths.kv_lens.copy_(torch.tensor(shorter))
-    replay()  # its key goes to the slot beyond as before, and nobody reads it
+    replay()  # its key goes to the slot after the last, which is not read
     read = AttentionMetadata(known.q_lens, shorter, known.causal, known.device, known.block_tables)
     copied = replace(given.copied(torch.float32), metadata=read)
     lengths.kv_lens.copy_(before)
@@ -138,7 +137,7 @@ def _replayed(bench: Bench, given: Made, expected: torch.Tensor) -> float:
 
 
 def _memcheck(bench: Bench) -> Figures:
-    """Three tiny launches under compute-sanitizer, every allocation its own so that none hides an access beyond it."""
+    """Run three tiny launches under compute-sanitizer, with separate allocations so that none hides an overrun."""
     tool = shutil.which("compute-sanitizer")
     if not bench.cuda or tool is None:
         raise Skip("compute-sanitizer is not installed" if bench.cuda else "there is no CUDA device")

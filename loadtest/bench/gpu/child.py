@@ -1,4 +1,4 @@
-"""The process in which the cases run: `python -m loadtest.bench.gpu.child ORDER`, started by `supervisor`."""
+"""The process that runs the cases, `python -m loadtest.bench.gpu.child ORDER`, started by `supervisor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Send = Callable[[Figures], None]
 
 
 class Warnings(logging.Handler):
-    """Keeps what the engine warns of: a graph that was not recorded, a function that was not compiled."""
+    """Collects the engine's warnings, such as of a graph that was not recorded."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -38,7 +38,7 @@ class Warnings(logging.Handler):
 def main() -> None:
     order = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable()  # at the deadline the supervisor sends SIGABRT: where was it?
+    faulthandler.enable()  # prints a traceback for the supervisor's SIGABRT at the deadline
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
@@ -78,7 +78,7 @@ def _run(order: dict[str, Any], send: Send) -> None:
 
 
 def _answer(case: Case, bench: Bench) -> Figures:
-    """What a case found; all but a reason to stop is an answer."""
+    """Run a case and return its figures, or its failure; only `Stop` is raised."""
     began, cuda = time.monotonic(), bench.device.type == "cuda"
     bench.warnings.clear()
     if cuda:

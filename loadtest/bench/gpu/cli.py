@@ -1,4 +1,4 @@
-"""`python -m loadtest.bench.gpu COMMAND...`"""
+"""The command line `python -m loadtest.bench.gpu COMMAND...`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from loadtest.bench.gpu.supervisor import Supervisor, Task
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the commands, or make the page; leaves with the exit code."""
+    """Run the commands, or write the page, and exit."""
     told = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench.gpu",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="The GPU bench: one command or several after each other, within one deadline.",
+        description="The GPU benchmark: runs one or several commands within a deadline.",
         epilog=f"commands:\n{told}\n  report     report.md and report.html of one or more folders: report DIR...",
     )
     parser.add_argument("commands", nargs="+", metavar="COMMAND", help="see below")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="the folder for all of it (out/gpu)")
-    parser.add_argument("--before", type=Path, nargs="*", default=[], help="folders of earlier runs: their caches")
-    parser.add_argument("--resume", action="store_true", help="leave out cases that have a result there or in --out")
-    parser.add_argument("--minutes", type=float, default=8.5, help="the deadline (8.5); packing caches comes after it")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--cache-dir", type=Path, default=Path("build/gpu-caches"), help="where compilers keep theirs")
-    parser.add_argument("--tiny", action="store_true", help="toy shapes, on a CPU too: tries the bench itself")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="output folder (out/gpu)")
+    parser.add_argument(
+        "--before", type=Path, nargs="*", default=[], help="folders of earlier runs, whose caches are used"
+    )
+    parser.add_argument("--resume", action="store_true", help="skip cases with a result there or in --out")
+    parser.add_argument("--minutes", type=float, default=8.5, help="the deadline (8.5), without packing caches")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--cache-dir", type=Path, default=Path("build/gpu-caches"), help="folder of compiler caches")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, also on a CPU, to test the benchmark")
     options = parser.parse_args(arguments)
     if options.commands[0] == "report":
         from loadtest.bench.gpu.report import write
@@ -47,5 +49,5 @@ def main(arguments: list[str] | None = None) -> None:
         options.resume,
         options.cache_dir,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the child ends with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the child is ended
     sys.exit(Supervisor(task).run())

@@ -1,4 +1,4 @@
-"""Many kernel variants at once, in processes that share the compiler's cache with whoever measures afterwards."""
+"""Parallel compilation of kernel variants, in processes that fill the compiler's cache for later measurements."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 
 Job = TypeVar("Job")
-_MOST = 12  # processes: each has a context of the device, of half a gigabyte
+_MAX_PROCESSES = 12  # each has a device context of half a gigabyte
 
 
 def in_parallel(bench: Bench, compile_one: Callable[[Job], object], jobs: Sequence[Job]) -> Figures:
-    """Compile all jobs; those that fail are told, and fail again where they are measured."""
+    """Compile all jobs; failures are printed, and occur again when the variants are measured."""
     began = time.monotonic()
-    workers = max(1, min(_MOST, (os.cpu_count() or 2) - 2, len(jobs)))
+    workers = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 2) - 2, len(jobs)))
     context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
     failures, done = [], 0
     pool = ProcessPoolExecutor(workers, mp_context=context)

@@ -1,4 +1,4 @@
-"""Engines over random weights of published shapes, and requests that run through them."""
+"""Engines with random weights of published shapes, and requests to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadtest.bench.gpu.figures import Figures, Stop
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers
 from loadtest.bench.models import config_of, random_model
-from loadtest.bench.roofline import Costs, Floor
+from loadtest.bench.roofline import Costs, Roofline
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import Request, SamplingParams, TokenOutput
@@ -34,8 +34,8 @@ GREEDY = SamplingParams(ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A model that is ready, and what that took."""
+class BenchModel:
+    """Holds a loaded model and the times of loading."""
 
     loaded: LoadedModel
     model: Transformer
@@ -51,10 +51,10 @@ class Ready:
         assert isinstance(self.engine.runner, ModelRunner)
         return self.engine.runner
 
-    def floor(self, bench: Bench, kv_bytes: float | None = None) -> Floor:
-        """What its work must cost at least on this machine, cached keys of `kv_bytes` an element."""
+    def roofline(self, bench: Bench, kv_bytes: float | None = None) -> Roofline:
+        """Return the roofline of the model on this machine, with `kv_bytes` per element of the KV cache."""
         width = float(self.model.dtype.itemsize)
-        return Floor(Costs.of(self.model.config), bench.ceilings, width, width if kv_bytes is None else kv_bytes)
+        return Roofline(Costs.of(self.model.config), bench.ceilings, width, width if kv_bytes is None else kv_bytes)
 
     def request(
         self, number: object, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False
@@ -68,7 +68,7 @@ class Ready:
         return Request(str(number), name, ids, params, source, arrival_time=now, streams=streams)
 
     def prompt(self, rng: random.Random, count: int) -> tuple[int, ...]:
-        """Ids from the upper half of the vocabulary, where nothing is special."""
+        """Return ids from the upper half of the vocabulary, which has no special tokens."""
         most = self.model.config.embedding.vocab_size
         return tuple(rng.randrange(most // 2, most) for _ in range(count))
 
@@ -84,8 +84,8 @@ def load(
     backend: str = "auto",
     prefix_caching: bool = False,
     **settings: Any,
-) -> Ready:
-    """A model of a raw config.json with random weights; raises `Stop` where a GPU's steps are not recorded."""
+) -> BenchModel:
+    """Load a model of a raw config.json with random weights; raises `Stop` if a GPU's steps are not recorded."""
     began = time.perf_counter()
     found = select_backend(bench.device, bench.dtype, backend)
     selection = select_layers(found, config_of(raw), bench.dtype, bench.dtype)
@@ -100,26 +100,26 @@ def load(
         prefix_caching=prefix_caching,
         **settings,
     )
-    ready = assembled(name, model, selection, config)
+    ready = build_engines(name, model, selection, config)
     ready.seconds["weights_s"] = weights
     if bench.cuda and config.cuda_graphs:
         require_graphs(ready)
     return ready
 
 
-def assembled(name: str, model: Transformer, selection: Selection, config: EngineConfig) -> Ready:
-    """The engines of a network, its capture and warm-up timed."""
+def build_engines(name: str, model: Transformer, selection: Selection, config: EngineConfig) -> BenchModel:
+    """Build the engines of a network, timing the recording of graphs and the warm-up."""
     checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."))
     began, timers = time.perf_counter(), Timers()
     parts = [(builder, name, f"{name}_s") for name in ("pool_memory", "recorded", "warm_up")]
     with timers.on(*parts):
         loaded = builder.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
     seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}
-    return Ready(loaded, model, seconds)
+    return BenchModel(loaded, model, seconds)
 
 
-def require_graphs(ready: Ready) -> None:
-    """Raises `Stop` where attention is not Triton's or decode steps would be launched one kernel at a time."""
+def require_graphs(ready: BenchModel) -> None:
+    """Raise `Stop` if attention is not Triton's, or decode steps are not CUDA graphs."""
     if ready.loaded.info.attention_backend != "triton":
         raise Stop(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
     if ready.loaded.generate is not None and ready.runner.graphs is None:
@@ -128,20 +128,20 @@ def require_graphs(ready: Ready) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: tokens in, tokens out."""
+class BenchRequest:
+    """Holds one request: numbers of input and output tokens."""
 
     prompt: tuple[int, ...]
     wanted: int
 
 
 @dataclass(slots=True)
-class Done:
-    """A batch of requests that went through."""
+class BatchResult:
+    """Holds the results of a batch of requests."""
 
     seconds: float = 0.0
-    decode_steps: list[float] = field(default_factory=list)  # seconds of steps that only decoded
-    times: dict[str, list[float]] = field(default_factory=dict)  # when each request's tokens came
+    decode_steps: list[float] = field(default_factory=list)  # seconds of steps that only decode
+    times: dict[str, list[float]] = field(default_factory=dict)  # when each request's tokens arrived
     outputs: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)  # of beam searches
@@ -151,14 +151,16 @@ class Done:
         return 1e3 * statistics.median(self.decode_steps) if self.decode_steps else 0.0
 
 
-def asks(ready: Ready, lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Ask]:
-    """Requests of (tokens in, tokens out)."""
+def bench_requests(ready: BenchModel, lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[BenchRequest]:
+    """Make requests of (input tokens, output tokens)."""
     rng = random.Random(seed)
-    return [Ask(ready.prompt(rng, count), wanted) for count, wanted in lengths]
+    return [BenchRequest(ready.prompt(rng, count), wanted) for count, wanted in lengths]
 
 
-def add(ready: Ready, wanted: Sequence[Ask], params: SamplingParams | Sequence[SamplingParams] = GREEDY) -> None:
-    """Put requests to their exact lengths into the engine, each with a seed of its own."""
+def add(
+    ready: BenchModel, wanted: Sequence[BenchRequest], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+) -> None:
+    """Add requests of exact lengths to the engine, each with its own seed."""
     each = [params] * len(wanted) if isinstance(params, SamplingParams) else params
     for number, (ask, own) in enumerate(zip(wanted, each, strict=True)):
         own = replace(own, max_tokens=ask.wanted, seed=number)
@@ -166,9 +168,9 @@ def add(ready: Ready, wanted: Sequence[Ask], params: SamplingParams | Sequence[S
 
 
 class Paced:
-    """Steps an engine as the service does that has it alone: the pacer says how much of a prompt a step computes."""
+    """Steps an engine as the service does, with a pacer that limits the prompt tokens of a step."""
 
-    def __init__(self, ready: Ready, *, cuda: bool) -> None:
+    def __init__(self, ready: BenchModel, *, cuda: bool) -> None:
         self._engine = ready.engine
         self._key = (ready.engine.name, "generate")
         self._pacer = StepPacer(min_chunk_tokens=MIN_GPU_TOKENS if cuda else MIN_TOKENS)
@@ -183,12 +185,12 @@ class Paced:
         return outputs, stats
 
 
-def finish(ready: Ready, between: Callable[[float], None] | None = None, step: Step | None = None) -> Done:
-    """Step until all is done; `between` steps is told how long it has been and may add more.
+def finish(ready: BenchModel, between: Callable[[float], None] | None = None, step: Step | None = None) -> BatchResult:
+    """Step until all requests have ended; `between` is called after each step with the time, and may add requests.
 
-    `step`: in another way than with all that fits, which is what nobody who reads the tokens as they come would want.
+    `step` replaces the default step, which computes as much as fits and delays decoding sequences.
     """
-    engine, done = ready.engine, Done()
+    engine, done = ready.engine, BatchResult()
     step = step or engine.step
     began = last = time.perf_counter()
     while engine.has_work:
@@ -209,23 +211,23 @@ def finish(ready: Ready, between: Callable[[float], None] | None = None, step: S
     return done
 
 
-def warm(ready: Ready, most: int) -> None:
-    """What the engine's own warm-up left: kernels of these lengths, memory, before anything is timed."""
-    add(ready, asks(ready, [(most, 4)] * 2 + [(9, 3)], seed=1))
+def warm(ready: BenchModel, most: int) -> None:
+    """Warm up what the engine's own warm-up does not: kernels of these lengths, and memory."""
+    add(ready, bench_requests(ready, [(most, 4)] * 2 + [(9, 3)], seed=1))
     finish(ready)
 
 
-def decode_floor(
-    ready: Ready, bench: Bench, lengths: Sequence[tuple[int, int]], kv_bytes: float | None = None
+def decode_roofline(
+    ready: BenchModel, bench: Bench, lengths: Sequence[tuple[int, int]], kv_bytes: float | None = None
 ) -> float:
     """Seconds that requests of these lengths take an ideal engine: prompts and sources without the head, then steps
     that read each weight once and all keys."""
-    floor = ready.floor(bench, kv_bytes)
-    costs, source = floor.costs, ready.model.config.encoder is not None
+    roofline = ready.roofline(bench, kv_bytes)
+    costs, source = roofline.costs, ready.model.config.encoder is not None
     read = sum(count for count, _ in lengths)
     flops = 2.0 * read * ((costs.encoder + costs.cross) if source else costs.decoder)
     seconds = flops / bench.ceilings.flops_per_second
     for at in range(max(wanted for _, wanted in lengths)):
         alive = [count + at for count, wanted in lengths if wanted > at]
-        seconds += floor.step(len(alive), sum(alive))
+        seconds += roofline.step(len(alive), sum(alive))
     return seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loadtest.bench.gpu.attention import Problem, made
+from loadtest.bench.gpu.attention import Problem, make_tensors
 from model.attention.triton import TritonBackend
 
 PROBLEMS = (
@@ -17,7 +17,7 @@ PROBLEMS = (
 def main() -> None:
     device = torch.device("cuda")
     for problem in PROBLEMS:
-        made(problem, device, torch.bfloat16).forward(TritonBackend())
+        make_tensors(problem, device, torch.bfloat16).forward(TritonBackend())
     torch.cuda.synchronize()
     print(f"launched {len(PROBLEMS)}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The machine of the GPU bench: what it is, what it does at best, and how work on it is timed."""
+"""The machine of the GPU benchmark: its description, its measured ceilings, and the timing of work."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "nu
 
 @dataclass
 class Bench:
-    """Where everything runs."""
+    """Holds the device, the settings and the deadline of a run, and times work."""
 
     device: torch.device
     dtype: torch.dtype  # of the workloads
     tiny: bool
     folder: Path
     ends: float  # of time.monotonic()
-    warnings: list[str] = field(default_factory=list)  # what was logged since the case began
+    warnings: list[str] = field(default_factory=list)  # logged since the case began
 
     @classmethod
     def here(cls, folder: Path, *, tiny: bool, ends: float) -> Bench:
-        """On this machine's GPU, on its CPU where there is none."""
+        """Use this machine's GPU, or its CPU if it has none."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32, tiny, folder, ends)
 
@@ -54,7 +54,7 @@ class Bench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """A large copy, read and written, and a large bfloat16 product, measured now."""
+        """The bandwidth of a large copy, read and written, and the rate of a large bfloat16 product."""
         size, side = (1 << 20, 128) if self.tiny else (1 << 32, 8192)
         source = torch.randint(0, 127, (size,), dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
@@ -64,7 +64,7 @@ class Bench:
         return Ceilings(2 * size / copied, 2 * side**3 / multiplied)
 
     def seconds_of(self, work: Callable[[], object]) -> float:
-        """One call of `work`, with all that it starts."""
+        """Time one call of `work`, with all that it launches."""
         self.wait()
         began = time.perf_counter()
         work()
@@ -72,7 +72,7 @@ class Bench:
         return time.perf_counter() - began
 
     def device_seconds(self, work: Callable[[], object], calls: int = 10, rounds: int = 5) -> float:
-        """The median time of `work` on the device alone, from replays of `calls` calls; on a CPU of one call."""
+        """Return the median device time of `work`, from replays of `calls` calls; on a CPU the time of one call."""
         if not self.cuda:
             work()
             return self.seconds_of(work)
@@ -89,7 +89,7 @@ class Bench:
         return statistics.median(seconds)
 
     def captured(self, work: Callable[[], object]) -> Callable[[], object]:
-        """The work as a CUDA graph; it has run once before, so that kernels are compiled."""
+        """Record `work` as a CUDA graph, after running it once so that kernels are compiled."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -105,7 +105,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def alive(self) -> bool:
-        """Whether the device still computes: after an illegal access a context answers everything with an error."""
+        """Return whether the device still computes: after an illegal access, every call in its context fails."""
         try:
             return torch.ones(1, device=self.device).add(1).item() == 2
         except RuntimeError:
@@ -113,14 +113,14 @@ class Bench:
 
 
 def release(device: torch.device) -> None:
-    """What is no longer used, back to the device: pools are as large as what is free there."""
+    """Return unused memory to the device, because pools are sized by its free memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def require_gpu(bench: Bench) -> None:
-    """Raises `Stop` where figures would be of something else: no GPU, or attention that is not Triton's."""
+    """Raise `Stop` if figures would be meaningless: without a GPU, or with attention that is not Triton's."""
     if not bench.cuda:
         if not bench.tiny:
             raise Stop("there is no CUDA device here; --tiny tries the commands without")
@@ -155,7 +155,7 @@ def describe(bench: Bench) -> Figures:
 
 
 def _source() -> str:
-    """What says which code ran where there is no repository: a hash of all of it."""
+    """Return a hash of the source code, which identifies it without a repository."""
     root, digest = Path(__file__).parents[3], hashlib.sha256()
     for part in ("model", "loadtest"):
         for file in sorted((root / part).rglob("*.py")):
@@ -171,7 +171,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command says; nothing where it is not there or fails."""
+    """Return the output of a command; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

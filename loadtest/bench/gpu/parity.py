@@ -1,8 +1,8 @@
-"""The whole engine on this device against torch on the CPU in float32, on the same weights.
+"""Comparison of the whole engine on this device with torch in float32 on the CPU, with the same weights.
 
-Each scenario is computed twice: as it is served, steps overlapped and recorded, for its tokens; and with
-log-probabilities, which tell a wrong page where tokens of random weights may not. Beside the answer stands whether what
-the scenario is about did happen.
+Each scenario runs twice: as in serving, with overlapped and recorded steps, to compare tokens; and with
+log-probabilities, which detect a wrong page even if tokens of random weights do not. The result also says whether the
+event that the scenario tests has occurred.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ import numpy as np
 import torch
 
 from loadtest.bench.gpu.cases import Case
-from loadtest.bench.gpu.engines import GREEDY, Ask, Done, Ready, add, asks, assembled, finish, require_graphs
+from loadtest.bench.gpu.engines import (
+    GREEDY,
+    BatchResult,
+    BenchModel,
+    BenchRequest,
+    add,
+    bench_requests,
+    build_engines,
+    finish,
+    require_graphs,
+)
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
-from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
+from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from loadtest.bench.models import config_of, random_model
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, SamplingParams
@@ -37,24 +47,24 @@ _GAIN = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is asked of both engines, and how near they must be."""
+    """Describes the requests to both engines, and the allowed difference."""
 
     model: str = "llama-1b"
-    params: Sequence[SamplingParams] = (GREEDY,)  # of the requests in turn
+    params: Sequence[SamplingParams] = (GREEDY,)  # of the requests, cyclically
     dtype: torch.dtype = torch.float32
     settings: dict[str, Any] = field(default_factory=dict)
     lengths: Sequence[tuple[int, int]] = ((7, 30), (150, 12), (33, 24), (64, 20), (90, 16), (128, 10))
-    rounds: int = 1  # the same requests so many times
+    rounds: int = 1  # repetitions of the same requests
     tokens_equal: float = 1.0  # share of the tokens
     logprobs_within: float = 1e-3
-    happened: Callable[[Ready], Figures] = lambda ready: {}  # figures none of which may be 0
+    happened: Callable[[BenchModel], Figures] = lambda ready: {}  # figures none of which may be 0
 
 
-def _hits(ready: Ready) -> Figures:
+def _hits(ready: BenchModel) -> Figures:
     return {"prefix_hits": ready.engine.stats().prefix_hits}
 
 
-def _preemptions(ready: Ready) -> Figures:
+def _preemptions(ready: BenchModel) -> Figures:
     return {"preemptions": ready.engine.stats().preemptions}
 
 
@@ -68,14 +78,14 @@ SCENARIOS = {
     "chunked prompts": Scenario(settings={"max_num_batched_tokens": 48}),
     "prefix hits": Scenario(settings={"prefix_caching": True}, rounds=2, happened=_hits),
     "preemption": Scenario(lengths=[(40, 60)] * 4, settings={"blocks": 17}, happened=_preemptions),
-    # A rounding to 8 bits falls the other way where float32 differs in its last bit.
+    # Rounding to 8 bits can differ if float32 differs in its last bit.
     "int8 KV": Scenario(settings={"kv_cache_dtype": "int8"}, tokens_equal=0.9, logprobs_within=0.05),
     "head 128, q and k normalised": Scenario("qwen3-0.6b"),
     "sampling with seeds": Scenario(params=_DRAWN, tokens_equal=0.98),
     "encoder-decoder, BART": Scenario("bart-large"),
     "encoder-decoder, T5": Scenario("t5-xl"),
     "beams": Scenario("bart-large", params=[replace(GREEDY, num_beams=4)]),
-    # Near-equal scores change places, on a CPU too: there 79 % of the tokens, and log-probabilities within 0.03.
+    # Nearly equal scores change order, on a CPU too: there 79 % of tokens, log-probabilities within 0.03.
     "bfloat16": Scenario(dtype=torch.bfloat16, tokens_equal=0.3, logprobs_within=0.1),
 }
 
@@ -90,16 +100,16 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def shape(bench: Bench, name: str) -> dict[str, Any]:
-    """A published shape of two layers and a small vocabulary, so that a CPU computes it in seconds."""
+    """Return a published shape with two layers and a small vocabulary, so that a CPU computes it in seconds."""
     raw = GPU_MODELS[name]
     if bench.tiny:
-        return shrunk(raw)
+        return tiny_shape(raw)
     layers = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
     return {key: 2 if key in layers else 8192 if key == "vocab_size" else value for key, value in raw.items()}
 
 
 def _compare(bench: Bench, *, scenario: Scenario) -> Figures:
-    """Both engines over both passes."""
+    """Run both engines in both ways and compare them."""
     fast = _engine(bench, scenario, bench.device, scenario.dtype)
     slow = _engine(bench, scenario, CPU, torch.float32)
     if bench.cuda:
@@ -123,8 +133,8 @@ def _compare(bench: Bench, *, scenario: Scenario) -> Figures:
     return {"ok": right, **found}
 
 
-def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch.dtype) -> Ready:
-    """The scenario's model, its weights drawn on the CPU: a GPU's generator draws others."""
+def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch.dtype) -> BenchModel:
+    """Return the scenario's model, with weights generated on the CPU, since a GPU's generator differs."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "prefix_caching": False, **scenario.settings}
     reference = device is CPU and dtype is torch.float32
     raw = shape(bench, scenario.model)
@@ -137,7 +147,7 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     config = EngineConfig(
         device=str(device), max_model_len=_CONTEXT, block_size=_BLOCK, kv_cache_memory=pool, **settings
     )
-    return assembled(scenario.model, model, selection, config)
+    return build_engines(scenario.model, model, selection, config)
 
 
 def _selection(raw: dict[str, Any], device: torch.device, dtype: torch.dtype, *, reference: bool) -> Selection:
@@ -147,7 +157,7 @@ def _selection(raw: dict[str, Any], device: torch.device, dtype: torch.dtype, *,
 
 
 def _varied(model: Transformer) -> Transformer:
-    """The model, its matrices larger where sums are normalised: as drawn, a tied head says the token it was given."""
+    """Scale up matrices before norms: otherwise a tied head repeats its input token."""
     for stack in (model.encoder, model.decoder):
         if stack is not None and stack.config.layers[0].norms[0].pre is None:
             for parameter in stack.parameters():
@@ -155,11 +165,11 @@ def _varied(model: Transformer) -> Transformer:
     return model
 
 
-def _run(ready: Ready, scenario: Scenario, logprobs: int | None) -> Done:
-    """All requests at once; from the fourth on they begin like the second."""
-    given = asks(ready, scenario.lengths)
+def _run(ready: BenchModel, scenario: Scenario, logprobs: int | None) -> BatchResult:
+    """Run all requests at once; from the fourth on they share a prefix with the second."""
+    given = bench_requests(ready, scenario.lengths)
     shared = given[1].prompt[:48]
-    given[3:] = [Ask((*shared, *ask.prompt[48:]), ask.wanted) for ask in given[3:]]
+    given[3:] = [BenchRequest((*shared, *ask.prompt[48:]), ask.wanted) for ask in given[3:]]
     params = [
         replace(scenario.params[at % len(scenario.params)], logprobs=logprobs, ignore_eos=True)
         for at in range(len(given))
@@ -168,8 +178,8 @@ def _run(ready: Ready, scenario: Scenario, logprobs: int | None) -> Done:
     return finish(ready)
 
 
-def _apart(ours: Done, theirs: Done) -> float:
-    """The largest difference of a token's log-probability, as far as the tokens before it are the same."""
+def _apart(ours: BatchResult, theirs: BatchResult) -> float:
+    """Return the largest difference of a log-probability, up to the first different token."""
     worst = 0.0
     for name, tokens in theirs.outputs.items():
         pairs = zip(tokens, ours.outputs[name], theirs.logprobs[name], ours.logprobs[name], strict=False)
@@ -181,7 +191,7 @@ def _apart(ours: Done, theirs: Done) -> float:
 
 
 def _encoder(bench: Bench) -> Figures:
-    """Vectors of every token of texts of different lengths, in one batch."""
+    """Compare the vectors of all tokens of texts of different lengths, in one batch."""
     scenario, vectors = Scenario("bert-base"), []
     for device in (bench.device, CPU):
         ready = _encoding_engine(bench, scenario, device)
@@ -200,9 +210,9 @@ def _encoder(bench: Bench) -> Figures:
     return {"ok": apart <= 1e-3, "within": apart, "largest": float(np.abs(vectors[1]).max())}
 
 
-def _encoding_engine(bench: Bench, scenario: Scenario, device: torch.device) -> Ready:
+def _encoding_engine(bench: Bench, scenario: Scenario, device: torch.device) -> BenchModel:
     reference = device is CPU
     raw = shape(bench, scenario.model)
     selection = _selection(raw, device, torch.float32, reference=reference)
     model = random_model(raw, selection.backend, torch.float32, CPU).to(device)
-    return assembled(scenario.model, model, selection, EngineConfig(device=str(device), max_model_len=_CONTEXT))
+    return build_engines(scenario.model, model, selection, EngineConfig(device=str(device), max_model_len=_CONTEXT))

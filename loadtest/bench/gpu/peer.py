@@ -1,4 +1,4 @@
-"""The reference library's continuous batching on the same requests, in a process with a deadline of its own."""
+"""The command `peer`: transformers' continuous batching on the same requests, in a process with a timeout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from loadtest.bench.gpu.cases import Case
-from loadtest.bench.gpu.engines import add, asks, finish, load, warm
+from loadtest.bench.gpu.engines import add, bench_requests, finish, load, warm
 from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench, release
-from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
+from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
 
 _MODEL = "qwen3-0.6b"
-_PATIENCE_S = 240.0  # for it; ours takes seconds
+_TIMEOUT_S = 240.0  # of the peer; triptych takes seconds
 _OURS_S = 45.0
 
 
@@ -27,15 +27,15 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def _against(bench: Bench) -> Figures:
-    """How many times as fast ours is, on 64 requests of 100 to 512 tokens in and out, greedy; ours is timed first."""
+    """Return triptych's relative speed on 64 greedy requests of 100 to 512 input and output tokens."""
     if find_spec("transformers") is None:
         raise Skip("transformers is not installed")
-    raw = shrunk(GPU_MODELS[_MODEL]) if bench.tiny else GPU_MODELS[_MODEL]
+    raw = tiny_shape(GPU_MODELS[_MODEL]) if bench.tiny else GPU_MODELS[_MODEL]
     rng, count, (least, most) = random.Random(0), *((2, (4, 8)) if bench.tiny else (64, (100, 512)))
     lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(count)]
     ready = load(bench, raw, seqs=count, context=2 * most + 16, name=_MODEL)
     warm(ready, most)
-    given = asks(ready, lengths)
+    given = bench_requests(ready, lengths)
     add(ready, given)
     ours = finish(ready).seconds
     tokens = sum(wanted for _, wanted in lengths)
@@ -49,7 +49,7 @@ def _against(bench: Bench) -> Figures:
         "asks": [(ask.prompt, ask.wanted) for ask in given],
     }
     command = [sys.executable, "-m", "loadtest.bench.gpu.peer"]
-    patience = max(10.0, min(_PATIENCE_S, bench.left - 20))
+    patience = max(10.0, min(_TIMEOUT_S, bench.left - 20))
     try:
         done = subprocess.run(
             command, input=json.dumps(task), capture_output=True, text=True, timeout=patience, check=True
@@ -63,13 +63,13 @@ def _against(bench: Bench) -> Figures:
 
 
 def main() -> None:
-    """The peer alone: its second run counts, as the first compiles."""
+    """Run the peer; its second run counts, as the first compiles."""
     task: dict[str, Any] = json.load(sys.stdin)
-    from loadtest.bench.batches import Ask, Workload
+    from loadtest.bench.batches import BenchRequest, Workload
     from loadtest.bench.peers.continuous import random_engine
 
     peer = random_engine(task["raw"], getattr(torch, task["dtype"]), torch.device(task["device"]))
-    workload = Workload("streams", tuple(Ask(tuple(ids), wanted) for ids, wanted in task["asks"]))
+    workload = Workload("streams", tuple(BenchRequest(tuple(ids), wanted) for ids, wanted in task["asks"]))
     try:
         seconds = [peer.run(workload).seconds for _ in range(2)][-1]
     finally:

@@ -1,4 +1,4 @@
-"""Matrix products as decode steps have them, few rows over weights that no cache holds: cuBLAS against Triton."""
+"""Matrix products of decode steps, with few rows over weights larger than the cache: cuBLAS and Triton."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 
 ROWS = (1, 2, 4, 8, 16, 64, 256)
-FEW = 16  # rows that the Triton kernels take
-_BEYOND_CACHE = 256 << 20  # bytes of weights that take turns: an H200's L2 holds 60 MB
+FEW = 16  # maximum rows of the Triton kernels
+_BEYOND_CACHE = 256 << 20  # bytes of weights used in turn: an H200's L2 cache has 60 MB
 SHAPES = {  # name: (outputs, inputs)
     "8b qkv": (6144, 4096),
     "8b out": (4096, 4096),
@@ -34,8 +34,8 @@ _TINY = {"toy": (96, 64)}
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a launch is cut."""
+class TileSizes:
+    """Holds the tile sizes of a launch."""
 
     outputs: int  # BLOCK_N
     inputs: int  # BLOCK_K
@@ -47,11 +47,11 @@ class Cut:
 
 
 _ONE = [
-    Cut(n, k, w, s)
+    TileSizes(n, k, w, s)
     for n, k, w, s in ((4, 512, 4, 3), (8, 512, 4, 3), (8, 1024, 8, 3), (16, 256, 4, 4), (2, 1024, 4, 2))
 ]
 _SEVERAL = [
-    Cut(n, k, w, s)
+    TileSizes(n, k, w, s)
     for n, k, w, s in ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (128, 64, 4, 5))
 ]
 
@@ -62,13 +62,13 @@ def cases(bench: Bench) -> list[Case]:
     return compiled + [Case(f"product, {name}", partial(_product, shape=shape), 8) for name, shape in shapes.items()]
 
 
-def cuts(rows: int, bench: Bench) -> list[Cut]:
+def tile_sizes(rows: int, bench: Bench) -> list[TileSizes]:
     found = _ONE if rows == 1 else _SEVERAL
-    return [Cut(16, 32, 4, 2)] if bench.tiny else found
+    return [TileSizes(16, 32, 4, 2)] if bench.tiny else found
 
 
 def _product(bench: Bench, *, shape: tuple[int, int]) -> Figures:
-    """For each number of rows: microseconds of both, and the share of the bandwidth at which weights are read."""
+    """Return, for each number of rows, microseconds of both, and the share of the bandwidth for reading weights."""
     outputs, inputs = shape
     dtype = bench.dtype
     count = 1 if bench.tiny else max(1, -(-_BEYOND_CACHE // (outputs * inputs * dtype.itemsize)))
@@ -87,73 +87,73 @@ def _product(bench: Bench, *, shape: tuple[int, int]) -> Figures:
 
 
 def _ours(bench: Bench, weights: list[Tensor], x: Tensor) -> Figures:
-    """The fastest cut, and the largest error against torch's product."""
+    """Return the fastest tile sizes, and the largest error relative to torch's product."""
     timed = []
     expected = torch.nn.functional.linear(x.float(), weights[0].float())
     error = 0.0
-    for cut in cuts(len(x), bench):
+    for sizes in tile_sizes(len(x), bench):
         try:
-            out = launch(x, weights[0], cut)
-            seconds = _timed(bench, weights, partial(launch, x, cut=cut))
-        except Exception as problem:  # more shared memory than there is, say: another cut will do
-            bench.warnings.append(f"{cut}: {type(problem).__name__}: {problem}"[:200])
+            out = launch(x, weights[0], sizes)
+            seconds = _timed(bench, weights, partial(launch, x, sizes=sizes))
+        except Exception as problem:  # for example too little shared memory: other sizes may work
+            bench.warnings.append(f"{sizes}: {type(problem).__name__}: {problem}"[:200])
             continue
         error = max(error, float((out.float() - expected).abs().max() / expected.abs().max()))
-        timed.append((seconds, str(cut)))
+        timed.append((seconds, str(sizes)))
     if not timed:
         return {}
     seconds, cut_name = min(timed)
-    return {"triton_us": 1e6 * seconds, "cut": cut_name, "error": error}
+    return {"triton_us": 1e6 * seconds, "sizes": cut_name, "error": error}
 
 
 def _timed(bench: Bench, weights: list[Tensor], product: Callable[[Tensor], object]) -> float:
-    """Seconds of a product, the weights taking turns."""
+    """Return the seconds of a product, with weights used in turn."""
     turn = cycle(weights)
     return bench.device_seconds(lambda: product(next(turn)), calls=max(10, len(weights)), rounds=5)
 
 
-def launch(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-    """`x [M, K] @ weight [N, K].T`, M at most `FEW`."""
+def launch(x: Tensor, weight: Tensor, sizes: TileSizes) -> Tensor:
+    """Compute `x [M, K] @ weight [N, K].T` for M of at most `FEW`."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _kernel(x, weight, out, cut, warm=False)
+    _kernel(x, weight, out, sizes, warm=False)
     return out
 
 
-def _kernel(x: Tensor, weight: Tensor, out: Tensor, cut: Cut, *, warm: bool) -> None:
-    """Launch, or only compile."""
+def _kernel(x: Tensor, weight: Tensor, out: Tensor, sizes: TileSizes, *, warm: bool) -> None:
+    """Launch the kernel, or only compile it."""
     from loadtest.bench.gpu import gemv
 
     columns, width = weight.shape
     one = len(x) == 1
-    sizes = (columns, width) if one else (len(x), columns, width)
+    dimensions = (columns, width) if one else (len(x), columns, width)
     blocks = {} if one else {"BLOCK_M": FEW}
     named = {
         **blocks,
-        "BLOCK_N": cut.outputs,
-        "BLOCK_K": cut.inputs,
-        "num_warps": cut.warps,
-        "num_stages": cut.stages,
+        "BLOCK_N": sizes.outputs,
+        "BLOCK_K": sizes.inputs,
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
     }
-    kernel, grid = gemv.one_row if one else gemv.few_rows, (-(-columns // cut.outputs),)
+    kernel, grid = gemv.one_row if one else gemv.few_rows, (-(-columns // sizes.outputs),)
     if warm:
-        kernel.warmup(x, weight, out, *sizes, grid=grid, **named)
+        kernel.warmup(x, weight, out, *dimensions, grid=grid, **named)
     else:
-        kernel[grid](x, weight, out, *sizes, **named)
+        kernel[grid](x, weight, out, *dimensions, **named)
 
 
 def _compile(bench: Bench) -> Figures:
-    """All cuts, in processes beside each other."""
-    # 16 divides all sizes but the fewer rows, so one matrix is enough.
-    jobs = [(rows, SHAPES["0.6b out"], cut) for rows in (1, 2, FEW) for cut in cuts(rows, bench)]
+    """Compile all tile sizes in parallel processes."""
+    # 16 divides all sizes except the number of rows, so one matrix is enough.
+    jobs = [(rows, SHAPES["0.6b out"], sizes) for rows in (1, 2, FEW) for sizes in tile_sizes(rows, bench)]
     return in_parallel(bench, compile_one, jobs)
 
 
-def compile_one(job: tuple[int, tuple[int, int], Cut]) -> None:
-    """In a process of its own."""
-    rows, (outputs, inputs), cut = job
+def compile_one(job: tuple[int, tuple[int, int], TileSizes]) -> None:
+    """Compile one variant, in a process of its own."""
+    rows, (outputs, inputs), sizes = job
     device = torch.device("cuda")
     x, weight, out = (
         torch.empty(shape, dtype=torch.bfloat16, device=device)
         for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
-    _kernel(x, weight, out, cut, warm=True)
+    _kernel(x, weight, out, sizes, warm=True)

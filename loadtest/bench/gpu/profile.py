@@ -1,7 +1,7 @@
-"""What a step's time goes to: on the host by verb, on the device by kernel.
+"""Profiles of steps: host time by phase, and device time by kernel.
 
-The host is timed without the profiler, in steps of their own, as the profiler would be most of it. The share of the
-time in which the device works is of the profiled steps, the union of its kernels' times over the wall's.
+Host time is measured in separate steps without the profiler, which would take most of it. The share of time in which
+the device is busy is the union of its kernels' times over elapsed time, in the profiled steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from loadtest.bench.gpu.engines import Ready
+from loadtest.bench.gpu.engines import BenchModel
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers, Where
@@ -26,8 +26,8 @@ _SHOWN = 5  # kernels in the results; the text has more
 _LISTED = 25
 
 
-def generating(ready: Ready) -> list[Where]:
-    """Schedule, pack, launch, collect (and wait for the device within it), update."""
+def generating(ready: BenchModel) -> list[Where]:
+    """Return the phases of a generation step: schedule, pack, launch, collect (with waiting for the device), update."""
     return [
         (ready.engine.scheduler, "schedule", "schedule"),
         (model_runner, "pack", "pack"),
@@ -39,8 +39,8 @@ def generating(ready: Ready) -> list[Where]:
     ]
 
 
-def encoding(ready: Ready) -> list[Where]:
-    """The same of an encoder's steps, which bring each text's vectors to the host one by one in what is left."""
+def encoding(ready: BenchModel) -> list[Where]:
+    """Return the phases of an encoder step; the rest of its time copies each text's vectors to the host."""
     engine = ready.loaded.encode
     return [
         (engine, "_next_batch", "schedule"),
@@ -50,9 +50,9 @@ def encoding(ready: Ready) -> list[Where]:
 
 
 def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[Where], rows: int = 0) -> Figures:
-    """`STEPS` steps with the host's split, then as many under torch's profiler; its text goes to profiles.txt.
+    """Time the phases of `STEPS` steps, then profile as many with torch's profiler, whose text goes to profiles.txt.
 
-    `rows`: sequences of a step, for the host's time a token. A profile that fails costs only itself.
+    `rows`: sequences in a step, for host time per token. A failed profile does not fail the case.
     """
     timers = Timers()
     with timers.on(*places):
@@ -73,8 +73,8 @@ def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[
     return found
 
 
-def decoding(bench: Bench, ready: Ready, title: str) -> Figures:
-    """The profile of the engine as it stands with its requests: once all of them decode. They are cancelled then."""
+def decoding(bench: Bench, ready: BenchModel, title: str) -> Figures:
+    """Profile the engine once all its requests decode, then cancel them."""
     engine = ready.engine
     stats = None
     while engine.has_work:
@@ -89,8 +89,8 @@ def decoding(bench: Bench, ready: Ready, title: str) -> Figures:
     return found
 
 
-def cancel(ready: Ready) -> None:
-    """End all that is in the engine."""
+def cancel(ready: BenchModel) -> None:
+    """Cancel all requests of the engine."""
     for name in {sequence.request.request_id for sequence in ready.engine.scheduler}:
         ready.engine.abort(name, None, FinishReason.CANCELLED)
     while ready.engine.has_work:
@@ -124,7 +124,7 @@ def _on_device(bench: Bench, title: str, step: Callable[[], object]) -> Figures:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of the time lies in at least one of the spans."""
+    """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -133,7 +133,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _by_name(events: Iterable[Any]) -> list[tuple[str, float, int]]:
-    """Name, seconds and calls of each kernel, the dearest first."""
+    """Return name, seconds and calls of each kernel, by descending time."""
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
     for event in events:

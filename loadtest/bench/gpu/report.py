@@ -1,6 +1,6 @@
-"""The page of what the GPU bench found: report.md and report.html, of the rows of one or more folders. Stdlib only.
+"""The report of the GPU benchmark: report.md and report.html, from the rows of folders. Uses only the standard library.
 
-Of a case that was run more than once the latest answer counts; a later one that failed or was skipped hides none.
+Of a case that ran several times, the latest result is shown, unless it failed or was skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.supervisor import read, shown
-from loadtest.bench.gpu.targets import TARGETS, Target, stated
+from loadtest.bench.gpu.targets import TARGETS, Target, datasheet_ceilings
 from loadtest.results.report import style
 
 Cells = Sequence[str]
@@ -23,7 +23,7 @@ _PLAIN = ("case", "at_s", "seconds", "ok", "peak_gb", "backend")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table with a title and a sentence or two."""
+    """Holds a table with a title and a short text."""
 
     title: str
     note: str
@@ -32,7 +32,7 @@ class Section:
 
 
 def write(folders: list[Path]) -> list[Path]:
-    """Write both files into the last folder; raises `SystemExit` where there is no row."""
+    """Write both files into the last folder; raises `SystemExit` if there are no rows."""
     found = latest(read(folders))
     if not found:
         raise SystemExit(f"no results.jsonl in {', '.join(map(str, folders))}")
@@ -44,7 +44,7 @@ def write(folders: list[Path]) -> list[Path]:
 
 
 def latest(rows: Iterable[Figures]) -> dict[str, Figures]:
-    """One row a case, in the order in which cases were first met."""
+    """Return one row for each case, in order of first occurrence."""
     found: dict[str, Figures] = {}
     for row in rows:
         before = found.get(row["case"])
@@ -58,7 +58,7 @@ def _answers(row: Figures) -> bool:
 
 
 def sections(found: dict[str, Figures]) -> list[Section]:
-    """All tables; those without a row are not shown."""
+    """Return all tables that have rows."""
     machine = found.get("machine", {})
     good = {name: row for name, row in found.items() if _answers(row)}
     return [
@@ -93,7 +93,7 @@ def _targets(found: dict[str, Figures], machine: Figures) -> Section:
         f"{machine.get('device', 'a device')}, torch {machine.get('torch', '?')}, Triton {machine.get('triton', '?')}. "
     )
     note += f"Measured: a copy of {copied:.2f} TB/s, a product of {multiplied:.0f} TFLOP/s"
-    if known := stated(str(machine.get("device", ""))):
+    if known := datasheet_ceilings(str(machine.get("device", ""))):
         data, flops = known
         note += f"; stated: {data / 1e12:.2f} TB/s and {flops / 1e12:.0f} TFLOP/s"
     header = ("workload", "wanted", "found", "", "of the stated ceiling", "others")
@@ -101,8 +101,8 @@ def _targets(found: dict[str, Figures], machine: Figures) -> Section:
 
 
 def _of_stated(target: Target, value: float, machine: Figures) -> str:
-    """A share of a measured ceiling as one of what the card's maker states."""
-    known = stated(str(machine.get("device", "")))
+    """Convert a share of a measured ceiling to a share of the datasheet's value."""
+    known = datasheet_ceilings(str(machine.get("device", "")))
     if known is None or not target.figure.startswith("of_"):
         return ""
     bandwidth = target.figure == "of_bandwidth"
@@ -117,13 +117,22 @@ def _time(found: dict[str, Figures]) -> Section:
             continue
         verbs = [number(row["host_ms"][verb]) if verb in row["host_ms"] else "" for verb in _VERBS]
         device = (_share(row.get("busy")), number(row.get("device_ms")), number(row.get("kernels_a_step")))
-        own = (number(row.get("host_us_a_token")), number(row.get("of_floor")))
+        own = (number(row.get("host_us_a_token")), number(row.get("of_roofline")))
         rows.append((name, number(row["step_ms"]), *device, *verbs, *own))
-    header = ("20 steps each", "step ms", "device busy", "device ms", "kernels", *_VERBS, "host us/token", "of floor")
+    header = (
+        "20 steps each",
+        "step ms",
+        "device busy",
+        "device ms",
+        "kernels",
+        *_VERBS,
+        "host us/token",
+        "of roofline",
+    )
     note = (
         "Milliseconds a step: of the host by verb, without the profiler (wait: for the device, within collect); of the "
         "device under it. The device is what to make faster where it is busy nearly always, the host elsewhere. Of "
-        "floor: an ideal engine's time over ours, from the ceilings above."
+        "roofline: the least time from the ceilings above, over the measured time."
     )
     return Section("What took the time", note, header, rows)
 
@@ -216,7 +225,7 @@ def _machine(machine: Figures) -> Section:
 
 
 def number(value: Any) -> str:
-    """Four digits of a number, nothing of None."""
+    """Format a number with four digits; None becomes empty."""
     if not isinstance(value, float):
         return "" if value is None else f"{value}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -239,7 +248,7 @@ def _line(cells: Cells) -> str:
 
 
 def html(made: list[Section]) -> str:
-    """One file, no outside asset, in the load test's look."""
+    """Return a self-contained HTML file, in the load test's design."""
     body = "".join(
         f'<section class="wide"><h2>{escape(section.title)}</h2><p class="hint">{escape(section.note)}</p>'
         f'<div class="scroll"><table><thead>{_row(section.header, "th")}</thead>'

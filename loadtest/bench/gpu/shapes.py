@@ -1,4 +1,4 @@
-"""The published shapes that the GPU bench takes, as raw config.json, and their toys."""
+"""The published shapes of the GPU benchmark, as raw config.json, and tiny versions of them."""
 
 from __future__ import annotations
 
@@ -91,6 +91,6 @@ _TOY = {
 }
 
 
-def shrunk(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same family, small enough for anything."""
+def tiny_shape(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a tiny shape of the same family."""
     return {key: _TOY.get(key, value) for key, value in raw.items()}

@@ -1,8 +1,8 @@
-"""Keeps the time of the GPU bench and writes what it finds. Stdlib only: torch is in the child's process alone.
+"""The supervisor of the GPU benchmark, which enforces the deadline and writes results. Uses only the standard library.
 
-The child says what it is about to do and what it found, a JSON line each, through a pipe. One that dies, by an illegal
-access that leaves a CUDA context unusable or by a compiler's crash, costs the case that it was at: another child takes
-the rest. One that still runs at the deadline is killed; what was not begun is named.
+The child process, which imports torch, reports each case that it begins and its result as JSON lines through a pipe. If
+it dies, by an illegal access that makes its CUDA context unusable or by a crash of the compiler, that case has failed
+and another child continues with the rest. At the deadline the child is killed, and cases that have not run are listed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ from loadtest.bench.gpu import caches
 from loadtest.bench.gpu.figures import LOST, Figures
 
 RESULTS = "results.jsonl"
-STOPPED = 2  # exit code: the machine is not what the bench is for
-CUT = 3  # exit code: the deadline came
-_KILLED_S = 5.0  # from the question to end to the end
+STOPPED = 2  # exit code: the machine is not suitable
+TIMED_OUT = 3  # exit code: the deadline has passed
+_ABORT_S = 5.0  # between SIGABRT and SIGKILL
 
 
 @dataclass
 class Task:
-    """What is asked of the bench."""
+    """Holds the settings of a run."""
 
     commands: list[str]
     folder: Path  # results.jsonl, profiles.txt, caches-*.tar.*
     minutes: float
     tiny: bool = False
-    only: str = ""  # cases whose name has this in it
-    before: list[Path] = field(default_factory=list)  # folders whose caches are used, and results with `resume`
-    resume: bool = False  # leave out what has a result
+    only: str = ""  # cases whose name contains this
+    before: list[Path] = field(
+        default_factory=list
+    )  # folders of earlier runs: their caches are used, and with `resume` their results
+    resume: bool = False  # skip cases with a result
     cache_folder: Path = Path("build/gpu-caches")
-    child: str = "loadtest.bench.gpu.child"  # the module that does the work
+    child: str = "loadtest.bench.gpu.child"  # the module of the child process
 
 
 @dataclass
 class Supervisor:
-    """One run of the bench."""
+    """Runs the benchmark once."""
 
     task: Task
     plan: list[str] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Supervisor:
         return 60 * self.task.minutes - (time.monotonic() - self.began)
 
     def run(self) -> int:
-        """Everything, to the end or the deadline; the exit code."""
+        """Run all cases until the end or the deadline, and return the exit code."""
         task = self.task
         task.folder.mkdir(parents=True, exist_ok=True)
         folders = [*task.before, task.folder]
@@ -80,16 +82,16 @@ class Supervisor:
         if self.stopped:
             print(f"STOPPED: {self.stopped}", flush=True)
             return STOPPED
-        return CUT if self.left <= 0 else 0
+        return TIMED_OUT if self.left <= 0 else 0
 
     def _child(self) -> bool:
-        """Run one child; whether there is work for another."""
+        """Run one child process, and return whether cases are left for another."""
         reading, writing = os.pipe()
         process = subprocess.Popen(
             [sys.executable, "-m", self.task.child, json.dumps(self._order(writing))],
             env=os.environ | caches.environment(self.task.cache_folder),
             pass_fds=[writing],
-            start_new_session=True,  # so that what it started ends with it
+            start_new_session=True,  # so that its children end with it
         )
         os.close(writing)
         late = False
@@ -151,7 +153,7 @@ class Supervisor:
 
 
 def _lines(reading: int, supervisor: Supervisor) -> Iterator[Figures | None]:
-    """The child's messages as they come; None, the last one, when the deadline does."""
+    """Yield the child's messages, and None at the deadline."""
     messages: queue.Queue[Figures | None] = queue.Queue()
 
     def read_all() -> None:
@@ -173,8 +175,8 @@ def _lines(reading: int, supervisor: Supervisor) -> Iterator[Figures | None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the child with what it started: asked first, for its traceback, then killed."""
-    for how, patience in ((signal.SIGABRT, _KILLED_S), (signal.SIGKILL, None)):
+    """End the child and its children: SIGABRT first, for a traceback, then SIGKILL."""
+    for how, patience in ((signal.SIGABRT, _ABORT_S), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, how)
             process.wait(patience)
@@ -182,19 +184,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     try:
-        os.killpg(process.pid, signal.SIGKILL)  # its compilers and others that it left
+        os.killpg(process.pid, signal.SIGKILL)  # compilers and other remaining processes
     except ProcessLookupError:
         return
 
 
 def read(folders: list[Path]) -> list[Figures]:
-    """All rows of the folders, in order."""
+    """Return all rows of the folders, in order."""
     files = [folder / RESULTS for folder in folders if (folder / RESULTS).exists()]
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def shown(found: Figures) -> str:
-    """Figures as a line; tables and texts are for the page."""
+    """Format figures as one line, without tables and texts."""
     if "failed" in found or "skipped" in found:
         return f"failed: {found['failed']}" if "failed" in found else f"skipped: {found['skipped']}"
     return ", ".join(

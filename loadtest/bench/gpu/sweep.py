@@ -1,4 +1,4 @@
-"""What decides how kernels are cut: products of few rows, attention tiles."""
+"""The command `sweep`: tile sizes of matrix products with few rows, and of attention."""
 
 from __future__ import annotations
 

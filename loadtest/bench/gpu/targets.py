@@ -1,4 +1,4 @@
-"""What is to be reached on an H200 (4.3 TB/s and 790 TFLOP/s measured), as data. Stdlib only."""
+"""Target figures for an H200 (4.3 TB/s and 790 TFLOP/s measured). Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure of a case, and what it is to be."""
+    """Holds the target of a case's figure."""
 
     case: str
     figure: str
     bound: float
     unit: str
-    anchor: str = ""  # what others reach, or what it is held to
+    anchor: str = ""  # the figure of other projects, or the reason
     at_most: bool = False
 
     def reached(self, value: float) -> bool:
@@ -43,7 +43,7 @@ TARGETS = (
     Target("qwen3-0.6b, transformers", "times", 3.0, "times transformers' continuous batching"),
 )
 
-_STATED = (  # bytes/s, dense bfloat16 FLOP/s, as the vendor's datasheets say; the first name that fits
+_STATED = (  # bytes/s and dense bfloat16 FLOP/s, from datasheets; the first matching name is used
     ("H200", 4.8e12, 989e12),
     ("H100 NVL", 3.9e12, 835e12),
     ("H100 PCIe", 2.0e12, 756e12),
@@ -55,6 +55,6 @@ _STATED = (  # bytes/s, dense bfloat16 FLOP/s, as the vendor's datasheets say; t
 )
 
 
-def stated(device: str) -> tuple[float, float] | None:
-    """Bandwidth and matrix rate that a card's maker states; None for one that is not known here."""
+def datasheet_ceilings(device: str) -> tuple[float, float] | None:
+    """Return bandwidth and matrix rate from a card's datasheet; None for an unknown card."""
     return next(((data, flops) for name, data, flops in _STATED if name in device), None)

@@ -1,4 +1,4 @@
-"""The kernels' own tests on the device, in many processes where pytest-xdist is there."""
+"""The command `tests`: the kernels' tests on the device, in parallel if pytest-xdist is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention tiles: what the backend chooses against others, and its prompts against torch's own kernels."""
+"""Attention tile sizes: the backend's choice against others, and prompts against torch's kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loadtest.bench.gpu.attention import Made, Problem, made
+from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.check import need_triton
 from loadtest.bench.gpu.compiling import in_parallel
@@ -31,9 +31,9 @@ PROMPTS = {
     "32 x 256": ((256, 256),) * 32,
     "1 x 8k": ((8192, 8192),),
 }
-_MOST_PAGES = 24e9  # bytes of keys and values of a cell
-_BEYOND_CACHE = 256 << 20  # bytes of pages that take turns: an H200's L2 holds 60 MB
-_LEAST_PART = 64  # keys, of the parts that are tried
+_MAX_PAGE_BYTES = 24e9  # of a problem
+_BEYOND_CACHE = 256 << 20  # bytes of pages used in turn: an H200's L2 cache has 60 MB
+_MIN_PART = 64  # keys
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -44,7 +44,7 @@ def cases(bench: Bench) -> list[Case]:
         cells = [
             (name, heads, context, count)
             for (name, heads), context, count in product(HEADS.items(), CONTEXTS, SEQUENCES)
-            if 4 * heads[1] * heads[2] * context * count < _MOST_PAGES
+            if 4 * heads[1] * heads[2] * context * count < _MAX_PAGE_BYTES
         ]
     return [
         *compiled,
@@ -57,7 +57,7 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def prompts(bench: Bench) -> dict[str, Problem]:
-    """Prompts from pages as the engine computes them, and an encoder's packed texts."""
+    """Return problems of prompts in pages, and of an encoder's packed texts."""
     if bench.tiny:
         return {"toy, 2 x 12": Problem(((12, 12),) * 2, 4, 2, 16)}
     found = {
@@ -68,7 +68,7 @@ def prompts(bench: Bench) -> dict[str, Problem]:
 
 
 def decode_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
-    """What is tried for single queries, the chosen one first. More stages than three are the same code as three."""
+    """Return tiles for single queries, the chosen one first. More than three stages make the same code as three."""
     yield chosen
     keys, warps, stages = ((16,), (4,), (1,)) if bench.tiny else ((32, 64, 128), (2, 4, 8), (2, 3))
     for k, w, s in product(keys, warps, stages):
@@ -77,7 +77,7 @@ def decode_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
 
 
 def prompt_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
-    """What is tried for prompts: 128 rows leave the registers of 4 warps."""
+    """Return tiles for prompts; 128 rows exceed the registers of 4 warps."""
     yield chosen
     if bench.tiny:
         return
@@ -87,13 +87,13 @@ def prompt_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
 
 
 def _chosen(problem: Problem, bench: Bench) -> tuple[Tiles, int]:
-    """Tiles and parts that the backend takes for it, seen at its own call."""
-    from loadtest.bench.gpu.cut import Cut
+    """Return the tiles and parts that the backend chooses, recorded at its call."""
+    from loadtest.bench.gpu.tiled_backend import TiledBackend
 
     seen: list[Tiles] = []
     parts: list[int] = []
 
-    class Seeing(Cut):
+    class Seeing(TiledBackend):
         def tiles(self, *arguments: object, **named: object) -> Tiles:
             seen.append(super().tiles(*arguments, **named))
             return seen[-1]
@@ -102,7 +102,7 @@ def _chosen(problem: Problem, bench: Bench) -> tuple[Tiles, int]:
             parts.append(super().parts(*arguments, **named))
             return parts[-1]
 
-    made(problem, bench.device, bench.dtype).forward(Seeing())
+    make_tensors(problem, bench.device, bench.dtype).forward(Seeing())
     return seen[-1], parts[-1]
 
 
@@ -111,17 +111,17 @@ def _decode_problem(heads: tuple[int, int, int], context: int, count: int) -> Pr
 
 
 def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: int) -> Figures:
-    """The chosen tiles and number of parts against others, by the bandwidth at which pages are read."""
-    from loadtest.bench.gpu.cut import Cut
+    """Compare the chosen tiles and parts with others, by the bandwidth of reading pages."""
+    from loadtest.bench.gpu.tiled_backend import TiledBackend
 
     need_triton(bench)
     problem = _decode_problem(heads, context, count)
     copies = 1 if bench.tiny else min(10, -(-_BEYOND_CACHE // problem.kv_bytes))
-    given = [made(problem, bench.device, bench.dtype, seed) for seed in range(copies)]
+    given = [make_tensors(problem, bench.device, bench.dtype, seed) for seed in range(copies)]
     chosen, parts = _chosen(problem, bench)
     timed = _all(bench, given, list(decode_tiles(chosen, bench)))
-    others = [1 << power for power in range(7) if (1 << power) <= context // _LEAST_PART]
-    by_parts = {n: 1e6 * bench.device_seconds(_in_turn(given, Cut(chosen, n)), rounds=3) for n in others}
+    others = [1 << power for power in range(7) if (1 << power) <= context // _MIN_PART]
+    by_parts = {n: 1e6 * bench.device_seconds(_in_turn(given, TiledBackend(chosen, n)), rounds=3) for n in others}
     read = problem.kv_bytes / bench.ceilings.bytes_per_second
     found = _found(timed) | {"of_bandwidth": read / timed[0][0], "best_of_bandwidth": read / min(timed)[0]}
     best = min(by_parts, key=by_parts.__getitem__, default=parts)
@@ -129,12 +129,12 @@ def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: i
 
 
 def _prompts(bench: Bench, *, problem: Problem) -> Figures:
-    """Prompts without a past, or texts, against torch's kernels over packed rows."""
+    """Compare prompts without a past, or texts, with torch's kernels over packed rows."""
     need_triton(bench)
-    given = made(problem, bench.device, bench.dtype)
+    given = make_tensors(problem, bench.device, bench.dtype)
     timed = _all(bench, [given], list(prompt_tiles(_chosen(problem, bench)[0], bench)))
     found = _found(timed) | {"tflops": problem.flops / timed[0][0] / 1e12}
-    packed = made(replace(problem, paged=False), bench.device, bench.dtype)
+    packed = make_tensors(replace(problem, paged=False), bench.device, bench.dtype)
     for name, work in (("sdpa", _sdpa), ("varlen", _varlen)):
         try:
             found[f"{name}_us"] = 1e6 * bench.device_seconds(work(packed))
@@ -143,22 +143,22 @@ def _prompts(bench: Bench, *, problem: Problem) -> Figures:
     return found
 
 
-def _in_turn(given: list[Made], backend: AttentionBackend) -> Callable[[], object]:
-    """Calls over one after the other, so that pages come from memory, as a layer's do, and not from the cache."""
+def _in_turn(given: list[ProblemTensors], backend: AttentionBackend) -> Callable[[], object]:
+    """Return calls over several copies in turn, so that pages are read from memory and not from the cache."""
     turn = cycle(given)
     return lambda: next(turn).forward(backend)
 
 
-def _all(bench: Bench, given: list[Made], tiles: list[Tiles]) -> list[tuple[float, str]]:
-    """Seconds with each, the first the chosen one; those that do not fit are left out."""
-    from loadtest.bench.gpu.cut import Cut
+def _all(bench: Bench, given: list[ProblemTensors], tiles: list[Tiles]) -> list[tuple[float, str]]:
+    """Return seconds for each tiling, the chosen one first; those that do not fit are omitted."""
+    from loadtest.bench.gpu.tiled_backend import TiledBackend
 
     timed: list[tuple[float, str]] = []
     for one in tiles:
         try:
-            seconds = bench.device_seconds(_in_turn(given, Cut(one)), rounds=3)
+            seconds = bench.device_seconds(_in_turn(given, TiledBackend(one)), rounds=3)
         except Exception as error:
-            if not timed:  # the chosen one has to work
+            if not timed:  # the chosen one must work
                 raise
             bench.warnings.append(f"{_named(one)}: {type(error).__name__}"[:200])
             continue
@@ -177,8 +177,8 @@ def _named(tiles: Tiles) -> str:
     return f"{tiles.rows}x{tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
 
 
-def _sdpa(given: Made) -> Callable[[], object]:
-    """torch's scaled_dot_product_attention over prompts of one length."""
+def _sdpa(given: ProblemTensors) -> Callable[[], object]:
+    """Time torch's scaled_dot_product_attention over prompts of one length."""
     assert given.key is not None and given.value is not None
     count = len(given.problem.segments)
     q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (given.query, given.key, given.value))
@@ -187,8 +187,8 @@ def _sdpa(given: Made) -> Callable[[], object]:
     return lambda: attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
-def _varlen(given: Made) -> Callable[[], object]:
-    """torch's attention over packed rows; where it knows no groups of heads it is given a key head for each."""
+def _varlen(given: ProblemTensors) -> Callable[[], object]:
+    """Time torch's attention over packed rows; without grouped heads, key heads are repeated."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert given.key is not None and given.value is not None
@@ -208,22 +208,22 @@ Job = tuple[Problem, "Tiles", int]
 
 
 def _compile(bench: Bench) -> Figures:
-    """All tiles of all heads, keys in parts and not, in processes beside each other."""
+    """Compile all tiles of all head sizes, with and without parts, in parallel processes."""
     jobs: list[Job] = []
     for heads in HEADS.values():
         single = _decode_problem(heads, 600, 1)
         for tiles in decode_tiles(_chosen(single, bench)[0], bench):
             jobs += [(single, tiles, 1), (single, tiles, 2)]
-    # One short prompt is the same variant as many long ones.
+    # One short prompt compiles the same variant as many long ones.
     for short in {replace(problem, segments=((300, 300),)) for problem in prompts(bench).values()}:
         jobs += [(short, tiles, 1) for tiles in prompt_tiles(_chosen(short, bench)[0], bench)]
     return in_parallel(bench, compile_one, jobs)
 
 
 def compile_one(job: Job) -> None:
-    """In a process of its own."""
-    from loadtest.bench.gpu.cut import Cut
+    """Compile one variant, in a process of its own."""
+    from loadtest.bench.gpu.tiled_backend import TiledBackend
 
     problem, tiles, parts = job
-    made(problem, torch.device("cuda"), torch.bfloat16).forward(Cut(tiles, parts))
+    make_tensors(problem, torch.device("cuda"), torch.bfloat16).forward(TiledBackend(tiles, parts))
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Host time by what it is spent on: methods are wrapped while they are timed, the engine itself has no clocks."""
+"""Timers of host code: methods are wrapped while they are timed, as the engine itself has no timers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-Where = tuple[Any, str, str]  # object, module or class; attribute; what its time is called
+Where = tuple[Any, str, str]  # object, module or class; attribute; name of the time
 
 
 class Timers:
-    """Seconds by name, each without those of what it called that has a name too."""
+    """Measures seconds by name, each without those of nested named calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -20,7 +20,7 @@ class Timers:
 
     @contextmanager
     def on(self, *places: Where) -> Iterator[Timers]:
-        """Time these attributes' calls, and put back what was there. Raises AttributeError for one that is not."""
+        """Time calls of these attributes inside the block. Raises AttributeError for a missing one."""
         with ExitStack() as undo:
             for owner, attribute, name in places:
                 self._wrap(owner, attribute, name, undo)

@@ -1,4 +1,4 @@
-"""Whole workloads, as many tokens as they take an engine; each with its floor, its profile, memory and start-up."""
+"""The command `workloads`: whole workloads, with their roofline, profile, memory and start-up time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from loadtest.bench.gpu import profile
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.engines import (
     GREEDY,
-    Ask,
+    BenchModel,
+    BenchRequest,
     Paced,
-    Ready,
     add,
-    asks,
-    decode_floor,
+    bench_requests,
+    decode_roofline,
     finish,
     load,
     warm,
 )
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
-from loadtest.bench.gpu.shapes import GPU_MODELS, shrunk
+from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from model.api.request import EncodeRequest, SamplingParams
 from model.api.source import token_source
 
@@ -35,7 +35,7 @@ Lengths = Sequence[tuple[int, int]]
 
 
 def cases(bench: Bench) -> list[Case]:
-    """The dearest to know first: what does not fit into one call is left for the next."""
+    """Return the cases, the most important first: cases that do not fit the deadline are left for the next run."""
     qwen, bart = partial(_many, name="qwen3-0.6b", lengths=_nano(bench)), partial(_many, lengths=_sources(bench))
     eight = partial(_many, name="llama-8b", lengths=[(_scaled(bench, 1024),) * 2] * _scaled(bench, 128))
     return [
@@ -55,13 +55,13 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def _nano(bench: Bench) -> Lengths:
-    """The nano-vLLM bench: 256 requests, in and out uniform in 100 to 1,024 tokens."""
+    """Return nano-vLLM's benchmark: 256 requests with 100 to 1,024 input and output tokens, uniformly."""
     rng, least, most = random.Random(0), _scaled(bench, 100), _scaled(bench, 1024)
     return [(rng.randint(least, most), rng.randint(least, most)) for _ in range(_scaled(bench, 256))]
 
 
 def _sources(bench: Bench) -> Lengths:
-    """128 sources of 260 to 440 tokens, 128 out each."""
+    """Return 128 sources of 260 to 440 tokens, with 128 output tokens each."""
     rng, least, most = random.Random(0), _scaled(bench, 260), _scaled(bench, 440)
     return [(rng.randint(least, most), _scaled(bench, 128)) for _ in range(_scaled(bench, 128))]
 
@@ -71,54 +71,53 @@ def _scaled(bench: Bench, count: int) -> int:
 
 
 def _raw(bench: Bench, name: str) -> dict[str, Any]:
-    return shrunk(GPU_MODELS[name]) if bench.tiny else GPU_MODELS[name]
+    return tiny_shape(GPU_MODELS[name]) if bench.tiny else GPU_MODELS[name]
 
 
 def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams = GREEDY, **settings: Any) -> Figures:
-    """Requests that are all there from the start, to their exact lengths."""
+    """Run requests that are all submitted at the start, with exact lengths."""
     most_in, most_out = (max(column) for column in zip(*lengths, strict=True))
-    spare = 3 * profile.STEPS  # tokens that the profile takes beyond
+    spare = 3 * profile.STEPS  # additional tokens for the profile
     ready = load(bench, _raw(bench, name), seqs=len(lengths), context=most_in + most_out + spare, name=name, **settings)
     warm(ready, most_in)
-    add(ready, asks(ready, lengths), params)
+    add(ready, bench_requests(ready, lengths), params)
     done = finish(ready)
     out = sum(wanted for _, wanted in lengths)
     kv_bytes = 1.0 if settings.get("kv_cache_dtype") == "int8" else None
     found: Figures = {
         "out_tokens_per_s": out / done.seconds,
         "total_tokens_per_s": sum(map(sum, lengths)) / done.seconds,
-        "of_floor": decode_floor(ready, bench, lengths, kv_bytes) / done.seconds,
+        "of_roofline": decode_roofline(ready, bench, lengths, kv_bytes) / done.seconds,
         "decode_step_ms": done.decode_ms,
         "out_tokens": out,
     }
     assert all(len(done.outputs[str(at)]) == wanted for at, (_, wanted) in enumerate(lengths)), "an output too short"
-    add(ready, [Ask(ask.prompt, most_out + spare) for ask in asks(ready, lengths)], params)
+    add(ready, [BenchRequest(ask.prompt, most_out + spare) for ask in bench_requests(ready, lengths)], params)
     return found | profile.decoding(bench, ready, _title(name, params, settings)) | _setup(ready)
 
 
 def _one_stream(bench: Bench, *, name: str) -> Figures:
-    """Milliseconds a token of one request, and the share of the bandwidth at which weights and keys are read."""
+    """Return the milliseconds per token of one request, and the share of the bandwidth of reading weights and keys."""
     prompt, wanted = _scaled(bench, 128), _scaled(bench, 256)
     ready = load(bench, _raw(bench, name), seqs=1, context=_scaled(bench, 1024) + 4 * profile.STEPS, name=name)
     warm(ready, prompt)
-    add(ready, asks(ready, [(prompt, wanted)]))
+    add(ready, bench_requests(ready, [(prompt, wanted)]))
     done = finish(ready)
-    floor = ready.floor(bench).step(1, prompt + wanted // 2)
-    add(ready, asks(ready, [(prompt, 3 * profile.STEPS)]))
-    found: Figures = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * floor / done.decode_ms}
+    roofline = ready.roofline(bench).step(1, prompt + wanted // 2)
+    add(ready, bench_requests(ready, [(prompt, 3 * profile.STEPS)]))
+    found: Figures = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * roofline / done.decode_ms}
     found |= {"first_token_ms": 1e3 * done.times["0"][0]}
     return found | profile.decoding(bench, ready, f"{name}, one stream") | _setup(ready)
 
 
 def _prefill(bench: Bench, *, name: str) -> Figures:
-    """The rate at which prompts are read, as a share of the matrix rate: their tokens without the head, of which each
-    prompt needs one row; attention's products are told apart."""
+    """Return the prefill rate as a share of the matrix rate, without the head, and attention's products apart."""
     prompt, count = _scaled(bench, 2048), 16
     ready = load(bench, _raw(bench, name), seqs=count, context=prompt + 16, tokens=4 * prompt, name=name)
     warm(ready, prompt)
-    add(ready, asks(ready, [(prompt, 1)] * count))
+    add(ready, bench_requests(ready, [(prompt, 1)] * count))
     done = finish(ready)
-    costs, decoder = ready.floor(bench).costs, ready.model.config.decoder
+    costs, decoder = ready.roofline(bench).costs, ready.model.config.decoder
     assert decoder is not None
     flops = 2.0 * count * (prompt * costs.decoder + costs.head)
     attention = 2.0 * count * prompt**2 * sum(layer.mixer.query_size for layer in decoder.layers)  # causal: half of 4
@@ -128,22 +127,24 @@ def _prefill(bench: Bench, *, name: str) -> Figures:
         "of_matrix_rate": flops / done.seconds / rate,
         "of_matrix_rate_with_attention": (flops + attention) / done.seconds / rate,
     }
-    add(ready, asks(ready, [(prompt, 1)] * (10 * count)))  # more than the profile's steps take
+    add(ready, bench_requests(ready, [(prompt, 1)] * (10 * count)))  # more than the profile needs
     found |= profile.profiled(bench, f"{name}, prefill", ready.engine.step, profile.generating(ready))
     profile.cancel(ready)
     return found | _setup(ready)
 
 
 def _arriving(bench: Bench, *, name: str) -> Figures:
-    """32 streams decode; then four prompts of 2,048 tokens arrive a second: what running streams wait between tokens,
-    and newcomers for their first, paced as the service does it."""
+    """Decode 32 streams while four prompts of 2,048 tokens arrive each second, paced as in the service.
+
+    Returns the streams' inter-token latency and the newcomers' time to first token.
+    """
     streams, prompt, rate = _scaled(bench, 32), _scaled(bench, 2048), 4.0
     newcomers, calm, wanted = (2, 16, 60) if bench.tiny else (24, 128, 1536)
     ready = load(bench, _raw(bench, name), seqs=streams + newcomers, context=max(prompt, wanted) * 2, name=name)
     warm(ready, prompt)
-    for number, ask in enumerate(asks(ready, [(_scaled(bench, 512), wanted)] * streams)):
+    for number, ask in enumerate(bench_requests(ready, [(_scaled(bench, 512), wanted)] * streams)):
         ready.engine.add(ready.request(number, ask.prompt, replace(GREEDY, max_tokens=wanted), streams=True))
-    late = asks(ready, [(prompt, 16)] * newcomers, seed=1)
+    late = bench_requests(ready, [(prompt, 16)] * newcomers, seed=1)
     added: dict[str, float] = {}
     begun: list[float] = []
 
@@ -175,7 +176,7 @@ def _arriving(bench: Bench, *, name: str) -> Figures:
 
 
 def _encodings(bench: Bench, *, name: str) -> Figures:
-    """Tokens a second of texts of 512."""
+    """Return the tokens a second of encoding texts of 512 tokens."""
     length, count = _scaled(bench, 512), _scaled(bench, 2048)
     ready = load(bench, _raw(bench, name), seqs=256, context=max(32, length), tokens=32 * length, name=name)
     engine, rng = ready.loaded.encode, random.Random(0)
@@ -195,15 +196,15 @@ def _encodings(bench: Bench, *, name: str) -> Figures:
     rate = length * count / seconds
     found: Figures = {
         "tokens_per_s": rate,
-        "of_matrix_rate": 2 * rate * ready.floor(bench).costs.encoder / bench.ceilings.flops_per_second,
+        "of_matrix_rate": 2 * rate * ready.roofline(bench).costs.encoder / bench.ceilings.flops_per_second,
     }
     put(2 * profile.STEPS * 32 + 1)
     found |= profile.profiled(bench, name, engine.step, profile.encoding(ready))
     return found | _setup(ready)
 
 
-def _setup(ready: Ready) -> Figures:
-    """Seconds of the start, and what lies on the device."""
+def _setup(ready: BenchModel) -> Figures:
+    """Return the seconds of start-up, and the memory on the device."""
     info = ready.loaded.info
     pool = info.num_blocks * info.block_size * info.kv_bytes_per_token
     sizes = {"weights_gb": info.weight_bytes / 1e9, "pool_gb": pool / 1e9}

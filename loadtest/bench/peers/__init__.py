@@ -1,8 +1,8 @@
-"""Other engines on the same folders and the same work, where they are installed: `pip install -e '.[peers]'`.
+"""Other engines, measured with the same models and workloads if installed: `pip install -e '.[peers]'`.
 
-Each has a module here with a class `Engine(path, settings)`, made in a process of its own, whose `run(workload)`
-answers as ours does. What it cannot do it says by raising `Unable`. Each is given what suits it best within the work
-as it is asked: all requests at once, exact lengths, as many threads as torch takes.
+Each has a module here with a class `Engine(path, settings)`, which runs in its own process and whose `run(workload)`
+returns a `Run`, or raises `Unsupported`. Each gets the settings that suit it best for the same work: all requests at
+once, exact lengths, as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 
 
-class Unable(Exception):
-    """A peer has no way to do what it was asked; the message is the reason."""
+class Unsupported(Exception):
+    """Says that a peer cannot do a workload; the message is the reason."""
 
 
 class Engine(Protocol):
-    """What a peer's class is."""
+    """Declares the class of a peer."""
 
     info: dict[str, Any]
 
@@ -31,15 +31,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a peer is and what it can do."""
+    """Describes a peer and the models it supports."""
 
-    module: str  # of this package
+    module: str  # in this package
     forms: str  # of models: D decoders, E encoder-decoders, N encoders
-    packages: tuple[str, ...]  # that pip installs
+    packages: tuple[str, ...]  # to install
 
     @property
     def missing(self) -> list[str]:
-        """Those of its packages that are not installed."""
+        """The packages that are not installed."""
         return [name for name in self.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
 
 
@@ -52,7 +52,7 @@ PEERS = {
 
 
 def load(name: str, path: Path, settings: dict[str, Any]) -> Engine:
-    """The engine `name` with the model in `path`, loaded."""
+    """Load the model in `path` with the engine `name`."""
     engine: type[Any] = importlib.import_module(f"{__name__}.{PEERS[name].module}").Engine
     loaded: Engine = engine(path, settings)
     return loaded

@@ -1,4 +1,4 @@
-"""Static batches, as the engines want them that do not batch for themselves."""
+"""Static batches, for engines without continuous batching."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from loadtest.bench.batches import Ask, Workload
+from loadtest.bench.batches import BenchRequest, Workload
 
 _BATCH = 32
 
 
-def batches(workload: Workload) -> Iterator[list[Ask]]:
-    """Neighbours in length, so that little is padded."""
+def batches(workload: Workload) -> Iterator[list[BenchRequest]]:
+    """Divide requests into batches of similar lengths, for little padding."""
     asks = sorted(workload.asks, key=lambda ask: (ask.output_tokens, len(ask.ids)))
     for at in range(0, len(asks), _BATCH):
         yield asks[at : at + _BATCH]
 
 
-def padded(batch: list[Ask], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask `[B, L]`; a decoder's rows end at the right."""
+def padded(batch: list[BenchRequest], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask `[B, L]`; a decoder's rows are padded on the left."""
     width = max(len(ask.ids) for ask in batch)
     ids, mask = torch.zeros(len(batch), width, dtype=torch.int64), torch.zeros(len(batch), width, dtype=torch.int64)
     for row, ask in enumerate(batch):

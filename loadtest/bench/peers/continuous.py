@@ -1,7 +1,7 @@
-"""The reference library's own continuous batching, in bfloat16 unless we compute in float32.
+"""The continuous batching of transformers, in bfloat16, or in float32 if triptych uses that.
 
-One pool for every workload, as large as the largest needs, of its default page; prompts are computed in chunks, so that
-a step's mask stays small; no search for common prefixes, as there are none.
+The cache is as large as the workload needs, with the default page size. Prompts are computed in chunks, so that a
+step's mask stays small. The search for common prefixes is off, as there are none.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
-from loadtest.bench.peers import Unable
+from loadtest.bench.peers import Unsupported
 from loadtest.bench.peers.static import load_model
 
-_PAGE = 256  # tokens; its default
+_PAGE = 256  # tokens; the default
 _STEP_TOKENS = 512
-_NEVER = -1  # no token ends a text
+_NEVER = -1  # no token ends an output
 
 
 class Engine:
-    """Its manager, kept from run to run while the work stays the same."""
+    """Runs its manager, which is reused while the workload stays the same."""
 
     def __init__(self, path: Path, settings: dict[str, Any], model: Any = None) -> None:
-        """`model`: take this one, and nothing from `path`."""
+        """`model`: use this network, and nothing from `path`."""
         self.model = load_model(path, settings) if model is None else model
         self.info = {"version": transformers.__version__}
         self._pages = 0
@@ -37,7 +37,7 @@ class Engine:
 
     def run(self, workload: Workload) -> Run:
         if workload.beams > 1:
-            raise Unable("no beam search in its continuous batching")
+            raise Unsupported("no beam search in its continuous batching")
         manager = self._manager_for(workload)
         lengths: dict[str, int] = {}
         first: list[float] = []
@@ -54,19 +54,19 @@ class Engine:
             if output is None or not output.is_finished():
                 continue
             if output.error or len(output.generated_tokens) != lengths.pop(output.request_id):
-                raise RuntimeError(output.error or "an output of another length than was asked")
+                raise RuntimeError(output.error or "an output of another length than requested")
             first.append(output.timestamps[0] - began)
         return Run(time.perf_counter() - began, sorted(first))
 
     def close(self) -> None:
-        """End its thread, which would keep the pool, run beside whoever is measured next and outlive the program."""
+        """End its thread, which would keep the cache and disturb the next measurement."""
         if self._manager is not None:
             self._manager.stop(block=True)
             self._manager.destroy()
             self._manager = None
 
     def _manager_for(self, workload: Workload) -> Any:
-        """A running manager whose pool holds all of `workload`; the run that makes it is not a counted one."""
+        """Return a running manager whose cache holds all of `workload`; it is made in a run that is not counted."""
         pages = sum(-(-(len(ask.ids) + ask.output_tokens) // _PAGE) for ask in workload.asks)
         if self._manager is None or pages > self._pages:
             self.close()
@@ -82,14 +82,14 @@ class Engine:
 
 
 def _page_setting() -> str:
-    """What a page's size is called: another name up to 5.17."""
+    """Return the name of the setting for the page size, which changed after 5.17."""
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     return "page_size" if "page_size" in known else "block_size"
 
 
 def random_engine(raw: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Engine:
-    """The network of a raw config.json with weights of the library's own drawing."""
+    """Return an engine over the network of a raw config.json, with the library's random weights."""
     config = transformers.AutoConfig.for_model(**raw)
-    with torch.device(device):  # weights are drawn where they stay
+    with torch.device(device):  # weights are initialised on the device
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return Engine(Path(), {}, model)

@@ -1,4 +1,4 @@
-"""CTranslate2 with int8 weights: decoders and encoder-decoders, in batches sorted by length."""
+"""CTranslate2 with int8 weights, for decoders and encoder-decoders, in batches sorted by length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model.checkpoint.folder import read_json
 
 
 class Engine:
-    """Its generator or translator."""
+    """Runs its generator or translator."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         converted = path.parent / f"{path.name}-ctranslate2"
@@ -53,13 +53,13 @@ class Engine:
                 )
                 lengths = {len(result.hypotheses[0]) for result in results}
             if lengths != {longest}:
-                raise RuntimeError("outputs of other lengths than were asked")
+                raise RuntimeError("outputs of other lengths than requested")
         return Run(time.perf_counter() - began)
 
 
 def _write_for_converter(path: Path, folder: Path) -> None:
-    """The model as CTranslate2's converter wants it: with settings that transformers no longer writes, and with a
-    tokenizer whose token `t7` is id 7, since the work is in ids."""
+    """Write the model for CTranslate2's converter: with settings that transformers no longer writes, and with a
+    tokenizer whose token `t7` has id 7, since workloads are ids."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

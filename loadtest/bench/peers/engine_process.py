@@ -1,7 +1,8 @@
-"""One engine with one model in a process of its own: tasks come as JSON lines on stdin, answers leave on stdout.
+"""A process that runs one engine with one model: it reads tasks as JSON lines on stdin and writes answers to stdout.
 
-A process an engine keeps thread pools and memory apart, so that peers can take turns on the same work. An answer with
-`unable` says why there is none; a process that ended or took too long says so to all later questions too.
+With a process for each engine, thread pools and memory are separate, and engines can take turns on the same work. An
+answer with `unable` has the reason of a failure; a process that ended or timed out gives the same answer to later
+tasks.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench.batches import Scale, workloads
-from loadtest.bench.busy import Clock
+from loadtest.bench.busy import CpuClock
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import read_checkpoint
 from model.system.child_process import engine_environment
 
-PATIENCE_S = 1200.0  # for one answer
-_LEAVE_S = 10.0  # from the end of the questions to the end of the process
+ANSWER_TIMEOUT_S = 1200.0
+_EXIT_TIMEOUT_S = 10.0  # after the end of its input
 
 
-class Worker:
-    """The benchmark's end of such a process."""
+class EngineProcess:
+    """Starts such a process and sends tasks to it."""
 
-    def __init__(self, engine: str, path: Path, settings: dict[str, Any], patience: float = PATIENCE_S) -> None:
+    def __init__(self, engine: str, path: Path, settings: dict[str, Any], patience: float = ANSWER_TIMEOUT_S) -> None:
         arguments = json.dumps({"engine": engine, "path": str(path), "settings": settings})
         self._patience = patience
         self._late = False
@@ -41,12 +42,12 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=engine_environment(),  # threads that spin for long would cost peers more than us
+            env=engine_environment(),  # long spinning of threads would slow peers more
         )
         self.info = self._read()
 
     def ask(self, **task: Any) -> dict[str, Any]:
-        """The answer, which may be `{"unable": REASON}`."""
+        """Send a task and return the answer, which may be `{"unable": REASON}`."""
         assert self._process.stdin is not None
         if "unable" in self.info:
             return self.info
@@ -57,12 +58,12 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        """End the process; one that does not end by itself is killed."""
+        """End the process, by killing it if necessary."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=_LEAVE_S)
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -74,7 +75,7 @@ class Worker:
         timer.start()
         try:
             for line in self._process.stdout:
-                if line.startswith("{"):  # peers print other things too
+                if line.startswith("{"):  # peers print other lines too
                     answer: dict[str, Any] = json.loads(line)
                     return answer
         finally:
@@ -94,7 +95,7 @@ class Worker:
 def main() -> None:
     started = json.loads(sys.argv[1])
     path, settings = Path(started["path"]), started["settings"]
-    # Libraries print to stdout from C too: answers leave by a descriptor that only this module has.
+    # Libraries print to stdout from C too, so answers use a descriptor that only this module has.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -111,10 +112,10 @@ def main() -> None:
 
 
 def serve(engine: Any, vocab_size: int, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answer each task; what an engine raises is an answer, and the next task may go well."""
+    """Answer each task; an exception of the engine becomes an answer, and the next task is run."""
     for line in lines:
         task = json.loads(line)
-        began = Clock.now()
+        began = CpuClock.now()
         try:
             if "step" in task:
                 found = {"seconds": engine.step_seconds(**task["step"])}
@@ -126,13 +127,13 @@ def serve(engine: Any, vocab_size: int, lines: Iterable[str], answer: Callable[[
             answer(_unable(error))
             continue
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answer({**found, "foreign_cores": Clock.now().foreign_cores(began), "peak_bytes": peak})
+        answer({**found, "foreign_cores": CpuClock.now().foreign_cores(began), "peak_bytes": peak})
 
 
 def _unable(error: Exception) -> dict[str, Any]:
-    from loadtest.bench.peers import Unable
+    from loadtest.bench.peers import Unsupported
 
-    if isinstance(error, Unable):
+    if isinstance(error, Unsupported):
         return {"unable": str(error)}
     traceback.print_exception(error)
     first_line = next(iter(str(error).strip().splitlines()), "")

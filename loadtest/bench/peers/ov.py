@@ -1,6 +1,6 @@
-"""OpenVINO: decoders by GenAI's continuous batching, encoders by its asynchronous queue; bfloat16 where the CPU has it.
+"""OpenVINO, with GenAI's continuous batching for decoders and its asynchronous queue for encoders.
 
-Its cache of keys and values stays at the 8 bits that are its default on CPUs.
+It uses bfloat16 if the CPU has it, and its default KV cache of 8 bits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 
 from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
-from loadtest.bench.peers import Unable
+from loadtest.bench.peers import Unsupported
 from loadtest.bench.peers.batches import batches, padded
 
-_CACHE_GB = 3  # as much as ours
+_CACHE_GB = 3  # as large as triptych's
 
 
 class Engine:
-    """The model of `path`, exported beside it once."""
+    """Runs the model of `path`, which is exported once."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         exported = path.parent / f"{path.name}-openvino"
-        if not exported.exists():  # in a process of its own: its memory is no engine's
+        if not exported.exists():  # in another process, whose memory does not count
             subprocess.run(
                 [sys.executable, "-m", "loadtest.bench.peers.ov_export", str(path), str(exported)],
                 check=True,
@@ -51,11 +51,11 @@ class Engine:
 
     def run(self, workload: Workload) -> Run:
         if workload.beams > 1:
-            raise Unable("no exact lengths with beams")
+            raise Unsupported("no exact lengths with beams")
         return self._generate(workload) if workload.output_tokens else self._encode(workload)
 
     def _generate(self, workload: Workload) -> Run:
-        """Everything is submitted, its scheduler batches."""
+        """Submit all requests to its scheduler."""
         pipeline, handles, first = self._pipeline, [], []
         began = time.perf_counter()
         for number, ask in enumerate(workload.asks):
@@ -72,7 +72,7 @@ class Engine:
         seconds = time.perf_counter() - began
         lengths = [sum(len(output.generated_ids) for output in handle.read_all()) for handle in handles]
         if lengths != [ask.output_tokens for ask in workload.asks]:
-            raise RuntimeError("outputs of other lengths than were asked")
+            raise RuntimeError("outputs of other lengths than requested")
         return Run(seconds, first)
 
     def _encode(self, workload: Workload) -> Run:

@@ -1,9 +1,9 @@
-"""A model of the reference library as OpenVINO reads it: `python -m loadtest.bench.peers.ov_export MODEL FOLDER`.
+"""Export of a transformers model to OpenVINO: `python -m loadtest.bench.peers.ov_export MODEL FOLDER`.
 
-Decoders become what OpenVINO GenAI takes: keys and values are the model's own state, and `beam_idx` says which row of
-it each sequence continues. GenAI puts its paged attention in their place. Weights stay in float32 in the file; the
-plugin packs them in its own number format. optimum-intel makes the same of a decoder, but of older versions of the
-reference library only. The models are traced with a mask of four dimensions, so that no length is baked in.
+Decoders are exported for OpenVINO GenAI: keys and values are states of the model, and `beam_idx` selects the row that
+each sequence continues; GenAI replaces them by its paged attention. The file has float32 weights, which the plugin
+packs in its own number format. optimum-intel does the same for older versions of transformers. The models are traced
+with a mask of four dimensions, so that no length is fixed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST = float(torch.finfo(torch.float32).min)
 
 
 class _Past:
-    """Keys and values `[B, H, T, D]` of each layer in turn, as much of a cache as a traced model asks for."""
+    """Holds keys and values `[B, H, T, D]` of each layer, with the interface of a cache that a traced model uses."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = list(tensors)
@@ -49,7 +49,7 @@ class _Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Logits `[B, S, V]` and the longer past, of `input_ids` `[B, S]` and `attention_mask` `[B, T + S]`."""
+        """Return logits `[B, S, V]` and the extended past for `input_ids` `[B, S]`, `attention_mask` `[B, T + S]`."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         causal = torch.arange(total)[None] <= torch.arange(new)[:, None] + (total - new)
         seen = causal[None, None] & attention_mask[:, None, None].bool()  # [B, 1, S, T + S]
@@ -70,7 +70,7 @@ class _Encoder(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The mean of the last hidden states, `[B, D]`, of ids and mask `[B, L]`."""
+        """Return the mean of the last hidden states `[B, D]` of ids and mask `[B, L]`."""
         mask = torch.where(attention_mask[:, None, None].bool(), 0.0, _LEAST)
         hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         seen = attention_mask[..., None].to(hidden.dtype)
@@ -79,7 +79,7 @@ class _Encoder(nn.Module):
 
 
 def export(path: Path, folder: Path) -> None:
-    """Write `openvino_model.xml` and what belongs to it into `folder`."""
+    """Write `openvino_model.xml` and its other files into `folder`."""
     model = load_model(path, {"dtype": "float32"})
     made = _decoder(model) if hasattr(model, "lm_head") else _encoder(model)
     making = folder.with_name(f".{folder.name}-{os.getpid()}")
@@ -116,7 +116,7 @@ def _decoder(model: Any) -> Any:
 
 
 def _make_stateful(made: Any, heads: int, size: int) -> None:
-    """Pasts that were inputs and outputs become states; a state that was never written is empty."""
+    """Turn inputs and outputs of past keys and values into states; an unwritten state is empty."""
     row = ops.parameter(openvino.PartialShape([-1]), openvino.Type.i32, name="beam_idx")
     row.output(0).get_tensor().add_names({"beam_idx"})
     pairs = {}

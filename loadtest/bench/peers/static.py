@@ -1,4 +1,4 @@
-"""The reference library, in bfloat16 unless we compute in float32: padded batches sorted by length."""
+"""transformers' `generate` on padded batches sorted by length, in bfloat16, or in float32 if triptych uses that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AUTO = {"llama": "CausalLM", "gpt2": "CausalLM", "t5": "Seq2SeqLM", "bart": "Se
 
 
 def load_model(path: Path, settings: dict[str, Any]) -> Any:
-    """The model of `path` as the reference library computes it."""
+    """Load the model of `path` with transformers."""
     dtype = torch.float32 if settings["dtype"] == "float32" else torch.bfloat16
     kind = _AUTO.get(read_json(path / "config.json")["model_type"], "")
     loader = getattr(transformers, f"AutoModelFor{kind}") if kind else transformers.AutoModel
@@ -26,7 +26,7 @@ def load_model(path: Path, settings: dict[str, Any]) -> Any:
 
 
 class Engine:
-    """`generate` on one batch after the other."""
+    """Runs `generate` on one batch after the other."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.model = load_model(path, settings)
@@ -40,7 +40,7 @@ class Engine:
             if not batch[0].output_tokens:
                 self.model(input_ids=ids, attention_mask=mask).last_hidden_state.mean(dim=1)
                 continue
-            # Rows that need fewer tokens than their batch's longest still ride along: that is static batching.
+            # With static batching, rows that need fewer tokens run until the batch's longest has ended.
             longest = max(ask.output_tokens for ask in batch)
             self.model.generate(
                 input_ids=ids,

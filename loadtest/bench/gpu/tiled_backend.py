@@ -1,12 +1,12 @@
-"""Attention launches cut as one wants. Imported only where Triton is."""
+"""A Triton attention backend with given tile sizes. Imported only if Triton is installed."""
 
 from __future__ import annotations
 
 from model.attention.triton import Tiles, TritonBackend
 
 
-class Cut(TritonBackend):
-    """Launches with other keys, warps and stages than the backend would choose, and with so many parts."""
+class TiledBackend(TritonBackend):
+    """Launches with given tiles (keys, warps, stages) and number of parts, in place of the backend's choice."""
 
     def __init__(self, tiles: Tiles | None = None, parts: int | None = None) -> None:
         self._cut, self._parts = tiles, parts
