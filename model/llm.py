@@ -1,4 +1,4 @@
-"""The blocking, offline API: one model, no server.
+"""The offline API: one model in this process, blocking, no server.
 
 llm = LLM(Path("checkpoint"))
 for output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
@@ -35,11 +35,11 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A checkpoint folder, ready to generate and encode in this process.
+    """Generates and encodes with the model of a checkpoint folder in this process.
 
-    Set `GOMP_SPINCOUNT=2000` in the environment before anything imports torch: OpenMP reads it only then. Do not fork
-    once a model has computed on a CPU with several threads: a fork does not copy them, torch's own operations hang in
-    the child, and the native kernels raise `RuntimeError` there. Start processes by spawn.
+    Set `GOMP_SPINCOUNT=2000` in the environment before torch is imported: OpenMP reads it only then. Do not fork after
+    a model has computed on a CPU with several threads: a fork does not copy threads, so torch's operations hang in the
+    child, and the native kernels raise `RuntimeError`. Start processes by spawn.
     """
 
     def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:
@@ -53,11 +53,11 @@ class LLM:
         self._encode = loaded.encode
 
     def close(self) -> None:
-        """End the processes of the other ranks, where the model has any; they end with this process anyway."""
+        """End the processes of the model's other ranks, if any; without this call they end with this process."""
         self._loaded.close()
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[str]:
-        """The whole text for each prompt (its first sequence)."""
+        """Return the whole text of each prompt's first sequence. Raises as `stream` does."""
         texts = [""] * len(prompts)
         for position, output in self.stream(prompts, params):
             if output.index == 0:
@@ -65,9 +65,10 @@ class LLM:
         return texts
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
-        """(position of the prompt, output) as they come; text is filled where the model has a tokenizer.
+        """Yield (position of the prompt, output) as tokens are generated; with a tokenizer outputs have text.
 
-        One call at a time: the engine runs while its outputs are read. Raises `ConfigError` for what cannot be done.
+        The engine runs only while the iterator is read, so only one call may be active. Raises `ConfigError` for
+        invalid requests, `EngineDeadError` if the engine fails.
         """
         engine = self._generate
         if engine is None:
@@ -82,7 +83,7 @@ class LLM:
             for request in requests:
                 engine.add(request)
             yield from self._outputs(engine, params)
-        finally:  # whoever stops reading, or an error, leaves nothing for the next call
+        finally:  # also after an error or an early stop of the iteration
             for request in requests:
                 engine.abort(request.request_id, None, FinishReason.CANCELLED)
 
@@ -107,7 +108,7 @@ class LLM:
                 yield position, output
 
     def encode(self, inputs: Sequence[Prompt]) -> NDArray[np.float32]:
-        """Pooled vectors `[N, d]`."""
+        """Return pooled vectors `[N, d]`. Raises `ConfigError` and `EngineDeadError`."""
         requests = [self._encode_request(position, text) for position, text in enumerate(inputs)]
         vectors: dict[str, NDArray[np.float32]] = {}
         try:
@@ -135,7 +136,7 @@ class LLM:
         start = self.checkpoint.config.decoder_start_token_id
         reads = self.checkpoint.config.encoder is not None
         longest = self.info.max_model_len
-        # A source is read in one step; a decoder's prompt leaves room for a token.
+        # A source is encoded in one step; a decoder's prompt leaves room for one token.
         self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if reads else longest - 1)
         if params.num_beams > 1:
             self._check_beams(len(ids), reads, params)
@@ -146,12 +147,12 @@ class LLM:
         return Request(str(position), self.info.name, ids, params, source, arrival_time=time.monotonic())
 
     def _check_length(self, ids: Sequence[int], limit: int) -> None:
-        """Refuse what the engine could never take on; online the service does."""
+        """Raise `ConfigError` for an input that the engine could never compute; online, the service checks this."""
         if not 0 < len(ids) <= limit:
             raise ConfigError(f"{self.info.name} takes 1 to {limit} tokens, found {len(ids)}")
 
     def _check_beams(self, prompt_tokens: int, reads: bool, params: SamplingParams) -> None:
-        """Beams run together or not at all."""
+        """Raise `ConfigError` for more beams than one step or the KV pool can hold together."""
         info = self.info
         if params.num_beams > info.max_num_seqs:
             raise ConfigError(f"num_beams must be at most {info.max_num_seqs}, the sequences of a step")

@@ -1,1 +1,1 @@
-"""Many requests over one Transformer: policy (no torch), execution, and the asynchronous front."""
+"""The engine process: batching of requests over Transformers (`scheduling`: no torch), and its execution."""

@@ -1,4 +1,4 @@
-"""The engine process: `python -m model.engine FD` computes what comes over the socket FD."""
+"""The engine process: `python -m model.engine FD` runs the engine loop on the socket FD."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from model.api.messages import Commands, Events
 from model.engine.loop import EngineLoop
 from model.system.child_process import FrameSocket, ignore_signals
 
-_YOUNG_OBJECTS = 10_000  # between collections; nearly all of a step's are gone without one
+_YOUNG_OBJECTS = 10_000  # between garbage collections; reference counting frees nearly all of a step's objects
 
 
 class SocketChannel:
-    """The child's end: blocking."""
+    """The engine loop's end of the socket; blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._frames = FrameSocket(connection)
@@ -34,10 +34,10 @@ class SocketChannel:
         self._frames.send(self._encoder.encode(events))
 
 
-def settle() -> None:
-    """Leave what is there once the models are loaded out of later collections of garbage.
+def freeze_objects() -> None:
+    """Exempt all objects that exist once the models are loaded from garbage collection.
 
-    One that goes through all libraries' objects takes 140 ms, in the middle of somebody's stream.
+    A collection over all libraries' objects takes 140 ms, which would delay streams.
     """
     gc.collect()
     gc.freeze()
@@ -45,11 +45,11 @@ def settle() -> None:
 
 
 def main() -> None:
-    """The child's life: everything it is told comes over the socket."""
+    """Run the engine loop until the front closes the socket."""
     ignore_signals()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        EngineLoop(SocketChannel(connection), settle).run()
+        EngineLoop(SocketChannel(connection), freeze_objects).run()
 
 
 if __name__ == "__main__":

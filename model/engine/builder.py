@@ -25,7 +25,7 @@ from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
-from model.engine.gpu_memory import Card, CudaMemory, pool_memory
+from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
 from model.engine.memory_plan import (
     Context,
     KVLayout,
@@ -358,7 +358,7 @@ def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, d
             max_model_len,
             engine.gpu_memory_utilization,
             CudaMemory(device),
-            [Card(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
+            [GpuMemory(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
             recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
         )
     return plan_pool(engine, available_memory())

@@ -1,4 +1,4 @@
-"""Which number format a model is computed in on its device, and why; the reason is shown at start-up and in /info."""
+"""Choice of the dtype that a model is computed in on its device; the reason is shown at start and in /info."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _AMPERE = (8, 0)  # the first compute capability that multiplies in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class ComputeDtype:
-    """The number format of weights, activations and (unless set otherwise) KV."""
+    """The dtype of weights, activations and (unless set otherwise) the KV cache, with the reason for it."""
 
     dtype: torch.dtype
     reason: str
 
 
 def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> ComputeDtype:
-    """What the setting `dtype` means for this model on this device; raises `ConfigError` for an unknown name.
+    """Return the dtype of the setting `dtype` for this model and device; raises `ConfigError` for an unknown name.
 
-    `auto` looks at the device, not at what the checkpoint happens to be stored in: many BERT, BART, T5 and GPT-2 files
-    are float32, which no tensor core multiplies. On a CPU it is bfloat16 where that is computed faster, else float32.
-    On a GPU it is bfloat16 from compute capability 8.0 on; older ones have float16 only, and a model whose activations
-    leave its range (`ModelConfig.float16_overflows`) is computed in float32 there.
+    `auto` depends on the device, not on the checkpoint's dtype: many BERT, BART, T5 and GPT-2 files are float32, which
+    tensor cores do not multiply. On a CPU it is bfloat16 if the CPU multiplies that faster, else float32. On a GPU it
+    is bfloat16 from compute capability 8.0 on. Older GPUs have only float16; there a model whose activations overflow
+    it (`ModelConfig.float16_overflows`) is computed in float32.
     """
     if name != "auto":
         if name not in _DTYPES:

@@ -1,10 +1,10 @@
-"""How large a GPU's KV pool may be: what the largest step takes is measured before the pool is made, not guessed.
+"""The size of a GPU's KV pool, computed from the measured memory of the largest step.
 
     pool = utilization * total - used - peak - margin
 
-`used` is what everybody holds once the weights are there; `peak` what the largest step adds to it: a whole batch of
-prompt tokens through every stack, then logits and sampling of as many rows as there can be sequences. `margin` is for
-what a measured step does not show: recorded graphs and a fragmented allocator.
+`used` is the memory of all processes once the weights are loaded. `peak` is the additional memory of the largest step:
+a full batch of prompt tokens through every stack, then logits and sampling for the maximum number of sequences.
+`margin` covers what that step does not show: CUDA graphs and allocator fragmentation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample
 
 MARGIN = 256 << 20  # bytes; not measured on a GPU yet
-GRAPH_MARGIN = 16 << 20  # for each recorded size; the same
+GRAPH_MARGIN = 16 << 20  # bytes for each recorded batch size; not measured either
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """Bytes of one GPU."""
+class GpuMemory:
+    """The memory of one GPU, in bytes."""
 
     free: int
     total: int
@@ -44,29 +44,29 @@ class Card:
 
 
 class Allocator(Protocol):
-    """What is asked of a device's memory: `CudaMemory`, or a scripted one in tests."""
+    """Memory statistics of a device: `CudaMemory`, or a scripted one in tests."""
 
-    def card(self) -> Card:
-        """As the driver sees it, whoever holds what."""
+    def gpu_memory(self) -> GpuMemory:
+        """Return free and total bytes as the driver reports them, for all processes."""
 
     def reserved(self) -> int:
-        """Bytes that this process holds for tensors."""
+        """Return the bytes that this process's allocator holds."""
 
     def restart_peak(self) -> None:
-        """Give back what no tensor needs; `peak` counts from here."""
+        """Release cached memory and restart the statistics of `peak`."""
 
     def peak(self) -> int:
-        """The most that was reserved since."""
+        """Return the most bytes that were reserved since `restart_peak`."""
 
 
 class CudaMemory:
-    """One device's memory by torch's statistics."""
+    """The memory statistics of torch's CUDA allocator for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def card(self) -> Card:
-        return Card(*torch.cuda.mem_get_info(self._device))
+    def gpu_memory(self) -> GpuMemory:
+        return GpuMemory(*torch.cuda.mem_get_info(self._device))
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self._device)
@@ -82,8 +82,8 @@ class CudaMemory:
         return torch.cuda.max_memory_reserved(self._device)
 
 
-def peak_of(run: Callable[[], None], memory: Allocator) -> int:
-    """Bytes that `run` takes at most beyond what was held before; none of them are held afterwards."""
+def measure_peak(run: Callable[[], None], memory: Allocator) -> int:
+    """Return the most bytes that `run` reserves beyond those before; afterwards they are released."""
     memory.restart_peak()
     before = memory.reserved()
     run()
@@ -93,15 +93,15 @@ def peak_of(run: Callable[[], None], memory: Allocator) -> int:
 
 
 def pool_bytes(
-    cards: Iterable[Card], utilization: float, peak: int, *, recorded_sizes: int = 0, gathered_layers: float = 0.0
+    gpus: Iterable[GpuMemory], utilization: float, peak: int, *, recorded_sizes: int = 0, gathered_layers: float = 0.0
 ) -> int:
-    """What the fullest of the cards has for the pool; 0 where there is nothing left.
+    """Return the bytes of the pool on the GPU with the least room; 0 if there is none.
 
-    `gathered_layers`: the share of the pool that a step copies, where the backend cannot read pages in place.
+    `gathered_layers`: the fraction of the pool that a step copies, if the backend cannot read pages in place.
     """
     margin = MARGIN + recorded_sizes * GRAPH_MARGIN
-    left = min(int(card.total * utilization) - card.used - peak - margin for card in cards)
-    return max(0, int(left / (1 + gathered_layers)))
+    room = min(int(gpu.total * utilization) - gpu.used - peak - margin for gpu in gpus)
+    return max(0, int(room / (1 + gathered_layers)))
 
 
 def pool_memory(
@@ -110,17 +110,17 @@ def pool_memory(
     max_model_len: int,
     utilization: float,
     memory: Allocator,
-    others: Iterable[Card] = (),
+    others: Iterable[GpuMemory] = (),
     *,
     recorded_sizes: int = 0,
 ) -> int:
-    """Bytes for the pool of a model whose weights are on the device; `others` are the cards of its other ranks.
+    """Measure the largest step and return the bytes of the KV pool of a model whose weights are on the device.
 
-    The other ranks take part in the measured step, and what it takes of them is what it takes here. Raises
-    `ConfigError` where that step does not fit beside the weights.
+    `others`: the GPUs of the other ranks, which take part in the step and need as much memory for it as this one.
+    Raises `ConfigError` if the step does not fit beside the weights.
     """
     try:
-        peak = peak_of(lambda: largest_step(model, limits, max_model_len), memory)
+        peak = measure_peak(lambda: largest_step(model, limits, max_model_len), memory)
     except torch.OutOfMemoryError:
         tokens = limits.max_num_batched_tokens
         raise ConfigError(
@@ -128,33 +128,33 @@ def pool_memory(
         ) from None
     gathered = 0.0
     if model.backend.gathers_pages and model.decoder is not None:
-        gathered = 2 / model.decoder.config.num_layers  # the pages of a layer, and once more in the query's dtype
-    cards = [memory.card(), *others]
-    pool = pool_bytes(cards, utilization, peak, recorded_sizes=recorded_sizes, gathered_layers=gathered)
+        gathered = 2 / model.decoder.config.num_layers  # a layer's pages, and a copy in the query's dtype
+    gpus = [memory.gpu_memory(), *others]
+    pool = pool_bytes(gpus, utilization, peak, recorded_sizes=recorded_sizes, gathered_layers=gathered)
     logger.info(
         "of %.1f GiB at a utilization of %g: %.2f GiB in use, %.2f GiB for the largest step, %.2f GiB for KV",
-        *(cards[0].total / 2**30, utilization, cards[0].used / 2**30, peak / 2**30, pool / 2**30),
+        *(gpus[0].total / 2**30, utilization, gpus[0].used / 2**30, peak / 2**30, pool / 2**30),
     )
     return pool
 
 
 @torch.inference_mode()
 def largest_step(model: Transformer, limits: BatchLimits, max_model_len: int) -> None:
-    """What takes most memory of a model that generates: as many tokens as a step has, then as many rows to sample."""
+    """Run the step that needs the most memory: the maximum of prompt tokens, then sampling of the maximum of rows."""
     device = next(model.parameters()).device
-    lengths = _segments(limits.max_num_batched_tokens, max_model_len)
+    lengths = _split_lengths(limits.max_num_batched_tokens, max_model_len)
     inputs = packed_input([[0] * length for length in lengths], device, causal=model.encoder is None)
     encoder_output = model.encode(inputs) if model.encoder is not None else None
     hidden = model.decode(*_decoder_inputs(lengths, encoder_output, device))
-    rows = [_drawn_row() for _ in range(limits.max_num_seqs)]
+    rows = [_sampling_row() for _ in range(limits.max_num_seqs)]
     logits = model.logits(hidden[: len(rows)])
     sample(logits, rows[: len(logits)])
 
 
-def _segments(tokens: int, longest: int) -> list[int]:
-    """So many tokens as inputs of the longest length, the last one of what is left."""
-    whole, rest = divmod(tokens, longest)
-    return [longest] * whole + [rest] * (rest > 0)
+def _split_lengths(tokens: int, max_length: int) -> list[int]:
+    """Divide `tokens` into inputs of `max_length`; the last one may be shorter."""
+    whole, rest = divmod(tokens, max_length)
+    return [max_length] * whole + [rest] * (rest > 0)
 
 
 def _decoder_inputs(
@@ -167,7 +167,7 @@ def _decoder_inputs(
     return inputs, None, CrossInput(AttentionMetadata(lens, lens, causal=False, device=device), encoder_output)
 
 
-def _drawn_row() -> SamplingRow:
-    """With a penalty, which copies the logits, and a cut by mass, which looks at all of them."""
+def _sampling_row() -> SamplingRow:
+    """Return a row with a penalty, which copies the logits, and top-p, which reads all of them."""
     params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5)
     return SamplingRow(params, 0, (0, 0), 1)

@@ -1,4 +1,7 @@
-"""The engine loop in a thread of this process: for tests and tools; the service uses `process.py`. Same frames."""
+"""The thread transport runs the engine loop in a thread of this process, for tests and tools.
+
+It uses the same frames as `ProcessTransport`, which the service uses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from model.engine.loop import EngineLoop
 
 
 class ThreadTransport:
-    """The front's end; `_Channel` is the loop's."""
+    """The front's end of the connection to an engine loop in a thread; `_Channel` is the loop's end."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Commands] = queue.SimpleQueue()
@@ -36,7 +39,7 @@ class ThreadTransport:
         self._inbox.put(commands)
 
     def kill(self) -> bool:
-        """A thread cannot be ended from outside."""
+        """Return False: a thread cannot be ended from outside."""
         return False
 
     async def close(self) -> None:

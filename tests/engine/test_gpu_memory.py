@@ -11,7 +11,7 @@ from torch import Tensor
 
 import model.engine.builder as loading
 from model.api.engine_config import BatchLimits, EngineConfig
-from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, Card, largest_step, peak_of, pool_bytes, pool_memory
+from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, GpuMemory, largest_step, measure_peak, pool_bytes, pool_memory
 from model.errors import ConfigError
 from model.network.inputs import StackInput
 from model.network.transformer import Transformer
@@ -31,8 +31,8 @@ class FakeMemory:
         self.cached = 0
         self.highest = 0
 
-    def card(self) -> Card:
-        return Card(self.total - self.held - self.cached - self.strangers, self.total)
+    def gpu_memory(self) -> GpuMemory:
+        return GpuMemory(self.total - self.held - self.cached - self.strangers, self.total)
 
     def reserved(self) -> int:
         return self.held + self.cached
@@ -54,21 +54,21 @@ class FakeMemory:
 def test_the_peak_is_what_a_step_adds_and_nothing_of_it_stays() -> None:
     memory = FakeMemory(80 * GIB, 16 * GIB, 3 * GIB)
     memory.cached = 7 * GIB  # of loading
-    assert peak_of(memory.run, memory) == 3 * GIB
-    assert memory.card() == Card(64 * GIB, 80 * GIB)
+    assert measure_peak(memory.run, memory) == 3 * GIB
+    assert memory.gpu_memory() == GpuMemory(64 * GIB, 80 * GIB)
 
 
 @pytest.mark.parametrize(
     ("cards", "settings", "expected"),
     [
-        ([Card(64 * GIB, 80 * GIB)], {}, 72 * GIB - 16 * GIB - 3 * GIB - MARGIN),
-        ([Card(64 * GIB, 80 * GIB)], {"recorded_sizes": 20}, 53 * GIB - MARGIN - 20 * GRAPH_MARGIN),
-        ([Card(64 * GIB, 80 * GIB), Card(60 * GIB, 80 * GIB)], {}, 49 * GIB - MARGIN),  # the fullest rank's
-        ([Card(64 * GIB, 80 * GIB)], {"gathered_layers": 0.25}, int((53 * GIB - MARGIN) / 1.25)),
-        ([Card(10 * GIB, 80 * GIB)], {}, 0),
+        ([GpuMemory(64 * GIB, 80 * GIB)], {}, 72 * GIB - 16 * GIB - 3 * GIB - MARGIN),
+        ([GpuMemory(64 * GIB, 80 * GIB)], {"recorded_sizes": 20}, 53 * GIB - MARGIN - 20 * GRAPH_MARGIN),
+        ([GpuMemory(64 * GIB, 80 * GIB), GpuMemory(60 * GIB, 80 * GIB)], {}, 49 * GIB - MARGIN),  # the fullest rank's
+        ([GpuMemory(64 * GIB, 80 * GIB)], {"gathered_layers": 0.25}, int((53 * GIB - MARGIN) / 1.25)),
+        ([GpuMemory(10 * GIB, 80 * GIB)], {}, 0),
     ],
 )
-def test_what_is_left_for_the_pool(cards: list[Card], settings: dict[str, Any], expected: int) -> None:
+def test_what_is_left_for_the_pool(cards: list[GpuMemory], settings: dict[str, Any], expected: int) -> None:
     assert pool_bytes(cards, 0.9, 3 * GIB, **settings) == expected
 
 
