@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from model.api.request import Pooling
 from model.checkpoint.generation_config import GENERATION_SETTINGS, not_served, sampling_defaults, token_id_settings
+from model.checkpoint.load_plan import stored_projections
 from model.checkpoint.state_dict import read_state_dict
+from model.checkpoint.stored_formats import storage_of
+from model.config.formats import Storage
 from model.config.model import ModelConfig
 from model.errors import ConfigError
-from model.families import config_from_raw
+from model.families import FAMILIES, config_from_raw
 from model.media.images import ImageProcessing, read_image_processing
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards with an index
@@ -55,7 +58,11 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
     generation = {key: raw[key] for key in GENERATION_SETTINGS if key in raw} | newer
     files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
-    config = config_from_raw({**raw, **token_id_settings(generation)}, tensor_names(files))
+    storage, names = storage_of(raw.pop("quantization_config", None)), tensor_names(files)
+    config = config_from_raw({**raw, **token_id_settings(generation)}, names)
+    if storage is not Storage.FLOAT:
+        stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
+        config = replace(config, stored_as=stored_as)
     try:
         pooling, normalize = _pooling(path, config)
     except (TypeError, AttributeError) as error:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from model.config.formats import STORED_TENSORS, Storage
 from model.config.model import ModelConfig
 from model.errors import CheckpointError
-from model.families.table.rules import Family, Shape, WeightRule
+from model.families.table.rules import Family, LinearRule, Shape, TensorRule
 
 
 def plan_load(
     family: Family, config: ModelConfig, sources: Mapping[str, Shape], targets: Mapping[str, Shape]
-) -> list[tuple[str, WeightRule]]:
+) -> list[tuple[str, TensorRule]]:
     """Pairs of stored tensor name and rule, duplicates last; raises `CheckpointError` unless they are a bijection.
 
     `sources` are the stored tensors' shapes, `targets` the parameters'.
     """
     stored = {family.canonical(name): name for name in sources if not family.drops(family.canonical(name))}
-    rules = list(family.rules(config))
+    rules = list(family.tensor_rules(config))
     present = [rule for rule in rules if rule.source in stored]
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
     served = {stored[rule.source] for rule in present}
@@ -33,7 +34,17 @@ def plan_load(
     return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
 
 
-def wanted_shape(rule: WeightRule, targets: Mapping[str, Shape]) -> Shape:
+def stored_projections(
+    family: Family, config: ModelConfig, storage: Storage, names: Collection[str]
+) -> dict[str, Storage]:
+    """Which projections a checkpoint with these tensors stores as `storage`: it has more of them than a weight."""
+    stored = {family.canonical(name) for name in names}
+    marks = STORED_TENSORS[storage].keys() - STORED_TENSORS[Storage.FLOAT].keys()
+    rules = [rule for rule in family.rules(config) if isinstance(rule, LinearRule)]
+    return {rule.target: storage for rule in rules if any(f"{rule.source}.{mark}" in stored for mark in marks)}
+
+
+def wanted_shape(rule: TensorRule, targets: Mapping[str, Shape]) -> Shape:
     """Of the tensor that `rule` takes, as it is stored; `targets` are the parameters' shapes."""
     if rule.shape is not None:
         return rule.shape
@@ -43,14 +54,14 @@ def wanted_shape(rule: WeightRule, targets: Mapping[str, Shape]) -> Shape:
     return shape[::-1] if rule.transpose else shape
 
 
-def _unfilled(rules: Iterable[WeightRule], targets: Mapping[str, Shape]) -> list[str]:
+def _unfilled(rules: Iterable[TensorRule], targets: Mapping[str, Shape]) -> list[str]:
     rows = dict.fromkeys(targets, 0)
     for rule in rules:
         rows[rule.target] += rule.rows[1] - rule.rows[0] if rule.rows else targets[rule.target][0]
     return [f"{name} ({rows[name]} of {shape[0]} rows)" for name, shape in targets.items() if rows[name] != shape[0]]
 
 
-def _unread(rules: Iterable[WeightRule]) -> list[str]:
+def _unread(rules: Iterable[TensorRule]) -> list[str]:
     """Tensors of which no rule takes some of the rows."""
     rows: dict[str, list[int]] = {}
     for rule in rules:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model.checkpoint.state_dict import read_state_dict
+from model.config.formats import NumberKind
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
@@ -31,6 +32,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
 }
 
 
@@ -45,10 +47,11 @@ class StoredTensor:
     offset: int  # of its first byte in the file
     strides: Shape | None = None  # in elements; None: contiguous
 
-    @property
-    def holds_numbers(self) -> bool:
-        """Whether the tensor has a floating-point dtype that can be read."""
-        return self.kind in _DTYPES
+    def holds(self, numbers: NumberKind | None) -> bool:
+        """Whether the tensor has these numbers, in a dtype that can be read; None: floating-point numbers."""
+        if numbers is None:
+            return self.kind in _DTYPES and self.dtype.is_floating_point
+        return self.kind in _DTYPES and str(self.dtype) == f"torch.{numbers}"
 
     @property
     def dtype(self) -> torch.dtype:

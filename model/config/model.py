@@ -6,10 +6,11 @@ from it. A field exists only because a family needs it. Sizes count elements, no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from model.config.formats import Storage
 from model.config.layer import (
     Activation,
     BucketBiasConfig,
@@ -236,6 +237,8 @@ class ModelConfig:
     decoder_start_token_id: int | None = None
     generation: GenerationRules = field(default_factory=GenerationRules)
     float16_overflows: bool = False  # activations of published weights exceed 65,504 (T5, Pegasus)
+    # Projections that the checkpoint does not store as floats, by their names in the network.
+    stored_as: Mapping[str, Storage] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.encoder is None and self.decoder is None:

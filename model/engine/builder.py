@@ -375,15 +375,19 @@ def _info(
 ) -> ModelInfo:
     config = checkpoint.config
     device = next(model.parameters()).device
-    quantized = spec.engine.quantization == "int8"
+    dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
+    if spec.engine.quantization == "int8":
+        dtype, reason = "int8", "asked for"
+    elif config.stored_as and selection.library is not None:
+        dtype, reason = "int8", "the checkpoint stores it so"
     return ModelInfo(
         name=spec.name,
         form=config.form,
         model_type=config.model_type,
         parameters=sum(parameters_by_part(config).values()),
         weight_bytes=weight_bytes(model),
-        dtype="int8" if quantized else str(model.dtype).removeprefix("torch."),
-        dtype_reason="asked for" if quantized else choose_dtype(spec.engine.dtype, config, device).reason,
+        dtype=dtype,
+        dtype_reason=reason,
         device=str(device),
         attention_backend=selection.backend.name,
         attention_reason=selection.reason,

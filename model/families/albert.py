@@ -11,7 +11,7 @@ from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -46,23 +46,23 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
-    yield WeightRule("embeddings.word_embeddings.weight", "tokens.weight")
-    yield WeightRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
-    yield WeightRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
+    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
+    yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
     yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
     if config.embedding.embedding_size != config.encoder.hidden_size:
-        yield from affine("encoder.embedding_hidden_mapping_in", "encoder.project")
+        yield LinearRule("encoder.embedding_hidden_mapping_in", "encoder.project")
     here, there = "encoder.albert_layer_groups.0.albert_layers.0", "encoder.layers.0"
     names = (f"{here}.attention.{part}" for part in ("query", "key", "value", "dense"))
     yield from self_attention(config.encoder.layers[0].mixer, f"{there}.attn", *names)
     yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_norms.post")
-    yield from affine(f"{here}.ffn", f"{there}.mlp.up")
-    yield from affine(f"{here}.ffn_output", f"{there}.mlp.down")
+    yield LinearRule(f"{here}.ffn", f"{there}.mlp.up")
+    yield LinearRule(f"{here}.ffn_output", f"{there}.mlp.down")
     yield from affine(f"{here}.full_layer_layer_norm", f"{there}.mlp_norms.post")
     if config.pooler:
-        yield from affine("pooler", "pooler")
+        yield LinearRule("pooler", "pooler")
     yield from classifier_rules(config)
 
 

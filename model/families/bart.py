@@ -23,7 +23,7 @@ from model.families.table.helpers import (
     tied,
 )
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 # What starts the decoder where the folder does not say.
 _START = {"bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}
@@ -103,13 +103,13 @@ def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return config(raw, names, offset=offset, inclusive=True, pre_norm=True, head_bias=False)
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.head is not None
-    yield WeightRule("shared.weight", "tokens.weight")
+    yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
-        yield WeightRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
+        yield TensorRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
         if stack.position.kind is PositionKind.LEARNED:
-            yield WeightRule(f"{side}.embed_positions.weight", f"{side}.positions.weight")
+            yield TensorRule(f"{side}.embed_positions.weight", f"{side}.positions.weight")
         if stack.embed_norm:
             yield from affine(f"{side}.layernorm_embedding", f"{side}.embed_norm")
         for i, layer in enumerate(stack.layers):
@@ -122,15 +122,15 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
                 names = (f"{here}.encoder_attn.{part}_proj" for part in ("q", "k", "v", "out"))
                 yield from cross_attention(layer.cross, f"{there}.cross", *names)
                 yield from affine(f"{here}.encoder_attn_layer_norm", f"{there}.cross_norms.{slot}")
-            yield from affine(f"{here}.fc1", f"{there}.mlp.up")
-            yield from affine(f"{here}.fc2", f"{there}.mlp.down")
+            yield LinearRule(f"{here}.fc1", f"{there}.mlp.up")
+            yield LinearRule(f"{here}.fc2", f"{there}.mlp.down")
             yield from affine(f"{here}.final_layer_norm", f"{there}.mlp_norms.{slot}")
         if stack.final_norm:
             yield from affine(f"{side}.layer_norm", f"{side}.final_norm")
     if config.head.bias:
-        yield WeightRule("final_logits_bias", "head.bias", shape=(1, config.embedding.vocab_size))
+        yield TensorRule("final_logits_bias", "head.bias", shape=(1, config.embedding.vocab_size))
     if not config.head.tied:
-        yield WeightRule("lm_head.weight", "head.weight")
+        yield LinearRule("lm_head", "head", bias=False)
 
 
 _LEARNED = partial(config, positions=PositionKind.LEARNED, offset=2, embed_norm=True)

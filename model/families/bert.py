@@ -14,7 +14,7 @@ from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, Pos
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -63,26 +63,26 @@ def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False)
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
-    yield WeightRule("embeddings.word_embeddings.weight", "tokens.weight")
-    yield WeightRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
+    yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
     if config.encoder.token_types:
-        yield WeightRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
+        yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
     yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
     if config.embedding.embedding_size != config.encoder.hidden_size:
-        yield from affine("embeddings_project", "encoder.project")
+        yield LinearRule("embeddings_project", "encoder.project")
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("self.query", "self.key", "self.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
         yield from self_attention(layer.mixer, f"{there}.attn", *names)
         yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_norms.post")
-        yield from affine(f"{here}.intermediate.dense", f"{there}.mlp.up")
-        yield from affine(f"{here}.output.dense", f"{there}.mlp.down")
+        yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
+        yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
         yield from affine(f"{here}.output.LayerNorm", f"{there}.mlp_norms.post")
     if config.pooler:
-        yield from affine("pooler.dense", "pooler")
+        yield LinearRule("pooler.dense", "pooler")
     yield from classifier_rules(config)
 
 

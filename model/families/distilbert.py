@@ -9,7 +9,7 @@ from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, Pos
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -40,18 +40,18 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
-    yield WeightRule("embeddings.word_embeddings.weight", "tokens.weight")
-    yield WeightRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
+    yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
     yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"transformer.layer.{i}", f"encoder.layers.{i}"
         names = (f"{here}.attention.{part}_lin" for part in ("q", "k", "v", "out"))
         yield from self_attention(layer.mixer, f"{there}.attn", *names)
         yield from affine(f"{here}.sa_layer_norm", f"{there}.attn_norms.post")
-        yield from affine(f"{here}.ffn.lin1", f"{there}.mlp.up")
-        yield from affine(f"{here}.ffn.lin2", f"{there}.mlp.down")
+        yield LinearRule(f"{here}.ffn.lin1", f"{there}.mlp.up")
+        yield LinearRule(f"{here}.ffn.lin2", f"{there}.mlp.down")
         yield from affine(f"{here}.output_layer_norm", f"{there}.mlp_norms.post")
     yield from classifier_rules(config)
 

@@ -9,7 +9,7 @@ from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, Pos
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, decoder_head, ids, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -44,27 +44,22 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def _conv1d(source: str, target: str) -> Iterator[WeightRule]:
-    yield WeightRule(f"{source}.weight", f"{target}.weight", transpose=True)
-    yield WeightRule(f"{source}.bias", f"{target}.bias")
-
-
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
-    yield WeightRule("wte.weight", "tokens.weight")
-    yield WeightRule("wpe.weight", "decoder.positions.weight")
+    yield TensorRule("wte.weight", "tokens.weight")
+    yield TensorRule("wpe.weight", "decoder.positions.weight")
     for i in range(config.decoder.num_layers):
         here, there = f"h.{i}", f"decoder.layers.{i}"
         yield from affine(f"{here}.ln_1", f"{there}.attn_norms.pre")
-        yield from _conv1d(f"{here}.attn.c_attn", f"{there}.attn.qkv")
-        yield from _conv1d(f"{here}.attn.c_proj", f"{there}.attn.out")
+        yield LinearRule(f"{here}.attn.c_attn", f"{there}.attn.qkv", transpose=True)
+        yield LinearRule(f"{here}.attn.c_proj", f"{there}.attn.out", transpose=True)
         yield from affine(f"{here}.ln_2", f"{there}.mlp_norms.pre")
-        yield from _conv1d(f"{here}.mlp.c_fc", f"{there}.mlp.up")
-        yield from _conv1d(f"{here}.mlp.c_proj", f"{there}.mlp.down")
+        yield LinearRule(f"{here}.mlp.c_fc", f"{there}.mlp.up", transpose=True)
+        yield LinearRule(f"{here}.mlp.c_proj", f"{there}.mlp.down", transpose=True)
     yield from affine("ln_f", "decoder.final_norm")
     yield from classifier_rules(config)
     if config.head is not None and not config.head.tied:
-        yield WeightRule("lm_head.weight", "head.weight")
+        yield LinearRule("lm_head", "head", bias=False)
 
 
 # Old folders carry the causal mask as tensors.

@@ -10,7 +10,7 @@ from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, decoder_head, ids, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _HEAD = "embed_out.weight"
 
@@ -42,24 +42,23 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
-    yield WeightRule("embed_in.weight", "tokens.weight")
+    yield TensorRule("embed_in.weight", "tokens.weight")
     for i, layer in enumerate(config.decoder.layers):
         attention = layer.mixer
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
-        for kind in ("weight", "bias") if attention.qkv_bias else ("weight",):
-            name, target = f"{here}.attention.query_key_value.{kind}", f"{there}.attn.qkv.{kind}"
-            yield WeightRule(name, target, interleaved=(attention.num_heads, 3))
-        yield from affine(f"{here}.attention.dense", f"{there}.attn.out", bias=attention.out_bias)
+        qkv = f"{here}.attention.query_key_value"
+        yield LinearRule(qkv, f"{there}.attn.qkv", attention.qkv_bias, interleaved=(attention.num_heads, 3))
+        yield LinearRule(f"{here}.attention.dense", f"{there}.attn.out", bias=attention.out_bias)
         yield from affine(f"{here}.post_attention_layernorm", f"{there}.mlp_norms.pre")
-        yield from affine(f"{here}.mlp.dense_h_to_4h", f"{there}.mlp.up")
-        yield from affine(f"{here}.mlp.dense_4h_to_h", f"{there}.mlp.down")
+        yield LinearRule(f"{here}.mlp.dense_h_to_4h", f"{there}.mlp.up")
+        yield LinearRule(f"{here}.mlp.dense_4h_to_h", f"{there}.mlp.down")
     yield from affine("final_layer_norm", "decoder.final_norm")
     yield from classifier_rules(config)
     if config.head is not None and not config.head.tied:
-        yield WeightRule(_HEAD, "head.weight")
+        yield TensorRule(_HEAD, "head.weight")
 
 
 _DROPPED = ("layers.*.attention.bias", "layers.*.attention.masked_bias", "layers.*.attention.rotary_emb.inv_freq")

@@ -16,7 +16,6 @@ from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import (
     activation,
-    affine,
     decoder_head,
     fused,
     ids,
@@ -27,7 +26,7 @@ from model.families.table.helpers import (
 )
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 
@@ -105,7 +104,7 @@ def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return _with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
-def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterator[WeightRule]:
+def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterator[Rule]:
     """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.decoder is not None
     yield from _outside(config)
@@ -115,36 +114,36 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterato
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(attention, f"{there}.attn", *names)
         if attention.qk_norm:
-            yield WeightRule(f"{here}.self_attn.q_norm.weight", f"{there}.attn.q_norm.weight")
-            yield WeightRule(f"{here}.self_attn.k_norm.weight", f"{there}.attn.k_norm.weight")
+            yield TensorRule(f"{here}.self_attn.q_norm.weight", f"{there}.attn.q_norm.weight")
+            yield TensorRule(f"{here}.self_attn.k_norm.weight", f"{there}.attn.k_norm.weight")
         gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
         yield from fused(gated, f"{there}.mlp.up", bias=False)
         yield from _rest(here, there, norms)
 
 
-def phi3_rules(config: ModelConfig) -> Iterator[WeightRule]:
+def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield from _outside(config)
     for i in range(config.decoder.num_layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
-        yield WeightRule(f"{here}.self_attn.qkv_proj.weight", f"{there}.attn.qkv.weight")
-        yield WeightRule(f"{here}.self_attn.o_proj.weight", f"{there}.attn.out.weight")
-        yield WeightRule(f"{here}.mlp.gate_up_proj.weight", f"{there}.mlp.up.weight")
+        yield LinearRule(f"{here}.self_attn.qkv_proj", f"{there}.attn.qkv", bias=False)
+        yield LinearRule(f"{here}.self_attn.o_proj", f"{there}.attn.out", bias=False)
+        yield LinearRule(f"{here}.mlp.gate_up_proj", f"{there}.mlp.up", bias=False)
         yield from _rest(here, there, _PRE_NORMS)
 
 
-def _rest(here: str, there: str, norms: Mapping[str, str]) -> Iterator[WeightRule]:
-    yield from affine(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+def _rest(here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
+    yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
     for stored, norm in norms.items():
-        yield WeightRule(f"{here}.{stored}.weight", f"{there}.{norm}.weight")
+        yield TensorRule(f"{here}.{stored}.weight", f"{there}.{norm}.weight")
 
 
-def _outside(config: ModelConfig) -> Iterator[WeightRule]:
-    yield WeightRule("embed_tokens.weight", "tokens.weight")
-    yield WeightRule("norm.weight", "decoder.final_norm.weight")
+def _outside(config: ModelConfig) -> Iterator[Rule]:
+    yield TensorRule("embed_tokens.weight", "tokens.weight")
+    yield TensorRule("norm.weight", "decoder.final_norm.weight")
     yield from classifier_rules(config)
     if config.head is not None and not config.head.tied:
-        yield WeightRule("lm_head.weight", "head.weight")
+        yield LinearRule("lm_head", "head", bias=False)
 
 
 DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq",)

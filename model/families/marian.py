@@ -14,7 +14,7 @@ from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConf
 from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.helpers import activation, affine, ids, refuse_unless, repeat, split_width, tied
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _HEAD = "generator.weight"
 
@@ -58,14 +58,14 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.head is not None
-    yield WeightRule("embedding.weight", "tokens.weight")
+    yield TensorRule("embedding.weight", "tokens.weight")
     for side, stack in config.stacks.items():
         for i, layer in enumerate(stack.layers):
             here, there = f"transformer.{side}.layers.{i}", f"{side}.layers.{i}"
             yield from _packed(f"{here}.self_attn.in_proj_", f"{there}.attn.qkv.")
-            yield from affine(f"{here}.self_attn.out_proj", f"{there}.attn.out")
+            yield LinearRule(f"{here}.self_attn.out_proj", f"{there}.attn.out")
             sublayers = ["attn", "mlp"]
             if layer.cross is not None:
                 sublayers.insert(1, "cross")
@@ -73,27 +73,27 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
             slot = "pre" if layer.norms[0].pre else "post"
             for number, sublayer in enumerate(sublayers, 1):
                 yield from affine(f"{here}.norm{number}", f"{there}.{sublayer}_norms.{slot}")
-            yield from affine(f"{here}.linear1", f"{there}.mlp.up")
-            yield from affine(f"{here}.linear2", f"{there}.mlp.down")
+            yield LinearRule(f"{here}.linear1", f"{there}.mlp.up")
+            yield LinearRule(f"{here}.linear2", f"{there}.mlp.down")
         yield from affine(f"transformer.{side}.norm", f"{side}.final_norm")
     if config.head.bias:
-        yield WeightRule("generator.bias", "head.bias")
+        yield TensorRule("generator.bias", "head.bias")
     if not config.head.tied:
-        yield WeightRule(_HEAD, "head.weight")
+        yield TensorRule(_HEAD, "head.weight")
 
 
-def _packed(source: str, target: str) -> Iterator[WeightRule]:
+def _packed(source: str, target: str) -> Iterator[Rule]:
     for kind in ("weight", "bias"):
-        yield WeightRule(f"{source}{kind}", f"{target}{kind}")
+        yield TensorRule(f"{source}{kind}", f"{target}{kind}")
 
 
-def _cross(source: str, target: str, stack: StackConfig) -> Iterator[WeightRule]:
+def _cross(source: str, target: str, stack: StackConfig) -> Iterator[Rule]:
     """Split the stored matrix of q, k and v: q is separate, since it reads another sequence than k and v."""
     size = stack.hidden_size
     for kind, shape in (("weight", (3 * size, size)), ("bias", (3 * size,))):
-        yield WeightRule(f"{source}.in_proj_{kind}", f"{target}.q.{kind}", shape=shape, part=(0, size))
-        yield WeightRule(f"{source}.in_proj_{kind}", f"{target}.kv.{kind}", shape=shape, part=(size, 3 * size))
-    yield from affine(f"{source}.out_proj", f"{target}.out")
+        yield TensorRule(f"{source}.in_proj_{kind}", f"{target}.q.{kind}", shape=shape, part=(0, size))
+        yield TensorRule(f"{source}.in_proj_{kind}", f"{target}.kv.{kind}", shape=shape, part=(size, 3 * size))
+    yield LinearRule(f"{source}.out_proj", f"{target}.out")
 
 
 FAMILIES = {"transformer": Family(config, rules)}

@@ -30,7 +30,7 @@ from model.families.table.helpers import (
     tied,
 )
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def _stack(raw: Settings, side: str) -> StackConfig:
@@ -82,16 +82,16 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.head is not None
-    yield WeightRule("shared.weight", "tokens.weight")
+    yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
-        yield WeightRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
+        yield TensorRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
         for i, layer in enumerate(stack.layers):
             here, there = f"{side}.block.{i}.layer", f"{side}.layers.{i}"
             if stack.shared_bias is None or i == 0:
                 table = f"{there}.bias.weight" if stack.shared_bias is None else f"{side}.bias.weight"
-                yield WeightRule(f"{here}.0.SelfAttention.relative_attention_bias.weight", table)
+                yield TensorRule(f"{here}.0.SelfAttention.relative_attention_bias.weight", table)
             names = (f"{here}.0.SelfAttention.{part}" for part in "qkvo")
             yield from self_attention(layer.mixer, f"{there}.attn", *names)
             yield from affine(f"{here}.0.layer_norm", f"{there}.attn_norms.pre", bias=False)
@@ -100,17 +100,17 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
                 yield from cross_attention(layer.cross, f"{there}.cross", *names)
                 yield from affine(f"{here}.1.layer_norm", f"{there}.cross_norms.pre", bias=False)
             yield from _mlp(layer.feed_forward, f"{here}.{1 if layer.cross is None else 2}", there)
-        yield WeightRule(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight")
+        yield TensorRule(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight")
     if not config.head.tied:
-        yield WeightRule("lm_head.weight", "head.weight")
+        yield LinearRule("lm_head", "head", bias=False)
 
 
-def _mlp(mlp: MLPConfig, here: str, there: str) -> Iterator[WeightRule]:
+def _mlp(mlp: MLPConfig, here: str, there: str) -> Iterator[Rule]:
     dense = f"{here}.DenseReluDense"
     inner = ("wi_0", "wi_1") if mlp.gated else ("wi",)
     sizes = {f"{dense}.{name}": mlp.intermediate_size for name in inner}
     yield from fused(sizes, f"{there}.mlp.up", bias=False)
-    yield from affine(f"{dense}.wo", f"{there}.mlp.down", bias=False)
+    yield LinearRule(f"{dense}.wo", f"{there}.mlp.down", bias=False)
     yield from affine(f"{here}.layer_norm", f"{there}.mlp_norms.pre", bias=False)
 
 

@@ -10,7 +10,7 @@ from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -45,16 +45,16 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
     assert config.image is not None
     size, image = config.encoder.hidden_size, config.image
     patch = (size, image.channels, image.patch, image.patch)
-    yield WeightRule("embeddings.cls_token", "patches.first", shape=(1, 1, size))
-    yield WeightRule("embeddings.patch_embeddings.projection.weight", "patches.project.weight", shape=patch)
-    yield WeightRule("embeddings.patch_embeddings.projection.bias", "patches.project.bias")
+    yield TensorRule("embeddings.cls_token", "patches.first", shape=(1, 1, size))
+    yield TensorRule("embeddings.patch_embeddings.projection.weight", "patches.project.weight", shape=patch)
+    yield TensorRule("embeddings.patch_embeddings.projection.bias", "patches.project.bias")
     positions = (1, image.num_tokens, size)
-    yield WeightRule("embeddings.position_embeddings", "encoder.positions.weight", shape=positions)
+    yield TensorRule("embeddings.position_embeddings", "encoder.positions.weight", shape=positions)
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("attention.query", "attention.key", "attention.value", "output.dense")
@@ -62,11 +62,11 @@ def rules(config: ModelConfig) -> Iterator[WeightRule]:
         yield from self_attention(layer.mixer, f"{there}.attn", *names)
         yield from affine(f"{here}.layernorm_before", f"{there}.attn_norms.pre")
         yield from affine(f"{here}.layernorm_after", f"{there}.mlp_norms.pre")
-        yield from affine(f"{here}.intermediate.dense", f"{there}.mlp.up")
-        yield from affine(f"{here}.output.dense", f"{there}.mlp.down")
+        yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
+        yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
     yield from affine("layernorm", "encoder.final_norm")
     if config.pooler:
-        yield from affine("pooler.dense", "pooler")
+        yield LinearRule("pooler.dense", "pooler")
     yield from classifier_rules(config)
 
 

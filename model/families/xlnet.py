@@ -20,7 +20,7 @@ from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, WeightRule
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -50,25 +50,25 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
-def rules(config: ModelConfig) -> Iterator[WeightRule]:
+def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
-    yield WeightRule("word_embedding.weight", "tokens.weight")
+    yield TensorRule("word_embedding.weight", "tokens.weight")
     for i, layer in enumerate(config.encoder.layers):
         attention = layer.mixer
         stored = (config.encoder.hidden_size, attention.num_heads, attention.head_dim)
         here, there = f"layer.{i}.rel_attn", f"encoder.layers.{i}"
         for part, name in enumerate("qkv"):
             rows = (part * attention.query_size, (part + 1) * attention.query_size)
-            yield WeightRule(f"{here}.{name}", f"{there}.attn.qkv.weight", rows, transpose=True, shape=stored)
-        yield WeightRule(f"{here}.o", f"{there}.attn.out.weight", shape=stored)
-        yield WeightRule(f"{here}.r", f"{there}.relative.project.weight", transpose=True, shape=stored)
-        yield WeightRule(f"{here}.r_w_bias", f"{there}.attn.offset")
-        yield WeightRule(f"{here}.r_r_bias", f"{there}.relative.position_offset")
-        yield WeightRule(f"{here}.r_s_bias", f"{there}.relative.segment_offset")
-        yield WeightRule(f"{here}.seg_embed", f"{there}.relative.segments")
+            yield TensorRule(f"{here}.{name}", f"{there}.attn.qkv.weight", rows, transpose=True, shape=stored)
+        yield TensorRule(f"{here}.o", f"{there}.attn.out.weight", shape=stored)
+        yield TensorRule(f"{here}.r", f"{there}.relative.project.weight", transpose=True, shape=stored)
+        yield TensorRule(f"{here}.r_w_bias", f"{there}.attn.offset")
+        yield TensorRule(f"{here}.r_r_bias", f"{there}.relative.position_offset")
+        yield TensorRule(f"{here}.r_s_bias", f"{there}.relative.segment_offset")
+        yield TensorRule(f"{here}.seg_embed", f"{there}.relative.segments")
         yield from affine(f"{here}.layer_norm", f"{there}.attn_norms.post")
-        yield from affine(f"layer.{i}.ff.layer_1", f"{there}.mlp.up")
-        yield from affine(f"layer.{i}.ff.layer_2", f"{there}.mlp.down")
+        yield LinearRule(f"layer.{i}.ff.layer_1", f"{there}.mlp.up")
+        yield LinearRule(f"layer.{i}.ff.layer_2", f"{there}.mlp.down")
         yield from affine(f"layer.{i}.ff.layer_norm", f"{there}.mlp_norms.post")
     yield from classifier_rules(config)
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from model.config.formats import NumberFormat, NumberKind
+from model.config.formats import NumberFormat, NumberKind, Storage
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
-from model.linear.float import FloatLinear, TiedLinear
+from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
 from model.linear.native import native_linear
 from model.linear.parallel import Collective, ParallelLinear
 from model.native.library import Library
 
+# What is not stored as floats: how C keeps and multiplies it, and what it becomes where torch computes.
+_STORED = {Storage.INT8_ROWS: NumberFormat(NumberKind.INT8, NumberKind.INT8, Storage.INT8_ROWS)}
+_BY_TORCH = {Storage.FLOAT: FloatLinear, Storage.INT8_ROWS: DequantizedLinear}
 CPU = torch.device("cpu")
 
 
@@ -28,6 +31,9 @@ class LinearFactory:
     device: torch.device = CPU
     native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: patterns of names, the first that fits
     library: Library | None = None  # None, with `native`: for sizes alone
+    stored_as: Mapping[str, Storage] = field(
+        default_factory=dict
+    )  # by name, what the checkpoint does not have as floats
     collective: Collective | None = None  # the ranks that share the network; None: there is one
     prefix: str = ""  # of the names in the specs that it is given
 
@@ -40,13 +46,15 @@ class LinearFactory:
 
     def _local(self, spec: LinearSpec, tied: Callable[[], Tensor] | None) -> Linear:
         """What this rank computes by itself."""
+        stored_as = self.stored_as.get(spec.name, Storage.FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
+                number_format = _STORED.get(stored_as, number_format)
                 return native_linear(number_format, spec, self.dtype, self.library)
-        if spec.tied_to is None:
-            return FloatLinear(spec, self.dtype, self.device)
-        assert tied is not None
-        return TiedLinear(spec, self.dtype, self.device, tied)
+        if spec.tied_to is not None:
+            assert tied is not None
+            return TiedLinear(spec, self.dtype, self.device, tied)
+        return _BY_TORCH[stored_as](spec, self.dtype, self.device)
 
     def within(self, name: str) -> LinearFactory:
         """The same for the projections of the module `name`."""

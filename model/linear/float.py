@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.config.sharding import Index
 from model.linear.base import Linear, LinearSpec, TensorShape
 
 
@@ -21,6 +22,31 @@ class FloatLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return _softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
+
+
+class DequantizedLinear(FloatLinear):
+    """`x W^T + b` by torch, of a W that is stored as integers: multiplied by the scales of its rows once it is read."""
+
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dtype, device)
+        self._scales: Tensor | None = None  # [outputs, 1], until they are multiplied in
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        scales = TensorShape((self.spec.num_outputs, 1), outputs=0)
+        return {**super().tensors(), f"{self.spec.name}.weight_scale": scales}
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        if name != f"{self.spec.name}.weight_scale":
+            super().fill(name, into, values)
+            return
+        if self._scales is None:
+            self._scales = torch.empty(self.spec.num_outputs, 1, dtype=torch.float32, device=self.device)
+        self._scales[into].copy_(values)
+
+    def finish(self) -> None:
+        if self._scales is not None:
+            self.weight.detach().mul_(self._scales)
+            self._scales = None
 
 
 class TiedLinear(Linear):

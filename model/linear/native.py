@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.config.formats import NumberFormat, NumberKind
+from model.config.formats import NumberFormat, NumberKind, Storage
 from model.config.sharding import Index
-from model.linear.base import Linear, LinearSpec, Part
+from model.linear.base import Linear, LinearSpec, Part, TensorShape
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import PackedMatrix
 from model.system.huge_pages import reserve
@@ -18,9 +19,9 @@ PANEL_WIDTH = 16  # outputs of a panel
 _STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together, in 4 bytes
 _DEPTHS = {Kind.F32: 1, Kind.BF16: 32, Kind.INT8: 64}  # k is padded to a multiple: a row of a tile
 _KERNELS = {
-    NumberFormat(NumberKind.FLOAT32, NumberKind.FLOAT32): Kind.F32,
-    NumberFormat(NumberKind.BFLOAT16, NumberKind.BFLOAT16): Kind.BF16,
-    NumberFormat(NumberKind.INT8, NumberKind.INT8): Kind.INT8,
+    (NumberKind.FLOAT32, NumberKind.FLOAT32): Kind.F32,
+    (NumberKind.BFLOAT16, NumberKind.BFLOAT16): Kind.BF16,
+    (NumberKind.INT8, NumberKind.INT8): Kind.INT8,
 }
 
 
@@ -57,14 +58,12 @@ class NativeLinear(Linear):
     def fill(self, name: str, into: Index, values: Tensor) -> None:
         """Pack rows, or take values of the bias."""
         self._check(name, into, values)
-        first, last = into[0].start, into[0].stop
         if values.dtype is not torch.bfloat16:  # which becomes float32 on the way, without loss
             values = values.to(self.dtype)
-        matrix = self.matrix
         if name == self.spec.weight:
-            self._pack(matrix, first, values)
+            self._pack(into[0].start, values)
         else:
-            self.arrays["bias"].view(torch.float32)[first:last] = values
+            self._set("bias", into, values)
 
     def _check(self, name: str, into: Index, values: Tensor) -> None:
         rows, *rest = self.tensors()[name].shape
@@ -72,11 +71,17 @@ class NativeLinear(Linear):
         if len(into) > 1 or not 0 <= first <= last <= rows or tuple(values.shape) != (last - first, *rest):
             raise ValueError(f"rows {first} to {last} of {list(values.shape[1:])} are not those of {name}")
 
-    def _pack(self, matrix: PackedMatrix, first: int, rows: Tensor) -> None:
+    def _pack(self, first: int, rows: Tensor) -> None:
         if self.kind is Kind.BF16 or rows.dtype not in KINDS:
             rows = rows.to(torch.bfloat16 if self.kind is Kind.BF16 else torch.float32)
+        matrix = self.matrix
         assert self.library is not None
         self.library.pack_rows(matrix, first, rows if rows.stride(1) == 1 else rows.contiguous())
+
+    def _set(self, array: str, into: Index, values: Tensor) -> None:
+        """Put `[count]` floats into the array of this name."""
+        assert self.matrix is not None  # its arrays are there
+        self.arrays[array].view(torch.float32)[into[0]] = values
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +109,24 @@ class NativeLinear(Linear):
         raise RuntimeError("packed weights stay where they are")
 
 
+class Int8RowsLinear(NativeLinear):
+    """As `NativeLinear`, of a matrix that is stored as it is kept: integers, and a scale for each row."""
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        scales = TensorShape((self.spec.num_outputs, 1), outputs=0)
+        return {**super().tensors(), f"{self.spec.name}.weight_scale": scales}
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Pack rows of integers, or take scales or values of the bias."""
+        self._check(name, into, values)
+        if name == f"{self.spec.name}.weight_scale":
+            self._set("scale", into, values[:, 0])
+        elif name == self.spec.weight:
+            self._pack(into[0].start, values)
+        else:
+            super().fill(name, into, values)
+
+
 def packed_matrix(linear: Linear) -> PackedMatrix:
     """The matrix of a projection that C computes."""
     if not isinstance(linear, NativeLinear):
@@ -111,9 +134,13 @@ def packed_matrix(linear: Linear) -> PackedMatrix:
     return linear.matrix
 
 
+_CLASSES = {Storage.FLOAT: NativeLinear, Storage.INT8_ROWS: Int8RowsLinear}
+
+
 def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dtype, library: Library | None) -> Linear:
-    """A projection whose numbers are kept and multiplied as `number_format` says."""
-    return NativeLinear(spec, _KERNELS[number_format], dtype, library)
+    """A projection whose numbers are stored, kept and multiplied as `number_format` says."""
+    kind = _KERNELS[number_format.weight, number_format.activation]
+    return _CLASSES[number_format.stored_as](spec, kind, dtype, library)
 
 
 def packed_linear(

@@ -115,7 +115,10 @@ class Library:
         self._functions.run_linear(*given, self._scratch_of(needed), threads)
 
     def pack_rows(self, matrix: PackedMatrix, first: int, rows: Tensor) -> None:
-        """Lay `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on."""
+        """Lay `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on.
+
+        Rows of int8 are the integers of a matrix in 8 bits, whose scales are then the caller's to fill.
+        """
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
         threads = _team()
         self._functions.pack_rows(ctypes.byref(matrix), _at(rows), kind, stride, c_int64(first), count, threads)

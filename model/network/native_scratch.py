@@ -20,8 +20,9 @@ def planned_scratch(
     `dtype` is the network's, `kind` how its matrices are packed where that is not it.
     """
     stacks = [stack for stack in config.stacks.values() if NativeStack.unsupported(stack) is None]
-    kind = KINDS[dtype] if kind is None else kind
-    return max((_of_stack(library, stack, dtype, kind, rows, context) for stack in stacks), default=0)
+    kinds = {KINDS[dtype] if kind is None else kind, *([Kind.INT8] if config.stored_as else [])}
+    sizes = (_of_stack(library, stack, dtype, kind, rows, context) for stack in stacks for kind in kinds)
+    return max(sizes, default=0)
 
 
 def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, rows: int, context: int) -> int:

@@ -6,6 +6,8 @@ begins. The network keeps no state between calls; keys and values live in the po
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +42,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.backend = backend
-        self.linear = linear
+        linear = self.linear = replace(linear, stored_as=config.stored_as)
         own = linear.shard.config(config)  # what this rank holds
         size, collective = config.embedding.embedding_size, linear.collective
         vocabulary = [

@@ -25,7 +25,7 @@ from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
 from model.families import FAMILIES
-from model.families.table.rules import Shape, WeightRule
+from model.families.table.rules import Shape, TensorRule
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
@@ -67,24 +67,26 @@ def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
 
 def plan_tensors(
     config: ModelConfig, stored: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]
-) -> list[tuple[str, WeightRule]]:
+) -> list[tuple[str, TensorRule]]:
     """Which stored tensor fills which parameter, from headers alone; raises `CheckpointError` if any does not fit."""
     plan = plan_load(
         FAMILIES[config.model_type], config, {name: tensor.shape for name, tensor in stored.items()}, shapes
     )
-    strange = [f"{name} ({stored[name].kind})" for name, _ in plan if not stored[name].holds_numbers]
-    if strange:
-        raise CheckpointError(f"expected floating point, found {', '.join(strange)}")
+    for holds in dict.fromkeys(rule.holds for _, rule in plan):
+        strange = [name for name, rule in plan if rule.holds is holds and not stored[name].holds(holds)]
+        if strange:
+            found = ", ".join(f"{name} ({stored[name].kind})" for name in strange)
+            raise CheckpointError(f"expected {holds or 'floating point'}, found {found}")
     return plan
 
 
-def largest_in_flight(stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, WeightRule]]) -> int:
+def largest_in_flight(stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, TensorRule]]) -> int:
     """Bytes that are read before they are put where they are kept: the buffer, or a tensor that is transposed."""
     return max([BUFFER_BYTES, *(stored[name].nbytes for name, rule in plan if rule.transpose)])
 
 
 def kept_table_dtype(
-    stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, WeightRule]], linear: LinearFactory
+    stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, TensorRule]], linear: LinearFactory
 ) -> torch.dtype:
     """Of the token table: where C has its own copy, as it is stored if that takes less and loses nothing."""
     kinds = [stored[name].dtype for name, rule in plan if rule.target == TOKEN_TABLE and not rule.duplicate]
@@ -150,7 +152,7 @@ def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     family = FAMILIES[model.config.model_type]
     parameters = dict(model.named_parameters())
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    for rule in family.rules(model.config):
+    for rule in family.tensor_rules(model.config):
         if rule.duplicate:
             continue
         tensor = parameters[rule.target].detach()
@@ -174,7 +176,7 @@ def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def _fill(
-    filler: _Filler, reader: TensorReader, name: str, rule: WeightRule, whole: Shape, shard_slice: ShardSlice | None
+    filler: _Filler, reader: TensorReader, name: str, rule: TensorRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> None:
     """Put what `rule` takes of the stored tensor `name` into a `shard_slice` of its target, whose shape is `whole`."""
     shape = local_shape(whole, shard_slice)
@@ -187,7 +189,7 @@ def _fill(
 
 
 def _parts(
-    reader: TensorReader, name: str, rule: WeightRule, whole: Shape, shard_slice: ShardSlice | None
+    reader: TensorReader, name: str, rule: TensorRule, whole: Shape, shard_slice: ShardSlice | None
 ) -> Iterator[tuple[Index, Tensor]]:
     """A few rows after the other, and where in the piece they go; transposed ones all at once."""
     rows, width = rule.rows or (0, whole[0]), math.prod(whole[1:])
@@ -208,7 +210,7 @@ def _parts(
                 yield (slice(to, to + len(values)), *into[1:]), values
 
 
-def _runs(rule: WeightRule, total: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+def _runs(rule: TensorRule, total: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
     """Stored rows `[start, stop)` that stay together, and where they begin behind the target's row `first`.
 
     The rule takes `total` rows of the stored tensor, of which `[first, last)` are wanted.

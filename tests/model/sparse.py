@@ -45,7 +45,7 @@ def sparse_checkpoint(folder: Path, raw: dict[str, Any], kind: str = "BF16") -> 
     config = config_from_raw(raw)
     shapes = tensor_shapes(build_model(config, ReferenceBackend()))
     header, end = {}, 0
-    for rule in FAMILIES[config.model_type].rules(config):
+    for rule in FAMILIES[config.model_type].tensor_rules(config):
         shape = wanted_shape(rule, shapes)
         begin, end = end, end + math.prod(shape) * _BYTES[kind]
         header[rule.source] = {"dtype": kind, "shape": shape, "data_offsets": (begin, end)}

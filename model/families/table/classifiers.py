@@ -11,9 +11,8 @@ from model.config.model import (
     ModelConfig,
 )
 from model.errors import ConfigError
-from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
-from model.families.table.rules import ClassifierTable, WeightRule
+from model.families.table.rules import ClassifierTable, LinearRule
 
 _MAX_LABELS = 1_000_000  # a larger number is an error in the file
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
@@ -83,12 +82,12 @@ def _labels(raw: Settings) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
-def classifier_rules(config: ModelConfig) -> Iterator[WeightRule]:
+def classifier_rules(config: ModelConfig) -> Iterator[LinearRule]:
     """Yield the weight rules of the classification head, if any."""
     if config.classifier is None:
         return
     head = _head(config.model_type, config.classifier.per_token)
     assert head is not None
     if config.classifier.dense is not None:
-        yield from affine(head.dense, "classifier.dense")
-    yield from affine(head.out, "classifier.out", bias=config.classifier.bias)
+        yield LinearRule(head.dense, "classifier.dense")
+    yield LinearRule(head.out, "classifier.out", bias=config.classifier.bias)

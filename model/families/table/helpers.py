@@ -8,7 +8,7 @@ from typing import Any
 from model.config.layer import Activation, AttentionConfig, LayerConfig
 from model.config.model import GenerationRules, HeadConfig
 from model.errors import ConfigError
-from model.families.table.rules import WeightRule
+from model.families.table.rules import LinearRule, TensorRule
 
 _MAX_LAYERS = 10_000  # a larger number is an error in the file
 _ACTIVATIONS = {
@@ -115,36 +115,34 @@ def layers_by_type(
     return tuple(layers[kind] for kind in types)
 
 
-def affine(source: str, target: str, *, bias: bool = True) -> Iterator[WeightRule]:
-    """Yield the rules of the weight and the bias of one matrix or norm."""
-    yield WeightRule(f"{source}.weight", f"{target}.weight")
+def affine(source: str, target: str, *, bias: bool = True) -> Iterator[TensorRule]:
+    """Yield the rules of the weight and the bias of a norm."""
+    yield TensorRule(f"{source}.weight", f"{target}.weight")
     if bias:
-        yield WeightRule(f"{source}.bias", f"{target}.bias")
+        yield TensorRule(f"{source}.bias", f"{target}.bias")
 
 
-def fused(sources: Mapping[str, int], target: str, *, bias: bool) -> Iterator[WeightRule]:
-    """Yield the rules that stack stored matrices by rows into one: `sources` maps each name to its rows, in order."""
+def fused(sources: Mapping[str, int], target: str, *, bias: bool) -> Iterator[LinearRule]:
+    """Yield the rules that fuse stored projections by rows: `sources` maps each name to its rows, in order."""
     start = 0
     for source, size in sources.items():
-        yield WeightRule(f"{source}.weight", f"{target}.weight", rows=(start, start + size))
-        if bias:
-            yield WeightRule(f"{source}.bias", f"{target}.bias", rows=(start, start + size))
+        yield LinearRule(source, target, bias, rows=(start, start + size))
         start += size
 
 
 def self_attention(
     config: AttentionConfig, target: str, query: str, key: str, value: str, out: str
-) -> Iterator[WeightRule]:
+) -> Iterator[LinearRule]:
     """Yield the rules of separately stored q, k, v and output projections; q, k and v are fused."""
     sources = {query: config.query_size, key: config.kv_size, value: config.kv_size}
     yield from fused(sources, f"{target}.qkv", bias=config.qkv_bias)
-    yield from affine(out, f"{target}.out", bias=config.out_bias)
+    yield LinearRule(out, f"{target}.out", config.out_bias)
 
 
 def cross_attention(
     config: AttentionConfig, target: str, query: str, key: str, value: str, out: str
-) -> Iterator[WeightRule]:
+) -> Iterator[LinearRule]:
     """Yield the rules of cross attention: q alone, k and v fused, and the output projection."""
-    yield from affine(query, f"{target}.q", bias=config.qkv_bias)
+    yield LinearRule(query, f"{target}.q", config.qkv_bias)
     yield from fused({key: config.kv_size, value: config.kv_size}, f"{target}.kv", bias=config.qkv_bias)
-    yield from affine(out, f"{target}.out", bias=config.out_bias)
+    yield LinearRule(out, f"{target}.out", config.out_bias)

@@ -1,16 +1,18 @@
 """How tensors of a checkpoint become parameters of the Transformer: rules and the plan they make. Pure; opens no file.
 
-A family lists one `WeightRule` for each tensor it stores. `plan_load` matches the rules with what the folder holds and
-what the network needs, and is a bijection: no tensor unused, no parameter unfilled, every shape equal; otherwise one
-`CheckpointError` lists all offenders. `Family` ties a family's two functions together.
+A family lists a `LinearRule` for each projection and a `TensorRule` for every other tensor that it stores. `plan_load`
+matches the rules with what the folder holds and what the network needs, and is a bijection: no tensor unused, no
+parameter unfilled, every shape equal; otherwise one `CheckpointError` lists all offenders. `Family` ties a family's two
+functions together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from model.config.formats import STORED_TENSORS, NumberKind, Storage
 from model.config.layer import Activation
 from model.config.model import ClassifierInput, ModelConfig
 from model.families.table.raw_config import Settings
@@ -20,13 +22,14 @@ _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 @dataclass(frozen=True, slots=True)
-class WeightRule:
+class TensorRule:
     """The tensor `source` fills `target`, or its rows `[start, stop)` where several tensors are fused into one.
 
     `shape` is how it is stored where that is not the target's own. `transpose` swaps rows and columns (Conv1D);
     `interleaved` (heads, parts) is stored head by head, `[heads, parts, dim]` rows, and wanted part by part (GPT-NeoX).
     Of a tensor that fills several targets each rule takes a `part` of its rows (nn.MultiheadAttention), and has a
     `shape`. A `duplicate` may be absent; where present it must equal what fills the target (tied weights stored twice).
+    `holds` says which integers are stored; None: floating-point numbers.
     """
 
     source: str
@@ -37,6 +40,38 @@ class WeightRule:
     part: tuple[int, int] | None = None
     interleaved: tuple[int, int] | None = None
     duplicate: bool = False
+    holds: NumberKind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRule:
+    """The projection `source` fills `target`, or its `rows` where several are fused, in whatever format it is stored.
+
+    For a checkpoint it stands for one `TensorRule` for each stored tensor: weight, scales, bias.
+    """
+
+    source: str
+    target: str
+    bias: bool = True
+    rows: tuple[int, int] | None = None
+    transpose: bool = False
+    interleaved: tuple[int, int] | None = None
+
+    def tensors(self, storage: Storage) -> Iterator[TensorRule]:
+        """The rules of a matrix that is stored so."""
+        kinds = STORED_TENSORS[storage] | ({"bias": None} if self.bias else {})
+        for tensor, holds in kinds.items():
+            yield TensorRule(
+                f"{self.source}.{tensor}",
+                f"{self.target}.{tensor}",
+                self.rows,
+                transpose=self.transpose and tensor == "weight",
+                interleaved=self.interleaved,
+                holds=holds,
+            )
+
+
+Rule = TensorRule | LinearRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +95,17 @@ class Family:
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
-    rules: Callable[[ModelConfig], Iterable[WeightRule]]
+    rules: Callable[[ModelConfig], Iterable[Rule]]
     prefix: str = ""
     dropped: tuple[str, ...] = ()
+
+    def tensor_rules(self, config: ModelConfig) -> Iterator[TensorRule]:
+        """Every rule of a model, projections by the format that they are stored in."""
+        for rule in self.rules(config):
+            if isinstance(rule, TensorRule):
+                yield rule
+            else:
+                yield from rule.tensors(config.stored_as.get(rule.target, Storage.FLOAT))
 
     def canonical(self, name: str) -> str:
         """Without the prefix; the gain and shift of a norm were once called gamma and beta."""

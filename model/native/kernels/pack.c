@@ -9,7 +9,7 @@
 /* Rows of a matrix before they are packed. */
 typedef struct {
     const PackedMatrix *matrix;
-    const void *rows;     /* [count][stride], F32 or BF16; BF16 if the matrix is */
+    const void *rows;     /* [count][stride], F32 or BF16; BF16 if the matrix is; INT8 only if the matrix is */
     int64_t kind, stride; /* stride: elements */
     int64_t first, count; /* which rows of the matrix these are */
 } UnpackedRows;
@@ -68,7 +68,8 @@ static void pack_panel(const UnpackedRows *rows, int64_t panel) {
     float numbers[PACK_DEPTH], scales[PANEL_WIDTH];
     uint32_t words[PANEL_WIDTH][PACK_DEPTH];
     int32_t sums[PANEL_WIDTH] = {0};
-    if (kind == INT8)
+    int quantised = kind == INT8 && rows->kind != INT8; /* here, not before */
+    if (quantised)
         for (int64_t row = begin; row < end; row++) scales[row % PANEL_WIDTH] = row_scale(rows, row);
     for (int64_t k = 0; k < depth; k += PACK_DEPTH) {
         int64_t count = min_i64(PACK_DEPTH, depth - k) / step, filled = min_i64(PACK_DEPTH, matrix->k - k);
@@ -79,6 +80,10 @@ static void pack_panel(const UnpackedRows *rows, int64_t panel) {
                 memcpy(line, unpacked_number(rows, row, k), filled * sizeof(bf16));
             } else if (kind == F32) {
                 read_floats(rows, row, k, (float *)line);
+            } else if (rows->kind == INT8) {
+                memset(line, 0, PACK_DEPTH);
+                memcpy(line, unpacked_number(rows, row, k), filled);
+                for (int64_t i = 0; i < filled; i++) sums[row % PANEL_WIDTH] += ((int8_t *)line)[i];
             } else {
                 read_floats(rows, row, k, numbers);
                 sums[row % PANEL_WIDTH] += quantise(numbers, scales[row % PANEL_WIDTH], (int8_t *)line);
@@ -90,13 +95,13 @@ static void pack_panel(const UnpackedRows *rows, int64_t panel) {
     }
     if (kind == INT8)
         for (int64_t row = begin; row < end; row++) {
-            ((float *)matrix->scale)[row] = scales[row % PANEL_WIDTH];
+            if (quantised) ((float *)matrix->scale)[row] = scales[row % PANEL_WIDTH];
             ((int32_t *)matrix->row_sums)[row] = sums[row % PANEL_WIDTH];
         }
 }
 
-/* Pack rows [first, first + count) of a matrix from `from`, floats or bf16 `stride` elements apart; INT8: fills
- * scale and row sums too. */
+/* Pack rows [first, first + count) of a matrix from `from`, floats, bf16 or, if the matrix is INT8, its integers, `stride`
+ * elements apart. INT8: fills row sums too, and scale unless the rows are integers. */
 EXPORTED void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first,
                         int64_t count, int64_t threads) {
     UnpackedRows rows = {matrix, from, kind, stride, first, count};

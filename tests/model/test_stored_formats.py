@@ -1,0 +1,224 @@
+"""Checkpoints with projections in 8 bits (compressed-tensors W8A8): read exactly; other formats refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import read_checkpoint
+from model.config.formats import Storage
+from model.engine.builder import load, weight_bytes
+from model.engine.memory_plan import plan_weights
+from model.errors import CheckpointError, ConfigError
+from model.linear.base import LinearSpec, Part, linears
+from model.linear.factory import LinearFactory
+from model.linear.native import Int8RowsLinear, NativeLinear
+from model.native.library import Kind
+from model.network.native_stack import native_linears
+from model.network.weights import load_model
+from tests.model.checkpoints import copied, load_native, native_backends, saved
+from tests.model.parity import decoder_logits, decoder_prompts, hidden_states
+from tests.parallel.ranks import on_ranks
+
+needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+NUMBERS = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "observer": "minmax"}
+QUANTIZATION: dict[str, Any] = {  # as llm-compressor writes it for W8A8
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "global_compression_ratio": 1.2,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**NUMBERS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**NUMBERS, "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+    },
+}
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "query", "key", "value", "dense")
+
+
+def quantised(kind: str, into: Path, scale_dtype: torch.dtype = torch.float32) -> Path:
+    """The kind's folder with the projections of its layers in 8 bits, rounded as ours are: to 127 of the largest."""
+    folder = copied(kind, into)
+    file = folder / "model.safetensors"
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(file).items():
+        stem = name.removesuffix(".weight")
+        if not (name.endswith(".weight") and stem.rpartition(".")[2] in LAYERS and "layer" in stem):
+            tensors[name] = tensor
+            continue
+        scale = (tensor.abs().amax(1, keepdim=True) / 127.0).to(scale_dtype)
+        tensors[name] = (tensor / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        tensors[f"{stem}.weight_scale"] = scale
+    save_file(tensors, file)
+    describe(folder, QUANTIZATION)
+    return folder
+
+
+def describe(folder: Path, quantization: dict[str, Any] | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["llama-gqa", "bert"])
+def test_stored_integers_are_packed_as_quantised_ones(kind: str, tmp_path: Path) -> None:
+    """The same rounding, done before and while it is loaded, gives the same bytes."""
+    library = native_backends()[0].library
+    stored = load_native(read_checkpoint(quantised(kind, tmp_path)), library)
+    ours = load_native(read_checkpoint(saved(kind).path), library, quantized=True)
+    expected = {linear.spec.name: linear for linear in linears(ours)}
+    layers = [linear for linear in linears(stored) if ".layers." in linear.spec.name]
+    assert layers and all(isinstance(linear, Int8RowsLinear) for linear in layers)
+    for linear in layers:
+        other = expected[linear.spec.name]
+        assert isinstance(linear, NativeLinear) and isinstance(other, NativeLinear)
+        assert linear.arrays.keys() == other.arrays.keys()
+        for name, array in linear.arrays.items():
+            assert torch.equal(array, other.arrays[name]), f"{linear.spec.name} {name}"
+
+
+@needs_native
+def test_a_product_of_stored_integers_is_exact_up_to_its_activations() -> None:
+    """Also of -128, which our own quantisation never makes."""
+    torch.manual_seed(0)
+    n, k = 37, 130
+    integers, scales = torch.randint(-128, 128, (n, k), dtype=torch.int8), torch.rand(n, 1)
+    integers[3] = -128
+    linear = Int8RowsLinear(LinearSpec("m", k, (Part(n),)), Kind.INT8, torch.float32, native_backends()[0].library)
+    linear.fill("m.weight_scale", (slice(0, n),), scales)
+    for first, last in ((20, 37), (0, 5), (5, 20)):
+        linear.fill("m.weight", (slice(first, last),), integers[first:last])
+    linear.fill("m.bias", (slice(0, n),), torch.zeros(n))
+    rows = torch.randint(-127, 128, (40, k)).float()
+    rows[:, 0] = 127.0  # so that each row's scale is 1, and its integers are itself
+    exact = (rows.double() @ integers.double().T) * scales.T
+    torch.testing.assert_close(linear(rows).double(), exact, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_computes_with_the_numbers_that_the_integers_stand_for(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = quantised("llama-gqa", tmp_path, torch.bfloat16)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.down_proj"
+    expected = tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"].float()
+    model = load_model(read_checkpoint(folder), SdpaBackend(), LinearFactory(dtype))
+    assert torch.equal(model.get_parameter("decoder.layers.1.mlp.down.weight"), expected.to(dtype))
+
+
+@torch.inference_mode()
+def test_two_ranks_read_their_part_of_integers_and_scales(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(quantised("llama-gqa", tmp_path))
+
+    @torch.inference_mode()
+    def work(group: Any) -> Tensor:
+        model = load_model(checkpoint, SdpaBackend(), LinearFactory(collective=group))
+        return decoder_logits(model, decoder_prompts())
+
+    expected = decoder_logits(load_model(checkpoint, SdpaBackend()), decoder_prompts())
+    for found in on_ranks(2, work):
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@needs_native
+@torch.inference_mode()
+def test_in_c_it_is_as_near_to_torch_as_8_bits_of_activations_are(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(quantised("bert", tmp_path))
+    exact, _ = hidden_states(load_model(checkpoint, SdpaBackend()))
+    found, _ = hidden_states(load_native(checkpoint, native_backends()[0].library))
+    error = torch.cat(found) - torch.cat(exact)
+    assert 0 < error.pow(2).mean().sqrt() < 0.05 * torch.cat(exact).std()
+
+
+@needs_native
+def test_it_is_served_as_it_is_stored_and_takes_what_was_planned(tmp_path: Path) -> None:
+    folder = quantised("llama-gqa", tmp_path)
+    checkpoint = read_checkpoint(folder)
+    assert set(checkpoint.config.stored_as.values()) == {Storage.INT8_ROWS}
+    assert "head" not in checkpoint.config.stored_as
+    loaded = load(ModelSpec("m", str(folder), EngineConfig(device="cpu", dtype="float32", kv_cache_memory=1 << 20)))
+    assert (loaded.info.dtype, loaded.info.dtype_reason) == ("int8", "the checkpoint stores it so")
+    planned = plan_weights(checkpoint, native_linears(checkpoint.config, torch.float32, None)).total
+    assert planned == loaded.info.weight_bytes == weight_bytes(loaded.encode.model)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (
+            ("quant_method",),
+            "gptq",
+            r"quantization_config\.quant_method: 'gptq' is not served, only 'compressed-tensors'",
+        ),
+        (("format",), "pack-quantized", r"format: 'pack-quantized' is not served, only 'int-quantized'"),
+        (("config_groups",), {}, r"config_groups must be an object of groups"),
+        (
+            ("config_groups", "group_0", "weights", "num_bits"),
+            4,
+            r"group_0\.weights\.num_bits: 4 is not served, only 8",
+        ),
+        (("config_groups", "group_0", "weights", "strategy"), "group", r"weights\.strategy: 'group' is not served"),
+        (("config_groups", "group_0", "weights", "symmetric"), False, r"weights\.symmetric: False is not served"),
+        (("config_groups", "group_0", "input_activations", "dynamic"), False, r"input_activations\.dynamic: False"),
+        (("config_groups", "group_0", "input_activations"), None, r"input_activations must be an object, found None"),
+    ],
+)
+def test_other_formats_are_refused_by_the_setting_that_differs(
+    where: tuple[str, ...], value: Any, message: str, tmp_path: Path
+) -> None:
+    folder, changed = copied("llama-gqa", tmp_path), deepcopy(QUANTIZATION)
+    inner = changed
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    describe(folder, changed)
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(folder)
+
+
+def test_integers_and_scales_are_part_of_the_bijection(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj"
+
+    def refusal(change: Callable[[dict[str, Tensor]], None], quantization: dict[str, Any] | None = QUANTIZATION) -> str:
+        folder = quantised("llama-gqa", tmp_path / str(len(list(tmp_path.iterdir()))))
+        edit(folder, change)
+        describe(folder, quantization)
+        with pytest.raises(CheckpointError) as error:
+            load_model(read_checkpoint(folder), SdpaBackend())
+        return str(error.value)
+
+    def narrowed(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"][0]
+
+    def widened(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float()
+
+    def lost(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{name}.weight_scale"]
+
+    # One part of a fused projection without its scales: the others say how it is stored.
+    assert "missing: layers.0.self_attn.k_proj.weight_scale" in refusal(lost)
+    assert f"misshaped: {name}.weight_scale: found [1], expected [16, 1]" in refusal(narrowed)
+    assert refusal(widened) == f"expected int8, found {name}.weight (F32)"
+    assert "extra: model.layers.0.mlp.down_proj.weight_scale, " in refusal(lambda tensors: None, None)
