@@ -12,6 +12,17 @@ from typing import Any
 from model.config.formats import Storage
 from model.errors import ConfigError
 
+# What describes how the numbers were found, or which projections are left out: their tensors say that too.
+_HARMLESS = (
+    "version",
+    "global_compression_ratio",
+    "ignore",
+    "config_groups",
+    "targets",
+    "weights",
+    "input_activations",
+)
+_HOW_FOUND = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 _SETTINGS = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -46,3 +57,7 @@ def _expect(where: str, found: Any, expected: Mapping[str, Any]) -> None:
     for key, value in expected.items():
         if found.get(key, value) != value:
             raise ConfigError(f"{where}.{key}: {found[key]!r} is not served, only {value!r}")
+    known = {*expected, *_HARMLESS, *_HOW_FOUND}
+    unknown = sorted(key for key, value in found.items() if key not in known and value not in (None, False, {}, []))
+    if unknown:
+        raise ConfigError(f"{where} has unknown settings: {', '.join(unknown)}")

@@ -26,6 +26,7 @@ from model.config.layer import (
     RotaryConfig,
 )
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.linear.factory import LinearFactory
 from model.network.embeddings import SinusoidalPositions
 from model.network.inputs import packed_input
 from model.network.mlp import MLP
@@ -66,7 +67,9 @@ def build(config: StackConfig, backend: AttentionBackend | None = None) -> Trans
     """A model of one stack."""
     torch.manual_seed(0)
     stacks = {"decoder" if config.causal else "encoder": config}
-    model = Transformer(ModelConfig("native", EmbeddingConfig(VOCAB, SIZE), **stacks), backend or ReferenceBackend())
+    model = Transformer(
+        ModelConfig("native", EmbeddingConfig(VOCAB, SIZE), **stacks), backend or ReferenceBackend(), LinearFactory()
+    )
     for name, parameter in model.requires_grad_(False).named_parameters():
         is_gain = name.endswith("weight") and "norm" in name
         parameter.normal_(1.0 if is_gain else 0.0, 0.0 if is_gain else 0.3)
@@ -149,7 +152,9 @@ FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
 def test_feed_forward_layers_are_their_formulas(activation: Activation, gated: bool) -> None:
     """ReLU and GELU feed-forward; gated by SiLU it is SwiGLU, `(SiLU(x W) * x V) W2` (Shazeer 2020)."""
     torch.manual_seed(0)
-    mlp, x = MLP(MLPConfig(6, activation, gated=gated, bias=False), 4), torch.randn(3, 4)
+    mlp, x = MLP(MLPConfig(6, activation, gated=gated, bias=False), 4, LinearFactory()), torch.randn(3, 4)
+    for parameter in mlp.requires_grad_(False).parameters():
+        parameter.normal_()
     parts = (x @ mlp.up.weight.T).split(6, dim=-1)
     inner = FORMULAS[activation](parts[0])
     torch.testing.assert_close(mlp(x), (inner * parts[1] if gated else inner) @ mlp.down.weight.T)

@@ -172,6 +172,7 @@ def test_it_is_served_as_it_is_stored_and_takes_what_was_planned(tmp_path: Path)
             r"quantization_config\.quant_method: 'gptq' is not served, only 'compressed-tensors'",
         ),
         (("format",), "pack-quantized", r"format: 'pack-quantized' is not served, only 'int-quantized'"),
+        (("transform_config",), {"R1": {}}, r"quantization_config has unknown settings: transform_config"),
         (("config_groups",), {}, r"config_groups must be an object of groups"),
         (
             ("config_groups", "group_0", "weights", "num_bits"),
