@@ -157,10 +157,11 @@ class LLM:
         if params.num_beams > info.max_num_seqs:
             raise ConfigError(f"num_beams must be at most {info.max_num_seqs}, the sequences of a step")
         length = min(params.max_tokens + (1 if reads else prompt_tokens), info.max_model_len)
-        blocks = info.blocks_for(params.num_beams, length, source=prompt_tokens if reads else 0)
-        if blocks > info.num_blocks:
+        shortage = info.shortage(params.num_beams, length, source=prompt_tokens if reads else 0)
+        if shortage is not None:
+            needed, there = shortage
             raise ConfigError(
-                f"{params.num_beams} beams of {length} tokens need {blocks} blocks of KV cache, of {info.num_blocks}"
+                f"{params.num_beams} beams of {length} tokens need {needed} blocks of KV cache, of {there}"
             )
 
     def _ids(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -60,8 +60,9 @@ SERVICE = """
     runtimes            : model/errors model/api model/text model/checkpoint model/client settings core lifecycle http
                           app
     runtimes/ray_serve  : model/errors model/api settings core observability lifecycle http runtimes
-    cli                 : model/errors model/api model/system model/text model/checkpoint model/inspection model/engine
-                          model/llm settings observability lifecycle runtimes runtimes/ray_serve
+    cli                 : model/errors model/config model/api model/system model/text model/checkpoint
+                          model/inspection model/engine model/llm settings observability lifecycle runtimes
+                          runtimes/ray_serve
 """
 LOADTEST = """
     errors

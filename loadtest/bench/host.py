@@ -49,7 +49,7 @@ def step_milliseconds(batch: int, *, temperature: float = 0.0, context: int = 25
     stack = StackConfig((layer,), hidden_size=1, causal=True)
     config = ModelConfig("llama", EmbeddingConfig(_VOCAB, 1), decoder=stack, head=HeadConfig(tied=True))
     blocks = BlockManager([PoolSize(batch * (2 + (context + steps) // _BLOCK))], _BLOCK)
-    cache = KVCache(stack, blocks.num_blocks, _BLOCK, torch.float32, torch.device("cpu"))
+    cache = KVCache(stack, [blocks.num_blocks], _BLOCK, torch.float32, torch.device("cpu"))
     runner = ModelRunner(EmptyModel(config), cache, blocks)  # type: ignore[arg-type]
     scheduler = Scheduler(blocks, batch, batch * context)
     engine = GenerateEngine("hollow", runner, scheduler, max_model_len=context + steps + 2)

@@ -17,6 +17,7 @@ import torch
 
 from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
+from model.config.cache import cached_elements
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
@@ -95,7 +96,7 @@ class Costs:
             decoder=_weights(decoder),
             head=head,
             cross=cross,
-            kv_per_token=config.kv_elements_per_token,
+            kv_per_token=cached_elements(config.decoder),
         )
 
 

@@ -47,6 +47,17 @@ class Demand:
     waiting_tokens: int  # of prompts and inputs without an output yet
 
 
+@dataclass(frozen=True, slots=True)
+class CachePool:
+    """Blocks of KV cache for the layers that read `window` tokens back, or all tokens (None)."""
+
+    window: int | None
+    layers: int
+    num_blocks: int
+    bytes_per_token: int  # of all these layers
+    max_sequence_blocks: int | None = None  # that a sequence keeps, however long it is; None: there is no such bound
+
+
 @dataclass(slots=True)
 class ModelInfo:
     """Properties of a loaded model, as the banner and `/info` show them."""
@@ -76,6 +87,7 @@ class ModelInfo:
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)
+    cache_pools: tuple[CachePool, ...] = ()  # the first has `num_blocks`; empty: a single one without a window
 
     @property
     def limits(self) -> BatchLimits:
@@ -83,9 +95,24 @@ class ModelInfo:
             self.max_num_seqs, self.max_num_batched_tokens, self.max_queued_requests, self.max_queued_tokens
         )
 
-    def blocks_for(self, sequences: int, length: int, *, source: int = 0) -> int:
-        """Return the KV blocks for sequences of `length` tokens each and one `source` of tokens that they share."""
-        return sequences * -(-length // self.block_size) - (-source // self.block_size)
+    @property
+    def sequence_capacity(self) -> int | None:
+        """Tokens of one sequence that an empty KV cache holds; None: layers with windows bound it by nothing."""
+        bounded = not self.cache_pools or self.cache_pools[0].max_sequence_blocks is None
+        return self.num_blocks * self.block_size if bounded else None
+
+    def shortage(self, sequences: int, length: int, *, source: int = 0) -> tuple[int, int] | None:
+        """Return what does not fit into an empty KV cache of sequences of `length` tokens and one `source` for all.
+
+        As (blocks needed, blocks there) of the first pool that is too small; None: all fits.
+        """
+        pools = self.cache_pools or (CachePool(None, 0, self.num_blocks, self.kv_bytes_per_token),)
+        each, shared = -(-length // self.block_size), -(-source // self.block_size)
+        for pool in pools:
+            needed = sequences * min(each, pool.max_sequence_blocks or each) + shared
+            if needed > pool.num_blocks:
+                return needed, pool.num_blocks
+        return None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients
-from model.cache.paged import KVCache, LayerCache
+from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig, XLNetRelativeConfig
 from model.native.library import KINDS, Kind, Library
@@ -84,14 +84,12 @@ def shape_of(config: AttentionConfig) -> AttentionShape:
 
 def kv_pages(layer: LayerCache) -> KVPages:
     """One layer's pool as rows of slots."""
-    stride = layer.keys.shape[2] * layer.keys.shape[3]
+    strides = (pages.shape[2] * pages.shape[3] for pages in (layer.keys, layer.values))
     scales = (None, None) if layer.scales is None else (scale.data_ptr() for scale in layer.scales)
-    return KVPages(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, stride, stride)
+    return KVPages(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, *strides)
 
 
-def fill_segments(
-    segments: Segments, metadata: AttentionMetadata, cache: KVCache | LayerCache | None
-) -> Iterator[Tensor]:
+def fill_segments(segments: Segments, metadata: AttentionMetadata, cache: LayerCache | None) -> Iterator[Tensor]:
     """Describe a step's segments; yields the tensors that must live as long as the description."""
     starts = torch.tensor(metadata.cu_seqlens_q, dtype=torch.int64)
     lens = torch.tensor(metadata.kv_lens, dtype=torch.int64)

@@ -1,31 +1,32 @@
-"""The one pool of keys and values: pages of `block_size` tokens for every layer, self and cross alike.
+"""Pages of keys and values, by layer: `block_size` tokens each, self and cross attention alike.
 
-    keys, values: [num_layers, num_blocks, block_size, K, D]      slot = block * block_size + offset
+    keys, values: [num_pages, block_size, K, D] of each layer      slot = block * block_size + offset
 
-Who owns which block is `model.engine.scheduling.block_manager`'s business; here are only the tensors.
+Which sequence has which block is `model.engine.scheduling.block_manager`'s business; here are only the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model.config.cache import PagedSpec, paged_specs, pools_of
 from model.config.model import StackConfig
-from model.errors import ConfigError
 from model.system import huge_pages
 from model.system.transfer import device_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages `[num_blocks, block_size, K, D]`; of int8 with a scale for each token and head."""
+    """One layer's pages `[num_pages, block_size, K, D]`; of int8 with a scale for each token and head."""
 
     keys: Tensor
     values: Tensor
-    scales: tuple[Tensor, Tensor] | None = None  # of keys and values, [num_blocks, block_size, K] float32
+    scales: tuple[Tensor, Tensor] | None = None  # of keys and values, [num_pages, block_size, K] float32
+    pool: int = 0  # whose tables and slots it is read and written by
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Put `key` and `value` `[T, K, D]` at `slots` `[T]`."""
@@ -51,34 +52,46 @@ class LayerCache:
 
 
 class KVCache:
-    """The pool of one model."""
+    """The caches of a decoder's layers, each of its own shape.
+
+    Layers of one window share the blocks of one pool (`model.config.cache.pools_of`), and equal layers of a pool one
+    tensor, so that a block is copied for all of them at once.
+    """
 
     def __init__(
-        self, stack: StackConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, decoder: StackConfig, num_pages: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        attention = stack.layers[0].mixer
-        if any(layer.mixer.kv_shape != attention.kv_shape for layer in stack.layers):
-            raise ConfigError("the KV cache needs layers with equal key and value heads")
-        shape = (stack.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
-        self.num_blocks = num_blocks
+        """`num_pages`: of each pool."""
+        specs = paged_specs(decoder, str(dtype).removeprefix("torch."))
+        self.pools = pools_of(specs)
+        self.num_pages = tuple(num_pages)
         self.block_size = block_size
         self.device = device
-        self._tensors = [self.keys, self.values]
-        scales: Sequence[tuple[Tensor, Tensor] | None] = [None] * stack.num_layers
-        if dtype is torch.int8:
-            key_scales, value_scales = (_zeros(shape[:-1], torch.float32, device) for _ in range(2))
-            self._tensors += [key_scales, value_scales]
-            scales = list(zip(key_scales, value_scales, strict=True))
-        self.layers = tuple(
-            LayerCache(keys, values, pair) for keys, values, pair in zip(self.keys, self.values, scales, strict=True)
-        )
+        self._tensors: list[list[Tensor]] = []  # of each pool
+        layers: dict[int, LayerCache] = {}
+        for at, (pool, pages) in enumerate(zip(self.pools, num_pages, strict=True)):
+            self._tensors.append([])
+            for spec in dict.fromkeys(specs[index] for index in pool.layers):
+                equal = [index for index in pool.layers if specs[index] == spec]
+                layers |= zip(equal, self._make_layers(at, spec, len(equal), pages), strict=True)
+        self.layers = tuple(layers[index] for index in range(len(specs)))
 
-    def copy_blocks(self, copies: Mapping[int, int]) -> None:
-        """Fill whole blocks (to -> from), all read before any is written."""
-        target, source = (device_tensor(list(of), self.device, torch.int64) for of in (copies, copies.values()))
-        for tensor in self._tensors:
+    def _make_layers(self, pool: int, spec: PagedSpec, count: int, pages: int) -> list[LayerCache]:
+        shape = (count, pages, self.block_size, spec.kv_heads)
+        dtype = getattr(torch, spec.dtype)
+        keys, values = (_zeros((*shape, dim), dtype, self.device) for dim in (spec.key_dim, spec.value_dim))
+        self._tensors[pool] += [keys, values]
+        scales: Sequence[tuple[Tensor, Tensor] | None] = [None] * count
+        if dtype is torch.int8:
+            key_scales, value_scales = (_zeros(shape, torch.float32, self.device) for _ in range(2))
+            self._tensors[pool] += [key_scales, value_scales]
+            scales = list(zip(key_scales, value_scales, strict=True))
+        return [LayerCache(*pages, pool) for pages in zip(keys, values, scales, strict=True)]
+
+    def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Fill whole blocks of a pool with others of it, all read before any is written."""
+        target, source = (device_tensor(list(blocks), self.device, torch.int64) for blocks in (targets, sources))
+        for tensor in self._tensors[pool]:
             tensor[:, target] = tensor[:, source]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from model.config.model import StackConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4  # float32
@@ -21,16 +23,38 @@ class PagedSpec:
     window: int | None = None  # tokens that a query reads, its own and those before it; None: all
 
     @property
+    def elements(self) -> int:
+        """Numbers of one token, without scales."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
     def token_bytes(self) -> int:
-        scales = 2 * _SCALE_BYTES if self.dtype == "int8" else 0
-        return self.kv_heads * ((self.key_dim + self.value_dim) * ITEM_BYTES[self.dtype] + scales)
+        scales = 2 * _SCALE_BYTES * self.kv_heads if self.dtype == "int8" else 0
+        return self.elements * ITEM_BYTES[self.dtype] + scales
+
+
+def paged_specs(decoder: StackConfig, dtype: str) -> tuple[PagedSpec, ...]:
+    """The cache of each layer of a decoder, whose cross attention keeps as much for each position of a source."""
+    mixers = (layer.mixer for layer in decoder.layers)
+    return tuple(PagedSpec(one.num_kv_heads, one.head_dim, one.head_dim, dtype, one.window) for one in mixers)
+
+
+def cached_elements(decoder: StackConfig | None, context: int = 1) -> int:
+    """Numbers that a sequence of `context` tokens keeps of its self attention, over all layers; 0 without a decoder."""
+    specs = paged_specs(decoder, "float32") if decoder is not None else ()
+    return sum(spec.elements * min(context, spec.window or context) for spec in specs)
 
 
 class PoolSize(NamedTuple):
-    """How many blocks a pool has."""
+    """How many blocks sequences can have of a pool."""
 
     num_blocks: int
     window: int | None = None  # of the layers that it belongs to
+
+    @property
+    def num_pages(self) -> int:
+        """Blocks that there are: a windowed pool has one of zeros, for the places of tables behind the window."""
+        return self.num_blocks + (self.window is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +68,22 @@ class PoolSpec:
 
 def pools_of(layers: Sequence[PagedSpec]) -> tuple[PoolSpec, ...]:
     """One pool for each window: first that of the layers that read everything, then the largest window first."""
-    windows = sorted({spec.window for spec in layers}, key=lambda window: -(window or 1 << 62))
     return tuple(
         PoolSpec(
             window,
             tuple(index for index, spec in enumerate(layers) if spec.window == window),
             sum(spec.token_bytes for spec in layers if spec.window == window),
         )
-        for window in windows
+        for window in _windows(spec.window for spec in layers)
     )
+
+
+def pool_of_layers(stack: StackConfig) -> tuple[int, ...]:
+    """The index of each layer's pool; of a stack without a cache too, whose pools then read the same rows."""
+    windows = _windows(layer.mixer.window for layer in stack.layers)
+    return tuple(windows.index(layer.mixer.window) for layer in stack.layers)
+
+
+def _windows(found: Iterable[int | None]) -> list[int | None]:
+    """The different ones, that which reads furthest back first."""
+    return sorted(set(found), key=lambda window: -(window or 1 << 62))

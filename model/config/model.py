@@ -287,10 +287,3 @@ class ModelConfig:
     @property
     def can_generate(self) -> bool:
         return self.decoder is not None and self.head is not None
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """K and V elements that one token of the decoder's self attention keeps over all layers."""
-        if self.decoder is None:
-            return 0
-        return 2 * sum(layer.mixer.kv_size for layer in self.decoder.layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,29 +14,21 @@ import torch
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
-from model.api.stats import ModelInfo
+from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import PoolSize
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
+from model.engine.cache_budget import Context, KVLayout, fit_context, kv_bytes_per_token, kv_dtype, max_context
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
-from model.engine.memory_plan import (
-    Context,
-    KVLayout,
-    fit_context,
-    kv_bytes_per_token,
-    kv_dtype,
-    max_context,
-    plan_memory,
-    plan_pool,
-)
+from model.engine.memory_plan import plan_memory, plan_pool
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import warm_up
@@ -132,8 +125,10 @@ def assemble(
     if checkpoint.config.can_generate:
         if pool is None:
             pool = _pool_memory(spec.engine, model, context.tokens, device)
-        context = fit_context(spec.engine, context, KVLayout.of(spec.engine, checkpoint.config, dtype), pool)
-        generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pool, dtype, device)
+        kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits)
+        context = fit_context(spec.engine, context, kv, pool)
+        pools = kv.divide(pool, context.tokens, limits.max_num_seqs)
+        generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pools)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
     slow = slow_ways(spec.engine, selection, generate, device)
@@ -267,19 +262,11 @@ def _generate_engine(
     model: Transformer,
     limits: BatchLimits,
     max_model_len: int,
-    pool: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    pools: tuple[PoolSize, ...],
 ) -> GenerateEngine:
-    config = checkpoint.config
-    assert config.decoder is not None
-    kv = KVLayout.of(spec.engine, config, dtype)
-    num_blocks = min(kv.blocks_in(pool), kv.blocks_for(max_model_len) * limits.max_num_seqs)  # no more could be used
-    dtype = kv_dtype(spec.engine, dtype)
-    block_manager = BlockManager(
-        [PoolSize(num_blocks)], spec.engine.block_size, prefix_caching=spec.engine.prefix_caching
-    )
-    cache = _cache(model, num_blocks, spec.engine.block_size, dtype, device)
+    config, device = checkpoint.config, next(model.parameters()).device
+    block_manager = BlockManager(pools, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
+    cache = _cache(model, spec.engine, [pool.num_pages for pool in pools], device)
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
     graphs, unrecorded = None, ""
     if can_record(spec.engine, model, device):
@@ -300,13 +287,13 @@ def _generate_engine(
     )
 
 
-def _cache(model: Transformer, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """The pool, of the heads that this rank has."""
+def _cache(model: Transformer, engine: EngineConfig, num_pages: Sequence[int], device: torch.device) -> KVCache:
+    """The caches of all layers, of the heads that this rank has."""
     assert model.decoder is not None
-    rank_processes = _rank_processes(model)
+    rank_processes, dtype = _rank_processes(model), kv_dtype(engine, model.dtype)
     if rank_processes is None:
-        return KVCache(model.decoder.config, num_blocks, block_size, dtype, device)
-    return Rank0Cache(model.decoder.config, num_blocks, block_size, dtype, device, rank_processes)
+        return KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device)
+    return Rank0Cache(model.decoder.config, num_pages, engine.block_size, dtype, device, rank_processes)
 
 
 def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
@@ -399,15 +386,23 @@ def _info(
         max_queued_tokens=limits.max_queued_tokens,
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
-        kv_bytes_per_token=kv_bytes_per_token(
-            Shard(0, spec.engine.tensor_parallel_size).config(config), kv_dtype(spec.engine, model.dtype)
-        ),
+        kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
+        cache_pools=_cache_pools(spec.engine, config, model.dtype, limits, generate),
         embedding_size=next(iter(config.stacks.values())).hidden_size,
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         recorded_sizes=_recorded_sizes(generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
+
+
+def _cache_pools(
+    engine: EngineConfig, config: ModelConfig, dtype: torch.dtype, limits: BatchLimits, generate: GenerateEngine | None
+) -> tuple[CachePool, ...]:
+    if generate is None:
+        return ()
+    sizes = tuple(PoolSize(pool.num_blocks, pool.window) for pool in generate.block_manager.pools)
+    return KVLayout.of(engine, config, dtype, limits).describe(sizes)
 
 
 def _recorded_sizes(generate: GenerateEngine | None) -> int:

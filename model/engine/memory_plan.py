@@ -19,7 +19,7 @@ from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_files import read_headers
 from model.config.model import ModelConfig
-from model.config.sharding import Shard
+from model.engine.cache_budget import KVLayout, fit_context, max_context
 from model.engine.dtypes import choose_dtype
 from model.errors import ConfigError
 from model.linear.base import linears
@@ -31,7 +31,6 @@ from model.network.weights import TOKEN_TABLE, kept_table_dtype, largest_in_flig
 from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
-MIN_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
 _NATIVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1 << 30
 
@@ -69,86 +68,6 @@ def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
     return WeightPlan({part: size for part, size in parts.items() if size}, largest_in_flight(stored, plan))
 
 
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """What requests take of a KV pool."""
-
-    block_size: int  # tokens
-    block_bytes: int
-    tables: int  # of each request: one, two with a source
-
-    @classmethod
-    def of(cls, engine: EngineConfig, config: ModelConfig, dtype: torch.dtype) -> KVLayout:
-        """Of each rank; `dtype` is the network's."""
-        own = Shard(0, engine.tensor_parallel_size).config(config)
-        block_bytes = kv_bytes_per_token(own, kv_dtype(engine, dtype)) * engine.block_size
-        return cls(engine.block_size, block_bytes, 2 if config.encoder is not None else 1)
-
-    def blocks_for(self, context: int) -> int:
-        """Of one request of `context` tokens, and as many of a source."""
-        return self.tables * -(-context // self.block_size)
-
-    def bytes_for(self, context: int) -> int:
-        return self.blocks_for(context) * self.block_bytes
-
-    def blocks_in(self, memory: int) -> int:
-        return memory // self.block_bytes
-
-    def context_in(self, memory: int) -> int:
-        """The longest that one request may have."""
-        return self.blocks_in(memory) // self.tables * self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Tokens of prompt and output together."""
-
-    tokens: int
-    reason: str  # for people
-
-
-def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
-    return torch.int8 if engine.kv_cache_dtype == "int8" else weights
-
-
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the decoder's self attention; int8 has a float for each head's scale."""
-    scales = 0
-    if dtype is torch.int8 and config.decoder is not None:
-        scales = 4 * 2 * sum(layer.mixer.num_kv_heads for layer in config.decoder.layers)
-    return config.kv_elements_per_token * dtype.itemsize + scales
-
-
-def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
-    """What is asked for, within what the positions allow; or, where memory is to decide, what they allow."""
-    if engine.max_model_len is None:
-        if config.max_positions is None:
-            return Context(limits.max_num_batched_tokens, "the tokens of a step; the model has no limit")
-        return Context(config.max_positions, "all that the model takes")
-    limit = config.longest_context
-    if limit is not None and engine.max_model_len > limit:
-        raise ConfigError(f"max_model_len {engine.max_model_len} is beyond the model's {limit} positions")
-    return Context(engine.max_model_len, "asked for")
-
-
-def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) -> Context:
-    """The context that a pool of `memory` bytes serves: `most`, or less where it is not said how much.
-
-    Raises `ConfigError` where a request of the context that was asked for, or of `MIN_CONTEXT`, has no room.
-    """
-    fits = kv.context_in(memory)
-    if fits >= most.tokens:
-        return most
-    if engine.max_model_len is None and fits >= min(MIN_CONTEXT, most.tokens):
-        return Context(fits, f"what the KV pool holds; the model takes {most.tokens}")
-    least = most.tokens if engine.max_model_len is not None else min(MIN_CONTEXT, most.tokens)
-    raise ConfigError(
-        f"the KV pool has room for {kv.blocks_in(memory)} blocks, but one request of max_model_len {least} needs "
-        f"{kv.blocks_for(least)} ({kv.bytes_for(least) / 2**20:.0f} MiB): raise kv_cache_memory or lower max_model_len"
-        + (f", {fits} fits" if fits else "")
-    )
-
-
 def plan_pool(engine: EngineConfig, left: int) -> int:
     """Bytes of each rank's KV pool where the weights of all of them leave `left` of a CPU's memory."""
     if engine.kv_cache_memory is not None:
@@ -180,12 +99,12 @@ def plan_memory(
     pool = plan_pool(engine, left)
     if not config.can_generate:
         return 0
-    kv = KVLayout.of(engine, config, linear.dtype)
+    kv = KVLayout.of(engine, config, linear.dtype, limits)
     try:
         context = fit_context(engine, max_context(engine, config, limits), kv, pool)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    used = ranks * min(pool, limits.max_num_seqs * kv.bytes_for(context.tokens))
+    used = ranks * min(pool, kv.bytes_for(context.tokens, limits.max_num_seqs))
     if used > left:
         raise ConfigError(
             f"{name}: a KV pool of {gib(used)} does not fit beside weights of {gib(ranks * weights.total)}: "

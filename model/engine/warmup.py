@@ -161,11 +161,12 @@ def _decode_tokens(model: Transformer, cache: KVCache, bounds: tuple[int, int]) 
         starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int64, device=device)
         lengths = DeviceLengths(starts, zeros[: len(lens)], *bounds)
         slots, tables = zeros - 1, zeros[: len(lens), None]
-        cross = None
+        others, cross = len(cache.pools) - 1, None  # which have tables and slots like the first
         if model.encoder is not None:
-            cross = CrossInput(AttentionMetadata(lens, lens, False, device, tables, None, lengths))
-        inputs = StackInput(zeros, zeros, AttentionMetadata(lens, lens, True, device, tables, slots, lengths))
-        model.decode(inputs, cache, cross)
+            source = AttentionMetadata(lens, lens, False, device, tables, None, lengths)
+            cross = CrossInput(source, other_pools=(source,) * others)
+        own = AttentionMetadata(lens, lens, True, device, tables, slots, lengths)
+        model.decode(StackInput(zeros, zeros, own, other_pools=(own,) * others), cache, cross)
 
 
 def _request(generate: GenerateEngine, encode: EncodeEngine, length: int, number: int) -> Request:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from model.config.cache import cached_elements
 from model.config.layer import (
     AttentionConfig,
     BucketBiasConfig,
@@ -59,7 +60,7 @@ class Anatomy:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Return the bytes of the decoder's self attention; a source token of an encoder-decoder takes as many."""
-        return self.config.kv_elements_per_token * DTYPE_BYTES[dtype]
+        return cached_elements(self.config.decoder) * DTYPE_BYTES[dtype]
 
     def flops(self, stack: str, context: int) -> Flops:
         """Count one token through a stack (the decoder's includes the head) that attends to `context` tokens."""
@@ -86,7 +87,8 @@ class Anatomy:
 
     def sequences_that_fit(self, memory: int, length: int, dtype: str) -> int:
         """Return the number of decoder sequences of `length` tokens whose KV cache fits into `memory` bytes."""
-        return memory // (self.kv_bytes_per_token(dtype) * length) if self.config.decoder else 0
+        each = cached_elements(self.config.decoder, length) * DTYPE_BYTES[dtype]
+        return memory // each if each else 0
 
 
 def dissect(config: ModelConfig) -> Anatomy:

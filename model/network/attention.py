@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
             q = q + self.offset
         if isinstance(config.position, RotaryConfig):
             q, k = rotate_both(q, k, *step.rotary(config.position))
-        return self.out(step.backend.forward(q, k, v, cache, step.inputs.metadata, config, bias).flatten(1))
+        return self.out(step.backend.forward(q, k, v, cache, step.inputs.metadata_of(cache), config, bias).flatten(1))
 
 
 class CrossAttention(nn.Module):
@@ -70,7 +70,7 @@ class CrossAttention(nn.Module):
         assert step.cross is not None
         q = self.q(x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
         k, v = self.project(step.cross.encoder_output) if step.cross.encoder_output is not None else (None, None)
-        return self.out(step.backend.forward(q, k, v, cache, step.cross.metadata, self.config).flatten(1))
+        return self.out(step.backend.forward(q, k, v, cache, step.cross.metadata_of(cache), self.config).flatten(1))
 
 
 def _output(config: AttentionConfig, hidden_size: int) -> LinearSpec:

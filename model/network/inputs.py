@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
+from model.cache.paged import LayerCache
 from model.system.transfer import to_device
 
 
@@ -20,9 +21,14 @@ class StackInput:
 
     input_ids: Tensor  # [T]
     positions: Tensor  # [T]
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata  # by the tables of the cache's first pool, if there is a cache
     token_types: Tensor | None = None  # [T]; None: all of segment 0
     pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
+    other_pools: tuple[AttentionMetadata, ...] = ()  # the same by the tables of the others
+
+    def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
+        """What a layer with this cache attends by."""
+        return self.metadata if cache is None or not cache.pool else self.other_pools[cache.pool - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,11 @@ class CrossInput:
 
     metadata: AttentionMetadata
     encoder_output: Tensor | None = None  # [S, d]
+    other_pools: tuple[AttentionMetadata, ...] = ()  # as in `StackInput`
+
+    def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
+        """What a layer with this cache attends by."""
+        return self.metadata if cache is None or not cache.pool else self.other_pools[cache.pool - 1]
 
 
 def packed_input(

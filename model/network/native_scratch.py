@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from model.config.cache import pool_of_layers
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.native.library import KINDS, Kind, Library
@@ -28,10 +29,13 @@ def planned_scratch(
 def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, rows: int, context: int) -> int:
     stack = stack_structure(config, [_layer(layer, config, kind) for layer in config.distinct_layers])
     stack.dtype, stack.tiles = KINDS[dtype], library.tiles
-    segments = (Segments * (2 if config.has_cross_attention else 1))()
+    pools = max(pool_of_layers(config)) + 1
+    segments = (Segments * (pools * (2 if config.has_cross_attention else 1)))()
     step = StepData(rows=rows, num_segments=len(segments), segments=segments)
     if config.causal:
-        segments[0].causal, step.pages, step.planned_keys = True, (KVPages * 1)(), context
+        step.pages, step.planned_keys = (KVPages * 1)(), context
+        for pool in range(pools):
+            segments[pool].causal = True
     else:  # its keys are the step's own rows
         step.planned_keys = min(rows, context)
     return library.scratch_bytes(stack, step)

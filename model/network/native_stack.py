@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
+from model.config.cache import pool_of_layers
 from model.config.formats import NumberFormat, NumberKind
 from model.config.layer import (
     BucketBiasConfig,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
-_SELF, _CROSS, _NONE = 0, 1, -1  # indices into a step's segments, rotary tables and score biases
+_NONE = -1  # of rotary tables and score biases
 
 
 def native_linears(
@@ -127,13 +128,17 @@ class NativeStack:
         """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
         inputs, cross, rotaries = context.inputs, context.cross, self.stack.config.rotaries
         step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop)
-        segments = (Segments * (2 if self.stack.config.has_cross_attention else 1))()
+        pools = max(pool_of_layers(self.stack.config)) + 1
+        segments = (Segments * (pools * (2 if self.stack.config.has_cross_attention else 1)))()
         step.num_segments, step.segments = len(segments), segments
-        kept = [*fill_segments(segments[_SELF], inputs.metadata, cache)]
+        kept: list[Tensor] = []
+        for pool in range(pools):
+            layer = cache.layers[cache.pools[pool].layers[0]] if cache is not None else None
+            kept += fill_segments(segments[pool], inputs.metadata_of(layer), layer)
+            if cross is not None:
+                kept += fill_segments(segments[pools + pool], cross.metadata_of(layer), layer)
         if cache is not None:
             step.pages = self._pages_of(cache)
-        if cross is not None:
-            kept += fill_segments(segments[_CROSS], cross.metadata, cache)
         if rotaries:
             pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in rotaries]
             kept += (table for pair in pairs for table in pair)
@@ -204,7 +209,9 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
     attention, mlp, cross = config.mixer, config.feed_forward, config.cross
-    attn = AttentionLayer(shape=shape_of(attention), segments=_SELF, rotary=_NONE, score_bias=_NONE)
+    pools = pool_of_layers(stack)
+    pool = pools[stack.layers.index(config)]
+    attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE)
     if isinstance(attention.position, RotaryConfig):
         attn.rotary = stack.rotaries.index(attention.position)
     if isinstance(attention.position, BucketBiasConfig):
@@ -212,7 +219,9 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     layer = LayerData(mlp=MLPLayer(gated=mlp.gated, activation=ACTIVATIONS[mlp.activation]))
     layer.self, layer.parallel, layer.has_cross = attn, config.parallel, cross is not None
     if cross is not None:
-        layer.cross = AttentionLayer(shape=shape_of(cross), segments=_CROSS, rotary=_NONE, score_bias=_NONE)
+        layer.cross = AttentionLayer(
+            shape=shape_of(cross), segments=max(pools) + 1 + pool, rotary=_NONE, score_bias=_NONE
+        )
     sublayers = (layer.self, layer.mlp) if cross is None else (layer.self, layer.cross, layer.mlp)
     for sublayer, norms in zip(sublayers, config.norms, strict=True):
         sublayer.norms = SublayerNorms(*(Norm(kind=_kind(norm)) for norm in (norms.pre, norms.output, norms.post)))

@@ -113,12 +113,12 @@ class Transformer(nn.Module):
         return self.patches(inputs.pixels.to(self.dtype))
 
     def write_encoder_output(self, encoder_output: Tensor, cache: KVCache, slots: Tensor) -> None:
-        """Put each decoder layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[S]` of the pool."""
+        """Put each layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[P, S]` of its pool."""
         assert self.decoder is not None
         for index, layer_cache in enumerate(cache.layers):
             cross = self.decoder.layer(index).cross
             assert cross is not None
-            layer_cache.write(slots, *cross.project(encoder_output))
+            layer_cache.write(slots[layer_cache.pool], *cross.project(encoder_output))
 
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
         """The decoder's hidden states `[T, d]`."""

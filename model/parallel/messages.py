@@ -32,10 +32,10 @@ class Load(msgspec.Struct, tag=True):
     attention_backend: str
 
 
-class Pool(msgspec.Struct, tag=True):
-    """Allocate the rank's KV pool; the rank answers when that is done."""
+class Pools(msgspec.Struct, tag=True):
+    """Allocate the rank's KV pools; the rank answers when that is done."""
 
-    num_blocks: int
+    num_pages: list[int]  # of each pool
     block_size: int
     dtype: str
 
@@ -48,7 +48,7 @@ class Call(msgspec.Struct, tag=True):
     tensors: list[tuple[str, list[int]]]  # dtype and shape of each, in order
 
 
-Message = Load | Pool | Call
+Message = Load | Pools | Call
 
 
 class Answer(msgspec.Struct):
@@ -115,12 +115,14 @@ def _to_plain(value: Any, tensors: list[Tensor]) -> Any:
     if is_dataclass(value):
         plain = {field.name: _to_plain(getattr(value, field.name), tensors) for field in fields(value) if field.init}
         return {"type": type(value).__name__, "fields": plain}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_to_plain(one, tensors) for one in value]
     return value
 
 
 def _from_plain(value: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
     if isinstance(value, list):
-        return tuple(value)
+        return tuple(_from_plain(one, tensors, device) for one in value) if _has_objects(value) else tuple(value)
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -129,3 +131,7 @@ def _from_plain(value: Any, tensors: Sequence[Tensor], device: torch.device) -> 
         return device
     arguments = {name: _from_plain(plain, tensors, device) for name, plain in value["fields"].items()}
     return _TYPES[value["type"]](**arguments)
+
+
+def _has_objects(values: list[Any]) -> bool:
+    return bool(values) and isinstance(values[0], dict)

@@ -10,7 +10,7 @@ Requests, scheduling and sampling exist on rank 0 only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,24 +72,24 @@ class Rank0Transformer(Transformer):
 
 
 class Rank0Cache(KVCache):
-    """Rank 0's KV pool of its own heads; every other rank has a pool with the same number of blocks."""
+    """Rank 0's KV pools of its own heads; every other rank has pools with the same numbers of blocks."""
 
     def __init__(
         self,
-        stack: StackConfig,
-        num_blocks: int,
+        decoder: StackConfig,
+        num_pages: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         rank_processes: RankProcesses,
     ) -> None:
-        super().__init__(stack, num_blocks, block_size, dtype, device)
+        super().__init__(decoder, num_pages, block_size, dtype, device)
         self._rank_processes = rank_processes
-        rank_processes.make_pool(num_blocks, block_size, dtype)
+        rank_processes.make_pools(num_pages, block_size, dtype)
 
-    def copy_blocks(self, copies: Mapping[int, int]) -> None:
-        with self._rank_processes.call("copy_blocks", list(copies), list(copies.values())):
-            super().copy_blocks(copies)
+    def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
+        with self._rank_processes.call("copy_blocks", pool, list(targets), list(sources)):
+            super().copy_blocks(pool, targets, sources)
 
 
 def load_rank0(

@@ -32,7 +32,7 @@ from model.parallel.messages import (
     Call,
     Load,
     Message,
-    Pool,
+    Pools,
     dtype_of,
     receive_tensors,
     unpack_arguments,
@@ -60,8 +60,8 @@ class RankWorker:
             message = self._decoder.decode(self._frames.receive())
             if isinstance(message, Call):
                 self._call(message)
-            elif isinstance(message, Pool):
-                self._make_pool(message)
+            elif isinstance(message, Pools):
+                self._make_pools(message)
             else:
                 self._load(message)
 
@@ -82,10 +82,10 @@ class RankWorker:
         group.connect(self._rendezvous)
         self._answer(*(torch.cuda.mem_get_info(device) if device.type == "cuda" else ()))
 
-    def _make_pool(self, pool: Pool) -> None:
+    def _make_pools(self, pools: Pools) -> None:
         assert self._group is not None and self._model is not None and self._model.decoder is not None
         config, device = self._model.decoder.config, self._group.device
-        self._cache = KVCache(config, pool.num_blocks, pool.block_size, dtype_of(pool.dtype), device)
+        self._cache = KVCache(config, pools.num_pages, pools.block_size, dtype_of(pools.dtype), device)
         self._answer()
 
     @torch.inference_mode()
@@ -106,8 +106,7 @@ class RankWorker:
                 encoder_output, slots = arguments
                 model.write_encoder_output(encoder_output, cache, slots)
             else:
-                targets, sources = arguments
-                cache.copy_blocks(dict(zip(targets, sources, strict=True)))
+                cache.copy_blocks(*arguments)
 
     def _answer(self, free: int = 0, total: int = 0) -> None:
         self._frames.send(msgspec.msgpack.encode(Answer(free, total)))

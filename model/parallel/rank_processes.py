@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from model.parallel.messages import (
     Answer,
     Load,
     Message,
-    Pool,
+    Pools,
     dtype_name,
     pack_call,
     send_tensors,
@@ -85,9 +85,9 @@ class RankProcesses:
         self._group.connect(self._rendezvous)
         return [(answer.free, answer.total) for answer in self._receive_answers()]
 
-    def make_pool(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Have every rank allocate the KV pool of its heads; return when that is done."""
-        self._send(Pool(num_blocks, block_size, dtype_name(dtype)))
+    def make_pools(self, num_pages: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+        """Have every rank allocate the KV pools of its heads; return when that is done."""
+        self._send(Pools(list(num_pages), block_size, dtype_name(dtype)))
         self._receive_answers()
 
     @contextmanager

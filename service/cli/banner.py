@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.api.stats import ModelInfo
+from model.api.stats import CachePool, ModelInfo
 from service.lifecycle.state import version
 from service.settings.serve_config import Ready, ServeConfig
 
@@ -55,17 +55,29 @@ def _model_lines(info: ModelInfo) -> list[str]:
     ]
     limits = f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens a step"
     if info.num_blocks:
-        tokens = info.num_blocks * info.block_size
-        per_request = info.max_model_len * (2 if info.form == "encoder-decoder" else 1)
-        lines.append(
-            f"  {'':<10} KV {info.num_blocks} blocks x {info.block_size} = {tokens:,} tokens "
-            f"({tokens * info.kv_bytes_per_token / 1e6:.0f} MB): {tokens // per_request} full-length requests"
-        )
+        lines += _cache_lines(info)
     if info.recorded_sizes:
         lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes")
     queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
     context = f"context {info.max_model_len} ({info.max_model_len_reason})"
     return [*lines, f"  {'':<10} {context}, {limits}, {queue}"]
+
+
+def _cache_lines(info: ModelInfo) -> list[str]:
+    """The pools of KV cache, and how many requests of the whole context they hold."""
+    pools = info.cache_pools or (CachePool(None, 0, info.num_blocks, info.kv_bytes_per_token),)
+    whole, source = -(-info.max_model_len // info.block_size), info.form == "encoder-decoder"
+    fitting = min(pool.num_blocks // (min(whole, pool.max_sequence_blocks or whole) + whole * source) for pool in pools)
+    lines = []
+    for pool in pools:
+        tokens = pool.num_blocks * info.block_size
+        layers = f" for {pool.layers} layers with a window of {pool.window}" if pool.window is not None else ""
+        lines.append(
+            f"  {'':<10} KV {pool.num_blocks} blocks x {info.block_size} = {tokens:,} tokens "
+            f"({tokens * pool.bytes_per_token / 1e6:.0f} MB){layers}"
+        )
+    lines[-1] += f": {fitting} full-length requests"
+    return lines
 
 
 def _where(info: ModelInfo) -> str:

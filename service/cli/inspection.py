@@ -12,7 +12,9 @@ from rich.table import Table
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.engine.memory_plan import KVLayout, WeightPlan, cpu_formats, plan_weights
+from model.config.cache import paged_specs, pools_of
+from model.engine.cache_budget import KVLayout
+from model.engine.memory_plan import WeightPlan, cpu_formats, plan_weights
 from model.errors import ConfigError
 from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 
@@ -122,6 +124,10 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
         table.add_row("  of which feed-forward, O(d^2)", f"{step.feed_forward / 1e6:,.1f} M")
     if anatomy.config.decoder is not None:
         table.add_row(f"KV bytes a token ({_DTYPE})", f"{anatomy.kv_bytes_per_token(_DTYPE):,}")
+        for pool in pools_of(paged_specs(anatomy.config.decoder, _DTYPE)):
+            if pool.window is not None:
+                kept = f"  of which {len(pool.layers)} layers keep the last {pool.window:,} tokens"
+                table.add_row(kept, f"{pool.token_bytes:,}")
         fitting = anatomy.sequences_that_fit(memory, context, _DTYPE)
         table.add_row(f"sequences of {context} tokens in {_size(memory)} of KV", f"{fitting:,}")
     return table
@@ -148,12 +154,12 @@ def _plan(checkpoint: Checkpoint, weights: WeightPlan, dtype: torch.dtype, memor
     config, engine = checkpoint.config, EngineConfig()
     if not config.can_generate:
         return _Plan(weights.parts, weights.buffer, 0, None, None)
-    kv, most = KVLayout.of(engine, config, dtype), config.max_positions
+    kv, most = KVLayout.of(engine, config, dtype, engine.limits()), config.max_positions
     fits = kv.context_in(memory)
     return _Plan(
         weights.parts,
         weights.buffer,
-        kv.block_bytes // kv.block_size,
+        kv.token_bytes,
         context=fits if most is None else min(fits, most),
         whole_context=None if most is None else kv.bytes_for(most),
     )

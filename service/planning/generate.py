@@ -264,7 +264,8 @@ def _language(body: GenerateBody, served: ServedModel) -> tuple[int, ...]:
 
 def _pool_room(served: ServedModel, info: ModelInfo, start: int) -> int:
     """Return by how many tokens a decoder-only sequence can grow in an empty KV cache; 0: none or unknown."""
-    return 0 if served.is_encoder_decoder else max(0, info.num_blocks * info.block_size - start)
+    capacity = None if served.is_encoder_decoder else info.sequence_capacity
+    return max(0, capacity - start) if capacity is not None else 0
 
 
 def _ids(prompt: PromptInput, served: ServedModel, special: bool) -> tuple[int, ...]:
@@ -282,7 +283,7 @@ def _check_ids(body: GenerateBody, vocab_size: int) -> None:
 
 def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length: int, beams: int, param: str) -> None:
     """Check that a source fits one step and the context, and `beams` sequences of `length` an empty KV cache."""
-    blocks = info.blocks_for(beams, length, source=prompt_tokens if served.is_encoder_decoder else 0)
+    shortage = info.shortage(beams, length, source=prompt_tokens if served.is_encoder_decoder else 0)
     if served.is_encoder_decoder:
         bound = min(info.max_model_len, info.max_num_batched_tokens)
         if prompt_tokens > bound:
@@ -290,11 +291,9 @@ def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length:
             raise invalid(message, param, "context_length_exceeded")
     if beams > info.max_num_seqs:
         raise invalid(f"num_beams must be at most {info.max_num_seqs}, the maximum batch size", "num_beams")
-    if blocks > info.num_blocks:
-        message = (
-            f"{param}, max_tokens and num_beams need {blocks * info.block_size} tokens of KV cache, "
-            f"which holds {info.num_blocks * info.block_size}"
-        )
+    if shortage is not None:
+        needed, there = (blocks * info.block_size for blocks in shortage)
+        message = f"{param}, max_tokens and num_beams need {needed} tokens of KV cache, which holds {there}"
         raise invalid(message, param, "kv_cache_exceeded")
 
 

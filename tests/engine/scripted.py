@@ -11,6 +11,7 @@ from model.api.source import token_source
 from model.config.cache import PoolSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.block_pool import NULL_BLOCK
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
 from model.engine.scheduling.step_budget import UNLIMITED
@@ -41,7 +42,8 @@ class ScriptedRunner:
         self.block_manager = block_manager
         self.script = script
         self.steps: list[SchedulerOutput] = []
-        self.written: dict[int, object] = {}  # slot: what its keys were computed of, which is all that they depend on
+        # By (pool, slot): what its keys were computed of, which is all that they depend on.
+        self.written: dict[tuple[int, int], object] = {}
 
     def probe(self) -> None:
         """A script always works."""
@@ -67,15 +69,25 @@ class ScriptedRunner:
         assert step.num_tokens > 0
         source, salt = source_ids(sequence.request), sequence.request.cache_salt
         memory = [("memory", source, at) for at in range(len(source))]
-        cross_slots = self.block_manager.slots(sequence.source_tables[0], 0, len(source))
-        if step.encode_source:
-            self.written |= zip(cross_slots, memory, strict=True)
         keys = [(salt, source, tuple(tokens[: at + 1])) for at in range(stop)]
-        slots = self.block_manager.slots(sequence.tables[0], 0, stop)
-        self.written |= {slots[at]: keys[at] for at in range(step.start, stop)}
-        assert [self.written[slot] for slot in slots] == keys, "keys of other tokens"
-        assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
+        for number, pool in enumerate(self.block_manager.pools):
+            cross_slots = self._slots(number, sequence.source_tables[number], 0, len(source))
+            if step.encode_source:
+                self.written |= zip(cross_slots, memory, strict=True)
+            self.written |= zip(
+                self._slots(number, sequence.tables[number], step.start, stop), keys[step.start :], strict=True
+            )
+            read = max(0, step.start - pool.window + 1) if pool.window is not None else 0
+            slots = self._slots(number, sequence.tables[number], read, stop)
+            assert [self.written[slot] for slot in slots] == keys[read:], "keys of other tokens"
+            assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
         return SampledToken(self.script(source, tokens)) if step.samples else None
+
+    def _slots(self, pool: int, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
+        slots = self.block_manager.slots(table, start, stop)
+        first = NULL_BLOCK + 1 if self.block_manager.pools[pool].window is not None else 0
+        assert all(slot >= first * self.block_manager.block_size for slot in slots), "a freed block"
+        return [(pool, slot) for slot in slots]
 
 
 class Harness:
@@ -93,8 +105,10 @@ class Harness:
         script: Callable[..., int] = next_token,
         prefix_caching: bool = True,
         overlap: bool = False,
+        pools: Sequence[PoolSize] = (),
     ) -> None:
-        blocks = BlockManager([PoolSize(num_blocks)], block_size, prefix_caching=prefix_caching)
+        """`pools` instead of one of `num_blocks` without a window."""
+        blocks = BlockManager(pools or [PoolSize(num_blocks)], block_size, prefix_caching=prefix_caching)
         self.runner = ScriptedRunner(blocks, script)
         self.engine = GenerateEngine(
             "scripted",

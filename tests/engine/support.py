@@ -13,7 +13,8 @@ from model.api.request import Request, SamplingParams, TokenOutput
 from model.api.source import token_source
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
-from model.config.cache import PoolSize
+from model.config.cache import PoolSize, paged_specs, pools_of
+from model.config.model import StackConfig
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
@@ -88,6 +89,11 @@ class Running:
         return [token for output in mine for token in output.token_ids]
 
 
+def pools_for(decoder: StackConfig, num_blocks: int) -> list[PoolSize]:
+    """A pool of so many blocks for each window of the layers."""
+    return [PoolSize(num_blocks, pool.window) for pool in pools_of(paged_specs(decoder, "float32"))]
+
+
 def running(
     kind: str,
     *,
@@ -98,9 +104,12 @@ def running(
     budget: int = 256,
 ) -> Running:
     model = loaded(kind, backend)
-    blocks = BlockManager([PoolSize(num_blocks)], block_size)
-    assert model.config.decoder is not None
-    runner = RecordingRunner(model, KVCache(model.config.decoder, num_blocks, block_size, torch.float32, CPU), blocks)
+    decoder = model.config.decoder
+    assert decoder is not None
+    pools = pools_for(decoder, num_blocks)
+    blocks = BlockManager(pools, block_size)
+    cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU)
+    runner = RecordingRunner(model, cache, blocks)
     scheduler = Scheduler(blocks, max_num_seqs, budget)
     engine = GenerateEngine(kind, runner, scheduler, max_model_len=100, eos_token_ids=model.config.eos_token_ids)
     return Running(engine, runner)

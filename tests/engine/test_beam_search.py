@@ -141,10 +141,11 @@ class BeamRunner(ScriptedRunner):
     def launch(self, output: SchedulerOutput, before: Late | None = None) -> Late:
         size = self.block_manager.block_size
         contents = {
-            copy.target: [self.written.get(copy.source * size + i) for i in range(size)] for copy in output.copies
+            (copy.pool, copy.target): [self.written.get((copy.pool, copy.source * size + i)) for i in range(size)]
+            for copy in output.copies
         }
-        for target, content in contents.items():
-            self.written |= {target * size + i: one for i, one in enumerate(content)}
+        for (pool, target), content in contents.items():
+            self.written |= {(pool, target * size + i): one for i, one in enumerate(content)}
         return super().launch(output, before)
 
 

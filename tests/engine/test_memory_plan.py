@@ -16,15 +16,13 @@ from model.api.request import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.tensor_files import TensorReader
+from model.config.cache import PoolSpec
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine import builder
 from model.engine.builder import load, weight_bytes
+from model.engine.cache_budget import Context, KVLayout, fit_context, max_context
 from model.engine.memory_plan import (
-    Context,
-    KVLayout,
-    fit_context,
-    max_context,
     plan_memory,
     plan_weights,
 )
@@ -107,6 +105,11 @@ def test_missing_tensors_show_in_the_plan(tmp_path: Path) -> None:
         plan_weights(read_checkpoint(folder), LinearFactory())
 
 
+def layout(*, has_source: bool) -> KVLayout:
+    """Blocks of 16 tokens and 16,000 bytes."""
+    return KVLayout(16, (PoolSpec(None, (0,), 1000),), has_source, step_tokens=2048)
+
+
 def planned(checkpoint: Checkpoint, kept: Format, available: float, **settings: Any) -> int:
     engine = EngineConfig(device="cpu", **settings)
     return plan_memory("m", engine, checkpoint, kept(checkpoint.config, None), engine.limits(), int(available))
@@ -149,14 +152,14 @@ def test_int8_is_not_named_where_it_would_be_refused() -> None:
 
 
 def test_the_longest_context_that_fits_is_served_and_said() -> None:
-    kv, auto = KVLayout(block_size=16, block_bytes=1000, tables=1), EngineConfig()
+    kv, auto = layout(has_source=False), EngineConfig()
     own = max_context(auto, read_checkpoint(saved("llama").path).config, auto.limits())
     assert own == Context(128, "all that the model takes")
-    assert fit_context(auto, own, kv, 8000) == own
-    fitted = fit_context(auto, Context(5000, "positions"), kv, 30_999)
+    assert fit_context(auto, own, kv, 16 * 8000) == own
+    fitted = fit_context(auto, Context(5000, "positions"), kv, 16 * 30_999)
     assert fitted == Context(480, "what the KV pool holds; the model takes 5000")
-    with_source = KVLayout(block_size=16, block_bytes=1000, tables=2)
-    assert fit_context(auto, Context(5000, ""), with_source, 41_000).tokens == 320
+    with_source = layout(has_source=True)
+    assert fit_context(auto, Context(5000, ""), with_source, 16 * 41_000).tokens == 320
 
 
 @pytest.mark.parametrize(
@@ -171,9 +174,9 @@ def test_the_longest_context_that_fits_is_served_and_said() -> None:
 def test_a_context_that_was_asked_for_is_never_cut_and_others_not_without_end(
     asked: int | None, tokens: int, memory: int, message: str
 ) -> None:
-    kv = KVLayout(block_size=16, block_bytes=1000, tables=1)
+    kv = layout(has_source=False)
     with pytest.raises(ConfigError, match=message):
-        fit_context(EngineConfig(max_model_len=asked), Context(tokens, ""), kv, memory)
+        fit_context(EngineConfig(max_model_len=asked), Context(tokens, ""), kv, 16 * memory)
 
 
 def test_an_engine_serves_what_its_pool_holds(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from model.api.request import FinishReason, Request, TokenOutput
 from model.attention.base import AttentionMetadata
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache
-from model.config.cache import PoolSize
 from model.engine.execution import cuda_graphs
 from model.engine.execution.cuda_graphs import DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import Launched, ModelRunner
@@ -25,11 +24,11 @@ from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from tests.engine.scripted import Harness, Late, expected_tokens
-from tests.engine.support import request
+from tests.engine.support import pools_for, request
 from tests.engine.test_beam_search import BeamRunner
 from tests.model.checkpoints import CPU, loaded
 
-KINDS = ["gpt2", "llama-gqa", "t5-relu", "bart"]
+KINDS = ["gpt2", "llama-gqa", "gemma3", "t5-relu", "bart"]
 
 
 class LengthsBackend(SdpaBackend):
@@ -78,9 +77,11 @@ def outputs_of(
     kind: str, requests: list[Request], *, overlap: bool = False, graphs: bool = False, num_blocks: int = 300
 ) -> tuple[dict[tuple[str, int], list[TokenOutput]], CountingRunner]:
     model = loaded(kind, LengthsBackend())
-    blocks = BlockManager([PoolSize(num_blocks)], 4)
-    assert model.config.decoder is not None
-    cache = KVCache(model.config.decoder, num_blocks, 4, torch.float32, CPU)
+    decoder = model.config.decoder
+    assert decoder is not None
+    pools = pools_for(decoder, num_blocks)
+    blocks = BlockManager(pools, 4)
+    cache = KVCache(decoder, [pool.num_pages for pool in pools], 4, torch.float32, CPU)
     decode = None
     if graphs:
         decode = DecodeGraphs(model, cache, blocks, max_num_seqs=12, max_model_len=64, record=recorded)
@@ -98,7 +99,7 @@ def outputs_of(
         for output in engine.step()[0]:
             found.setdefault((output.request_id, output.index), []).append(output)
         engine.check_invariants()
-    assert blocks.num_free == num_blocks
+    assert blocks.is_empty
     return found, runner
 
 

@@ -222,14 +222,14 @@ def test_an_engine_that_raised_ends_each_sequence_once_and_begins_anew(
     for number in range(5):
         harness.add(f"r{number}", 5, max_tokens=2 + number, n=1 + number % 2)
     calls = []
-    take = harness.engine._take
+    take = harness.engine._append_token
 
     def breaks(step: ScheduledSequence, token: SampledToken) -> None:
         calls.append(step)
         assert len(calls) != 2 * when, "blocks lost or doubled"
         take(step, token)
 
-    monkeypatch.setattr(harness.engine, "_take", breaks)
+    monkeypatch.setattr(harness.engine, "_append_token", breaks)
     with pytest.raises(AssertionError, match="lost or doubled"):
         harness.run()
     harness.outputs += harness.engine.recover()

@@ -77,7 +77,7 @@ def test_traffic_launches_what_was_warmed_and_nothing_else(kind: str, kv: torch.
     model = loaded(kind, TritonBackend())
     assert model.config.decoder is not None
     blocks = BlockManager([PoolSize(1500)], BLOCK, prefix_caching=False)
-    cache = KVCache(model.config.decoder, 1500, BLOCK, kv, CPU)
+    cache = KVCache(model.config.decoder, [1500], BLOCK, kv, CPU)
     with noted() as warmed:
         compile_attention(model, cache, BUDGET, CONTEXT)
     with noted() as seen:
@@ -139,7 +139,7 @@ def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
     model = loaded("llama-gqa", TritonBackend())
     assert model.config.decoder is not None
     blocks = BlockManager([PoolSize(200)], BLOCK)
-    runner = ModelRunner(model, KVCache(model.config.decoder, 200, BLOCK, torch.float32, CPU), blocks)
+    runner = ModelRunner(model, KVCache(model.config.decoder, [200], BLOCK, torch.float32, CPU), blocks)
     engine = GenerateEngine("llama-gqa", runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
     with noted():
         engine.add(request("llama-gqa", "long", 150, 0, max_tokens=3))

@@ -49,16 +49,17 @@ def stack_of(config: AttentionConfig) -> StackConfig:
 def pool_with_past(config: AttentionConfig, shapes: list[tuple[int, int]]) -> tuple[LayerCache, Tensor, Tensor]:
     """A pool full of noise in shuffled pages: `(layer, block tables [B, M], slots of this step's keys [T])`."""
     widths = [-(-kv_len // BLOCK) for _, kv_len in shapes]
-    cache = KVCache(stack_of(config), sum(widths) + 3, BLOCK, torch.float32, CPU)
-    cache.keys.normal_()
-    cache.values.normal_()
+    cache = KVCache(stack_of(config), [sum(widths) + 3], BLOCK, torch.float32, CPU)
+    (layer,) = cache.layers
+    layer.keys.normal_()
+    layer.values.normal_()
     ids = iter((torch.randperm(sum(widths)) + 1).tolist())
     tables = torch.zeros(len(shapes), max(widths), dtype=torch.int64)
     slots = []
     for row, ((q_len, kv_len), width) in enumerate(zip(shapes, widths, strict=True)):
         tables[row, :width] = torch.tensor([next(ids) for _ in range(width)])
         slots += [int(tables[row, at // BLOCK]) * BLOCK + at % BLOCK for at in range(kv_len - q_len, kv_len)]
-    return cache.layers[0], tables, torch.tensor(slots)
+    return layer, tables, torch.tensor(slots)
 
 
 CASES = [
@@ -189,7 +190,7 @@ def test_control_a_wrong_page_changes_the_output() -> None:
 
 def test_the_pool_gives_back_what_was_written_where_it_was_written() -> None:
     config = AttentionConfig(HEADS, 2, DIM, 1.0)
-    cache = KVCache(stack_of(config), 6, BLOCK, torch.float32, CPU)
+    cache = KVCache(stack_of(config), [6], BLOCK, torch.float32, CPU)
     layer, length = cache.layers[0], 7
     table = torch.tensor([[5, 2]])
     slots = torch.tensor([int(table[0, at // BLOCK]) * BLOCK + at % BLOCK for at in range(length)])
@@ -199,8 +200,8 @@ def test_the_pool_gives_back_what_was_written_where_it_was_written() -> None:
     assert torch.equal(read_keys[0], keys)
     assert torch.equal(read_values[0], values)
     untouched = [0, 1, 3, 4]
-    assert not cache.keys[0][untouched].any()
-    assert not cache.keys[0][2, length - BLOCK :].any()
+    assert not layer.keys[untouched].any()
+    assert not layer.keys[2, length - BLOCK :].any()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
+from model.config.cache import cached_elements
 from model.config.layer import (
     Activation,
     AttentionConfig,
@@ -174,7 +175,7 @@ def test_grouped_queries_are_multi_head_with_repeated_keys_and_values(kv_heads: 
     full.load_state_dict(few)
     torch.testing.assert_close(states(grouped, ids(9)), states(full, ids(9)), atol=1e-5, rtol=1e-5)
     config = replace(grouped.config, encoder=None, decoder=grouped.config.encoder)
-    assert config.kv_elements_per_token == 2 * LAYERS * DIM * kv_heads
+    assert cached_elements(config.decoder) == 2 * LAYERS * DIM * kv_heads
 
 
 class TestPositions:

@@ -231,7 +231,7 @@ def test_a_library_with_other_structures_is_not_loaded(monkeypatch: pytest.Monke
 def test_a_query_without_keys_gives_zeros() -> None:
     config = AttentionConfig(HEADS, 2, DIM, 1.0)
     metadata = AttentionMetadata((1,), (0,), causal=True, block_tables=torch.zeros(1, 1, dtype=torch.int64))
-    [layer] = KVCache(stack_of(config), 2, BLOCK, torch.float32, CPU).layers
+    [layer] = KVCache(stack_of(config), [2], BLOCK, torch.float32, CPU).layers
     out = native_backends()[0].forward(torch.randn(1, HEADS, DIM), *torch.randn(2, 1, 2, DIM), layer, metadata, config)
     assert torch.equal(out, torch.zeros(1, HEADS, DIM))
 
@@ -345,7 +345,7 @@ def test_every_width_of_a_head_and_more_rows_than_a_task(
 def narrowed(layer: LayerCache, config: AttentionConfig, dtype: torch.dtype) -> LayerCache:
     """The same pages in another format, written as torch writes them."""
     blocks = layer.keys.shape[0]
-    [copy] = KVCache(stack_of(config), blocks, BLOCK, dtype, CPU).layers
+    [copy] = KVCache(stack_of(config), [blocks], BLOCK, dtype, CPU).layers
     copy.write(torch.arange(blocks * BLOCK), layer.keys.flatten(0, 1), layer.values.flatten(0, 1))
     return copy
 
@@ -357,7 +357,7 @@ def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
     config = AttentionConfig(HEADS, 2, DIM, 1.0)
     [backend] = native_backends()
     key, value, slots = torch.randn(3, 2, DIM), torch.randn(3, 2, DIM), torch.tensor([5, 6, 7])
-    [ours], [theirs] = (KVCache(stack_of(config), 4, BLOCK, dtype, CPU).layers for _ in range(2))
+    [ours], [theirs] = (KVCache(stack_of(config), [4], BLOCK, dtype, CPU).layers for _ in range(2))
     metadata = AttentionMetadata((3,), (4,), causal=True, block_tables=torch.tensor([[1]]), slot_mapping=slots)
     backend.forward(torch.randn(3, HEADS, DIM), key, value, ours, metadata, config)
     theirs.write(slots, key, value)
@@ -513,7 +513,7 @@ def test_scratch_is_what_was_planned_from_the_configuration(
     with torch.inference_mode():
         if model.encoder is None:
             assert model.decoder is not None
-            cache = KVCache(model.decoder.config, 4, 16, dtype, CPU)
+            cache = KVCache(model.decoder.config, [4], 16, dtype, CPU)
             metadata = replace(
                 inputs.metadata, block_tables=torch.arange(3)[None], slot_mapping=torch.arange(rows), causal=True
             )

@@ -76,7 +76,7 @@ def test_steps_over_a_pool_of_each_ranks_heads(dtype: torch.dtype) -> None:
     def steps(model: Transformer) -> Tensor:
         assert model.decoder is not None
         tables = torch.tensor([[3, 1], [0, 2]])
-        cache = KVCache(model.decoder.config, 5, 4, dtype, CPU)
+        cache = KVCache(model.decoder.config, [5], 4, dtype, CPU)
         found = []
         for start, stop in ((0, 3), (3, 4), (4, 6)):
             ids = [prompt(6, seed)[start:stop] for seed in range(2)]
@@ -88,7 +88,7 @@ def test_steps_over_a_pool_of_each_ranks_heads(dtype: torch.dtype) -> None:
             )
             positions = torch.tensor([*range(start, stop)] * 2)
             found.append(model.logits(model.decode(StackInput(inputs.input_ids, positions, metadata), cache)))
-            cache.copy_blocks({4: 3})  # the first sequence goes on in a copy
+            cache.copy_blocks(0, [4], [3])  # the first sequence goes on in a copy
             tables = torch.tensor([[4, 1], [0, 2]])
         return torch.cat(found)
 
@@ -108,10 +108,10 @@ def test_steps_over_a_pool_of_each_ranks_heads(dtype: torch.dtype) -> None:
 def test_cross_attention_over_a_pool() -> None:
     def step(model: Transformer) -> Tensor:
         assert model.decoder is not None
-        cache = KVCache(model.decoder.config, 4, 8, torch.float32, CPU)
+        cache = KVCache(model.decoder.config, [4], 8, torch.float32, CPU)
         source = prompt(11, 3)
         memory = model.encode(packed_input([source], CPU, causal=False))
-        model.write_encoder_output(memory, cache, torch.arange(8, 19))
+        model.write_encoder_output(memory, cache, torch.arange(8, 19)[None])
         inputs = packed_input([prompt(5)], CPU, causal=True)
         own = AttentionMetadata((5,), (5,), causal=True, block_tables=torch.tensor([[0]]), slot_mapping=torch.arange(5))
         cross = AttentionMetadata((5,), (11,), causal=False, block_tables=torch.tensor([[1, 2]]))

@@ -37,6 +37,7 @@ from model.api.request import EncodeRequest, EncodeTask, SamplingParams
 from model.api.source import token_source
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend, select_layers
+from model.config.cache import cached_elements
 from model.network.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -143,7 +144,7 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     blocks = settings.pop("blocks", 4 * _CONTEXT // _BLOCK * (2 if model.encoder is not None else 1))
     decoder = model.config.decoder
     assert decoder is not None
-    pool = blocks * _BLOCK * model.config.kv_elements_per_token * dtype.itemsize
+    pool = blocks * _BLOCK * cached_elements(model.config.decoder) * dtype.itemsize
     config = EngineConfig(
         device=str(device), max_model_len=_CONTEXT, block_size=_BLOCK, kv_cache_memory=pool, **settings
     )

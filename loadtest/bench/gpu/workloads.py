@@ -206,7 +206,7 @@ def _encodings(bench: Bench, *, name: str) -> Figures:
 def _setup(ready: BenchModel) -> Figures:
     """Return the seconds of start-up, and the memory on the device."""
     info = ready.loaded.info
-    pool = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    pool = sum(pool.num_blocks * info.block_size * pool.bytes_per_token for pool in info.cache_pools)
     sizes = {"weights_gb": info.weight_bytes / 1e9, "pool_gb": pool / 1e9}
     return {"start": ready.seconds, **sizes, "backend": info.attention_backend, "fallbacks": list(info.fallbacks)}
 

@@ -130,21 +130,26 @@ class DecodeGraphs:
         return self._record(lambda: self._model.decode(inputs, self._cache, cross))
 
     def _inputs(self, step: StepBatch, size: int) -> tuple[StackInput, CrossInput | None]:
-        def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> AttentionMetadata:
-            return AttentionMetadata(
-                q_lens=(1,) * size,
-                kv_lens=(self._longest,) * size,
-                causal=slots is not None,
-                device=self._cache.device,
-                block_tables=tables,
-                slot_mapping=slots,
-                device_lengths=DeviceLengths(step.cu_seqlens, lens, 1, self._longest),
-            )
+        def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> list[AttentionMetadata]:
+            return [
+                AttentionMetadata(
+                    q_lens=(1,) * size,
+                    kv_lens=(self._longest,) * size,
+                    causal=slots is not None,
+                    device=self._cache.device,
+                    block_tables=tables[pool],
+                    slot_mapping=None if slots is None else slots[pool],
+                    device_lengths=DeviceLengths(step.cu_seqlens, lens, 1, self._longest),
+                )
+                for pool in range(len(tables))
+            ]
 
-        inputs = StackInput(step.ids, step.positions, metadata(step.kv_lens, step.tables[0], step.slots[0]))
+        first, *others = metadata(step.kv_lens, step.tables, step.slots)
+        inputs = StackInput(step.ids, step.positions, first, other_pools=tuple(others))
         if self._model.encoder is None:
             return inputs, None
-        return inputs, CrossInput(metadata(step.source_lens, step.source_tables[0], None))
+        first, *others = metadata(step.source_lens, step.source_tables, None)
+        return inputs, CrossInput(first, other_pools=tuple(others))
 
 
 def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from model.engine.execution.batch import BatchLayout, StepBatch, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.execution.sources import source_input
 from model.engine.scheduling.beam_search import Candidates
-from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
@@ -88,7 +87,7 @@ class ModelRunner:
         """
         steps = decodes_first(output.scheduled)
         if output.copies:
-            self.cache.copy_blocks({copy.target: copy.source for copy in output.copies})
+            self._copy_blocks(output.copies)
         new_sources = [step for step in steps if step.encode_source]
         if new_sources:
             self._encode_sources(new_sources)
@@ -109,10 +108,18 @@ class ModelRunner:
     def _encode_sources(self, steps: Rows[ScheduledSequence]) -> None:
         sources = [step.sequence.request.source for step in steps]
         encoder_output = self.model.encode(source_input([one for one in sources if one], self.device))  # [S, d]
-        slots = chain.from_iterable(
-            self.block_manager.slots(step.sequence.source_tables[0], 0, step.sequence.source_length) for step in steps
-        )
-        self.model.write_encoder_output(encoder_output, self.cache, self._tensor(slots))
+        slots: list[int] = []
+        for pool in range(len(self.cache.pools)):
+            for step in steps:
+                table, length = step.sequence.source_tables[pool], step.sequence.source_length
+                slots += self.block_manager.slots(table, 0, length)
+        by_pool = self._tensor(slots).view(len(self.cache.pools), -1)  # [P, S]
+        self.model.write_encoder_output(encoder_output, self.cache, by_pool)
+
+    def _copy_blocks(self, copies: Rows[BlockCopy]) -> None:
+        for pool in range(len(self.cache.pools)):
+            if found := [copy for copy in copies if copy.pool == pool]:
+                self.cache.copy_blocks(pool, [copy.target for copy in found], [copy.source for copy in found])
 
     def _decode(self, steps: Rows[ScheduledSequence], before: Launched | None) -> Tensor:
         """Hidden states `[T, d]` of all scheduled tokens, recorded where that fits."""
@@ -132,38 +139,38 @@ class ModelRunner:
 
     def _decoder_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> StackInput:
         kv_lens = tuple(step.start + step.num_tokens for step in steps)
-        metadata = self._metadata(steps, kv_lens, packed, causal=True)
-        return StackInput(packed.ids, packed.positions, metadata)
+        metadata, *others = self._metadata(steps, kv_lens, packed, causal=True)
+        return StackInput(packed.ids, packed.positions, metadata, other_pools=tuple(others))
 
     def _cross_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> CrossInput | None:
         if self.model.encoder is None:
             return None
         kv_lens = tuple(step.sequence.source_length for step in steps)
-        return CrossInput(self._metadata(steps, kv_lens, packed, causal=False))
+        metadata, *others = self._metadata(steps, kv_lens, packed, causal=False)
+        return CrossInput(metadata, other_pools=tuple(others))
 
     def _metadata(
         self, steps: Rows[ScheduledSequence], kv_lens: tuple[int, ...], packed: StepBatch, *, causal: bool
-    ) -> AttentionMetadata:
-        """Of self attention, or of cross attention (not causal), over the pool."""
+    ) -> list[AttentionMetadata]:
+        """Of self attention, or of cross attention (not causal), over each pool."""
         q_lens = tuple(step.num_tokens for step in steps)
         lens = packed.kv_lens if causal else packed.source_lens
         singles = q_lens.count(1) if max(q_lens) > 1 else 0
-        return AttentionMetadata(
-            q_lens=q_lens,
-            kv_lens=kv_lens,
-            causal=causal,
-            device=self.device,
-            block_tables=(packed.tables if causal else packed.source_tables)[0],
-            slot_mapping=packed.slots[0] if causal else None,
-            device_lengths=DeviceLengths(
-                packed.cu_seqlens,
-                lens,
-                max(q_lens),
-                max(kv_lens),
-                singles=singles,
-                max_single_kv_len=max(kv_lens[:singles], default=0),
-            ),
+        lengths = DeviceLengths(
+            packed.cu_seqlens,
+            lens,
+            max(q_lens),
+            max(kv_lens),
+            singles=singles,
+            max_single_kv_len=max(kv_lens[:singles], default=0),
         )
+        tables, slots = (packed.tables, packed.slots) if causal else (packed.source_tables, None)
+        return [
+            AttentionMetadata(
+                q_lens, kv_lens, causal, self.device, tables[pool], None if slots is None else slots[pool], lengths
+            )
+            for pool in range(len(tables))
+        ]
 
     def _last_rows(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> Tensor:
         """Hidden states `[S, d]` of the last tokens of the sequences that sample."""
