@@ -241,14 +241,18 @@ def _rank_processes(model: Transformer) -> RankProcesses | None:
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
     """Refuse what only the native kernels can do where they are not, or do not compute the model."""
     if selection.library is not None:
-        left = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is not None]
+        reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items()}
+        left = {name: reason for name, reason in reasons.items() if reason is not None}
         if left and engine.quantization != "none":
             raise ConfigError(
                 f"quantization {engine.quantization}: the native kernels do not compute the {' and the '.join(left)} "
-                f"of {config.model_type}, whose matrices would stay as they are; leave it at none for this model"
+                f"of {config.model_type}, whose matrices would stay as they are ({'; '.join(left.values())}): leave it "
+                "at none for this model"
             )
         if left and engine.batch_invariant:
-            raise ConfigError(f"batch_invariant: the native kernels do not compute {config.model_type}")
+            raise ConfigError(
+                f"batch_invariant: the native kernels do not compute {config.model_type}: {'; '.join(left.values())}"
+            )
         return
     if engine.quantization != "none":
         raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")

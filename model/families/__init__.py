@@ -28,11 +28,23 @@ from model.families.table.helpers import generation_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
-FAMILIES: dict[str, Family] = {
-    name: family
-    for table in (albert, bart, bert, distilbert, gemma, gemma2, gemma3, gpt2, gpt_neox, llama, t5, marian, vit, xlnet)
-    for name, family in table.FAMILIES.items()
-}
+_TABLES = (
+    albert,
+    bart,
+    bert,
+    distilbert,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    llama,
+    marian,
+    t5,
+    vit,
+    xlnet,
+)
+FAMILIES: dict[str, Family] = {name: family for table in _TABLES for name, family in table.FAMILIES.items()}
 
 
 def family_of(raw: dict[str, Any]) -> Family:

@@ -97,7 +97,7 @@ def test_encoding(kind: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("xlnet", {}, "the native kernels do not compute xlnet"),
+        ("xlnet", {}, "the native kernels do not compute xlnet: layer 0 has XLNet's relative positions"),
         ("llama-gqa", {"attention_backend": "sdpa"}, "batch_invariant needs the native backend; .*: asked for"),
         ("llama-gqa", {"dtype": "float16"}, "batch_invariant needs the native backend; .* do not compute in float16"),
     ],
