@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,8 @@ def run(command: list[str]) -> None:
 def report(program: Path, threads: int) -> tuple[bool, str]:
     """Whether it found nothing, and what it said; without random addresses, at which ThreadSanitizer can stumble."""
     fixed = ["setarch", "-R"] if shutil.which("setarch") and subprocess.call(["setarch", "-R", "true"]) == 0 else []
-    found = subprocess.run([*fixed, str(program), str(threads)], capture_output=True, text=True, timeout=_SECONDS)
+    command, settings = [*fixed, str(program), str(threads)], os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=settings)
     return found.returncode == 0, found.stdout[-2000:] + found.stderr[-6000:]
 
 
