@@ -1,1 +1,1 @@
-"""How many requests share one Transformer: policy, execution, the asynchronous front."""
+"""Tests of the engine: scheduling, execution, and the asynchronous front."""

@@ -1,4 +1,4 @@
-"""An `AsyncEngine` over tiny checkpoints for the length of a test."""
+"""Helpers: an `AsyncEngine` over tiny checkpoints for the duration of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what a token of a decode step costs in Python around the model: `python -m tests.engine.overhead`.
+"""Measures the Python time per decode token outside the model: `python -m tests.engine.overhead`.
 
 The model is left out: what is scheduled is packed, its sampling rows are made, and any tokens are taken. Medians over
 the steps of one process; prints a table for people, then one JSON line.

@@ -1,4 +1,4 @@
-"""Engine policy without a model: a runner that computes nothing and an engine around it."""
+"""An engine with a scripted runner that computes nothing, for tests of scheduling without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that compute nothing and take simulated seconds, and a loop that lets a pacer divide the time among them."""
+"""Simulated engines whose steps take virtual seconds, and a loop in which a pacer divides the time among them."""
 
 from __future__ import annotations
 

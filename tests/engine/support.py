@@ -1,4 +1,4 @@
-"""Engines over tiny checkpoints, and a runner that keeps every row of logits it computed."""
+"""Helpers: engines over tiny checkpoints, and a runner that records every row of logits."""
 
 from __future__ import annotations
 

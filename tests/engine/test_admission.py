@@ -1,4 +1,4 @@
-"""The bound on what waits: exact, all or none, and a time to come back."""
+"""Admission control: bounds are exact, requests are admitted all or none, and Retry-After follows the rate."""
 
 from __future__ import annotations
 

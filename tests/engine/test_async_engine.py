@@ -1,4 +1,4 @@
-"""The asynchronous front in thread mode: every accepted request ends exactly once, whatever happens."""
+"""The asynchronous engine with the thread transport: every accepted request ends exactly once."""
 
 from __future__ import annotations
 

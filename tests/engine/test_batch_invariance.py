@@ -1,4 +1,4 @@
-"""`--batch-invariant`: the same bits alone and in a crowd, in every number format that is served on a CPU."""
+"""`--batch-invariant`: results have the same bits alone and in any batch, in every number format of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search inside the batch: the reference library's sequences and scores, alone and in a crowd; blocks shared."""
+"""Beam search: the sequences and scores of `transformers`, alone and in a batch, with shared blocks."""
 
 from __future__ import annotations
 

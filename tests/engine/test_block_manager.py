@@ -1,4 +1,4 @@
-"""Every block is free, cached, or in as many tables as its count says."""
+"""The block manager: every block is free, cached, or in as many tables as its reference count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording on a GPU, with stand-ins for torch's: on the model's device, all sizes on one stream."""
+"""Capture of CUDA graphs with fakes of torch's classes: on the model's device, all sizes on one stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's tokens are its own: neighbours, chunks, preemption and order of arrival change nothing."""
+"""A request's tokens do not depend on the batch, chunked prefill, preemption or the order of arrival."""
 
 from __future__ import annotations
 

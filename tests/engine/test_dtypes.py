@@ -1,4 +1,4 @@
-"""What `--dtype auto` is, by device and model: whatever the checkpoint is stored in."""
+"""The dtype of `--dtype auto` depends on device and model, not on the checkpoint's stored dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors: the right ones, whatever the neighbours; batches within the budget; each input ends once."""
+"""The encode engine: correct vectors in any batch, batches within the budget, one end for each input."""
 
 from __future__ import annotations
 

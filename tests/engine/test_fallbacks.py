@@ -1,4 +1,4 @@
-"""What does not work on a GPU is said, not passed over: in the log, /info and banner, or by refusing to start."""
+"""Fallbacks on a GPU are reported in the log, /info and the banner, or refuse the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json demands: greedy outputs against the reference library's `generate`."""
+"""The rules of generation_config.json: greedy outputs equal those of `generate` in `transformers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of a GPU: arithmetic over a pretended card, and the step that is measured for it."""
+"""The size of a GPU's KV pool: arithmetic with fake memory, and the step whose memory is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs held to grammars: masks against a naive check, whole outputs against other judges, and every way to run."""
+"""Grammars: masks equal a naive check, and outputs pass independent validators, however they are scheduled."""
 
 from __future__ import annotations
 

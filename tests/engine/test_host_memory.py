@@ -1,4 +1,4 @@
-"""What a process can still take, of a machine and of a container."""
+"""The host memory that is available to a process, of a machine and of a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The offline API and how a folder becomes engines."""
+"""The offline API, and the assembly of engines from a checkpoint folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes from headers alone: what they say is what is there in the end, and what does not fit is refused at once."""
+"""The memory plan from headers alone equals the memory in use, and what does not fit is refused at once."""
 
 from __future__ import annotations
 

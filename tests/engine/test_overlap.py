@@ -1,4 +1,4 @@
-"""Steps launched before the last one's tokens are known, and recorded steps: the same tokens as without.
+"""Steps launched ahead of the last tokens, and CUDA graphs: the tokens are the same as without.
 
 Recorded steps run here without a GPU: what is recorded is called again at each replay, over the same buffers, and the
 backend looks at nothing but those.

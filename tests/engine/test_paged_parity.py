@@ -1,4 +1,4 @@
-"""The paged path against the reference library: every row of logits of every step, whatever the steps look like."""
+"""The paged path against `transformers`: every row of logits of every step, with steps of all kinds."""
 
 from __future__ import annotations
 

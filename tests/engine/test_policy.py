@@ -1,4 +1,4 @@
-"""What the engine promises about who runs when and how it ends, without a model."""
+"""Scheduling policy: which sequences run when, and how they end; without a model."""
 
 from __future__ import annotations
 

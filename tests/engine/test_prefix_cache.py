@@ -1,4 +1,4 @@
-"""A hit changes nothing but time, and only within one salt."""
+"""The prefix cache: a hit changes nothing but time, and happens only within one cache salt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine in a child process: the thread's results, and a child that neither takes others down nor is left over."""
+"""The engine process: the same results as in a thread, supervision, restart, and no process left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two thousand requests of all kinds, a third of them cancelled at random moments: nothing is lost, nothing leaks."""
+"""Two thousand requests of all kinds, a third of them cancelled at random: none is lost and no block leaks."""
 
 from __future__ import annotations
 

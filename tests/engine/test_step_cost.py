@@ -1,4 +1,4 @@
-"""What steps cost is learnt from the steps, and one that was late is no measure."""
+"""Costs are learnt from steps, and outliers hardly change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a process is divided so that no work holds up a stream, and none starves."""
+"""The step pacer: no work delays a stream beyond its bound, and none starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced and banned tokens by hand; `test_generation_rules` compares whole outputs."""
+"""Forced and banned tokens in small examples; `test_generation_rules` compares whole outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines over Triton's kernels against the reference library; in the interpreter, so with few tokens."""
+"""Engines with Triton's kernels against `transformers`; in Triton's interpreter, so with few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After warming up no request compiles a kernel of attention: what traffic launches has been launched before."""
+"""After warm-up no request compiles an attention kernel: every variant that is launched was launched before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warming up leaves an engine as it was."""
+"""Warm-up leaves no trace in an engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a Transformer computes: networks, checkpoints, sampling, text."""
+"""Tests of networks, checkpoints, sampling and text."""

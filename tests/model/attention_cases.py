@@ -1,4 +1,4 @@
-"""Attention problems with poisoned pages, and their solution in float64 from the formula alone."""
+"""Attention problems with poisoned pages, and their solution in float64 by the formula."""
 
 from __future__ import annotations
 

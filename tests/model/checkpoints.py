@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by the reference library and read by our loader: one row of `KINDS` for each kind.
+"""Tiny random checkpoints, written by `transformers` and read by our loader: one row of `KINDS` for each kind.
 
 Weights are drawn anew with a standard deviation of about 0.3, because the library's own initialisation is so small that
 all outputs look alike. A checkpoint is made once a test run.

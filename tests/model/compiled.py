@@ -1,4 +1,4 @@
-"""Compiles what `TritonBackend` launches for GPUs that are not here; says what each kernel takes, a line of JSON each.
+"""Compiles the kernels of `TritonBackend` for absent GPUs, and prints each kernel's resources as a JSON line.
 
 `python -m tests.model.compiled CAPABILITY`, in a process without TRITON_INTERPRET. Triton and the assembler that comes
 with it need no GPU for that. The launches are those of the backend itself over small inputs on the CPU.

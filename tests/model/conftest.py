@@ -1,4 +1,4 @@
-"""What tests of the model share."""
+"""Fixtures of the model's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands where Triton's kernels stand: notes which variant a launch would have compiled, and computes nothing."""
+"""Replaces Triton's kernels by fakes that record which variant a launch would compile, and compute nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ours against the reference library's, packed with neighbours of other lengths, without a cache."""
+"""Helpers that compare our results with those of `transformers`: packed with other lengths, without a cache."""
 
 from __future__ import annotations
 

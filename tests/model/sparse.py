@@ -1,4 +1,4 @@
-"""Checkpoints of any size that take no space: a header, and a hole in the file, which is read as zeros."""
+"""Checkpoints of any size that take no disk space: a header and a sparse file, which is read as zeros."""
 
 from __future__ import annotations
 

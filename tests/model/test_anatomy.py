@@ -1,4 +1,4 @@
-"""Counts and costs derived from a configuration, against figures that others published or that follow by hand."""
+"""Parameter counts and costs of a configuration, against published and hand-computed figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fast backend against the reference one, over what a step can ask of attention."""
+"""Every fast attention backend against the reference, over a grid of cases."""
 
 from __future__ import annotations
 

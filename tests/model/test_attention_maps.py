@@ -1,4 +1,4 @@
-"""Attention maps: distributions over the tokens that may be seen, in the shapes that the model has."""
+"""Attention maps: distributions over the visible tokens, in the shapes of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that can be served, and those that cannot: one clear error, before anything is computed."""
+"""Checkpoint folders: those that can be served, and one clear early error for those that cannot."""
 
 from __future__ import annotations
 

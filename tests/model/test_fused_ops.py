@@ -1,4 +1,4 @@
-"""What is one kernel on a GPU gives the numbers of its parts, and does without where it cannot be compiled."""
+"""Fused operations of a GPU equal their parts, and fall back to them where they cannot be compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the pool: zeros that are written, from any kernel."""
+"""Memory on huge pages: zeros that are written, with any kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image files to pixels: the reference library's to 1/255, and nothing decoded that could hurt."""
+"""Image preprocessing: pixels within 1/255 of `transformers`, and decoding that is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the literature says of each variant, as a property of a small native model with random weights."""
+"""Properties that the literature states for each variant, on a small model with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C library: products against torch's, the cache that it is kept in, and 8-bit weights and keys."""
+"""The C library: products against torch's, the build cache, and 8-bit weights and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders in C: attention by products of packed panels; groups of segments that one thread takes through all."""
+"""Encoders in C: attention by products of packed panels, and groups of segments that one thread computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of every checkpoint kind against the reference library, and the 2017 Transformer against torch's own."""
+"""Logits of every checkpoint kind against `transformers`, and the 2017 Transformer against torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each position scheme promises."""
+"""Properties of each position scheme."""
 
 from __future__ import annotations
 

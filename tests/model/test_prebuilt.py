@@ -1,4 +1,4 @@
-"""Libraries made ahead of time: which one a CPU is given, what is never loaded, and that each level computes right."""
+"""Prebuilt C libraries: which one a CPU gets, which are never loaded, and correct results at each level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published models by their config.json alone: every setting is understood, and the parameters count as published.
+"""Published models by their config.json alone: every setting is understood, and parameter counts are as published.
 
 The files are written down as they are published, but for names, paths, versions and label tables. A figure counts a
 tied matrix once. It was compared with the reference library's own class (5.x, meta device) as well; where that one or

@@ -1,4 +1,4 @@
-"""Draws over vocabularies of real size against their definition: one row, sorted whole, in float64."""
+"""Random sampling over real vocabulary sizes against its definition: one row, fully sorted, in float64."""
 
 from __future__ import annotations
 

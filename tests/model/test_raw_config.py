@@ -1,4 +1,4 @@
-"""Settings of config.json: what is known, what is harmless, and that nothing else is passed over in silence."""
+"""Settings of config.json: known ones are read, harmless ones ignored, and all others refused."""
 
 from __future__ import annotations
 

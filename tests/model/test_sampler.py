@@ -1,4 +1,4 @@
-"""Sampling against oracles: a per-row restatement, the reference library's processors, and the laws of chance."""
+"""The sampler against a row-by-row reference, the processors of `transformers`, and statistical expectations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend runs where, and the reason that is given."""
+"""Selection of the attention backend, with the reason for it."""
 
 from __future__ import annotations
 

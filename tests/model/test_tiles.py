@@ -1,4 +1,4 @@
-"""Products in AMX tiles: emulated, as most CPUs have none; the real instructions are compiled, and run if they can."""
+"""Products in AMX tiles: emulated on most CPUs; the real instructions are compiled, and run if supported."""
 
 from __future__ import annotations
 

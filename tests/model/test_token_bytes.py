@@ -1,4 +1,4 @@
-"""What tokens read, against the tokenizers' own decoders, over the kinds of vocabulary that are served."""
+"""The bytes of tokens against the tokenizers' decoders, over all supported kinds of vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text out of ids, piece by piece: nothing lost, nothing cut, nothing shown that a stop string would take back."""
+"""Incremental detokenisation: no text is lost or repeated, and no part of a stop string is emitted."""
 
 from __future__ import annotations
 

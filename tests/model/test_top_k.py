@@ -1,4 +1,4 @@
-"""The likeliest of rows of logits, and their mass, by the native kernel and by torch."""
+"""Top-k and logsumexp of logits, by the native kernel and by torch."""
 
 from __future__ import annotations
 

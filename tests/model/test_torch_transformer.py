@@ -1,4 +1,4 @@
-"""A folder with torch.nn.Transformer's own state_dict, served as that module computes."""
+"""A folder with torch.nn.Transformer's state_dict is served with that module's results."""
 
 from __future__ import annotations
 

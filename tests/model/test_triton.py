@@ -1,4 +1,4 @@
-"""Triton's kernels against attention written out in float64: in the interpreter on a CPU, for real with `-m gpu`."""
+"""Triton's kernels against attention in float64: in the interpreter on a CPU, on a GPU with `-m gpu`."""
 
 from __future__ import annotations
 

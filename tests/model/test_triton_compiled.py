@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels for GPUs that are not here: they compile, fit, and use what the GPU is fast at."""
+"""Triton's kernels compile for absent GPUs, fit their resources, and use their fast instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton's backend says that it cannot compute, and how it cuts the rest; on a CPU."""
+"""The limits that Triton's backend declares, and how it divides other work; on a CPU."""
 
 from __future__ import annotations
 

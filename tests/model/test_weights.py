@@ -1,4 +1,4 @@
-"""Weights as they are read: the same bits as when they were packed afterwards, and no second copy of them in memory."""
+"""Weights packed while they are read: the same bits as packed afterwards, and no second copy in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers trained on a little text, without a download."""
+"""Tokenizers trained on a short text, without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of Triton's kernels share: devices, tiles as a test wants them, problems of real size, captured steps."""
+"""Helpers of the tests of Triton's kernels: devices, tile sizes, problems of real size, captured steps."""
 
 from __future__ import annotations
 

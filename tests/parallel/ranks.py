@@ -1,4 +1,4 @@
-"""Ranks without processes: each a thread of the test, in a group as real ones are."""
+"""Ranks as threads of the test, in a real group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 says is what the others hear."""
+"""Messages from rank 0 arrive unchanged at the other ranks."""
 
 from __future__ import annotations
 

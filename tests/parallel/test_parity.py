@@ -1,4 +1,4 @@
-"""Several ranks give one rank's results: every family, packed batches, with and without a cache."""
+"""Several ranks give the results of one: every family, packed batches, with and without a KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are processes: the engine's results are one rank's, a rank that dies is noticed, and none is left over."""
+"""Ranks in processes: the results of one rank, detection of a rank that ends, and no process left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of what a rank holds: the pieces of all ranks make the whole, and only they are read."""
+"""Shards: those of all ranks make up the whole, and a rank reads only its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded models' data: what is written for what is said, the split by value, the corpus, the tokenizers."""
+"""The embedded models' data: spoken and written forms, the split by value, the corpus, the tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer on a handful of steps: it learns, resumes where it stopped, and what it saves is served as it is."""
+"""The trainer over a few steps: it learns, resumes, and what it saves can be served."""
 
 from __future__ import annotations
 
