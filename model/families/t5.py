@@ -43,7 +43,7 @@ def _stack(raw: Settings, side: str) -> StackConfig:
     act = activation(said, "feed_forward_proj", "relu")
     refuse_unless(raw, dense_act_fn=said["feed_forward_proj"], is_gated_act=gated)  # the same again, as it is stored
     for trained in ("n_positions", "scalable_attention"):
-        raw.get(trained)  # how it was trained: buckets have no end, and the reference library knows but one attention
+        raw.get(trained)  # how it was trained: buckets have no end, and `transformers` knows but one attention
     buckets = BucketBiasConfig(
         num_buckets=raw.get("relative_attention_num_buckets", 32),
         max_distance=raw.get("relative_attention_max_distance", 128),
@@ -65,7 +65,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size = raw["d_model"]
     is_tied = tied(raw, names)
     # Who was trained with a head of its own says so, and was trained without scaling, as mT5 always is. For umT5 the
-    # reference library has forgotten it (5.x scales); versions before and the original code have not.
+    # `transformers` has forgotten it (5.x scales); versions before and the original code have not.
     says_tied = raw.get("tie_word_embeddings", True) is not False
     scaled = raw.get("scale_decoder_outputs", says_tied and raw["model_type"] != "mt5")
     start = raw.get("decoder_start_token_id")
@@ -78,7 +78,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         eos_token_ids=ids(raw.get("eos_token_id", 1)),
         pad_token_id=raw.get("pad_token_id", 0),
         decoder_start_token_id=raw.get("pad_token_id", 0) if start is None else start,
-        float16_overflows=True,  # the reference library keeps `wo` in float32 and clamps what follows
+        float16_overflows=True,  # `transformers` keeps `wo` in float32 and clamps what follows
     )
 
 

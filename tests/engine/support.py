@@ -57,7 +57,7 @@ class RecordingRunner(ModelRunner):
         return sampled
 
     def worst(self, kind: str, request: Request, output_ids: Sequence[int]) -> float:
-        """The largest difference from the reference library's full forward, over all rows of the request."""
+        """The largest difference from `transformers`' full forward, over all rows of the request."""
         expected = reference_logits(kind, [*request.prompt_token_ids, *output_ids], source_ids(request))
         return max((row - expected[position]).abs().max().item() for position, row in self.rows[request.request_id])
 

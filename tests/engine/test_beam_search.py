@@ -41,7 +41,7 @@ def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
 
 @torch.inference_mode()
 def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list[int], float]]:
-    """Sequences (without padding) and scores of the reference library's beam search, best first."""
+    """Sequences (without padding) and scores of `transformers`' beam search, best first."""
     params = request.params
     model = saved(kind).reference
     settings = {
@@ -89,7 +89,7 @@ def check(found: list[tuple[list[int], float]], expected: list[tuple[list[int], 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()))
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_and_scores_are_the_reference_librarys(kind: str, settings: dict[str, Any]) -> None:
+def test_sequences_and_scores_are_transformers(kind: str, settings: dict[str, Any]) -> None:
     engine = running(kind)
     engine.engine.eos_token_ids = EOS
     requests = [asked(kind, f"r{length}", length, **settings) for length in (5, 11)]

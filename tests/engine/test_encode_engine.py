@@ -71,7 +71,7 @@ def hidden(kind: str, request: EncodeRequest) -> np.ndarray:
 @pytest.mark.parametrize(
     "kind", ["bert", "llama-gqa", "gpt2", "gpt-neox", "gemma", "gemma3", "marian", "t5-relu", "mbart", "umt5"]
 )
-def test_every_form_gives_the_reference_librarys_vectors(kind: str) -> None:
+def test_every_form_gives_transformers_vectors(kind: str) -> None:
     requests = inputs(task=EncodeTask.TOKENS)
     for request, vectors in zip(requests, encoded(engine(kind), requests), strict=True):
         np.testing.assert_allclose(vectors, hidden(kind, request), atol=1e-4)

@@ -183,7 +183,7 @@ def test_positions_without_a_limit_take_the_batch_as_context() -> None:
     assert max_context(engine, config, engine.limits()).tokens == 77
 
 
-def test_greedy_tokens_are_the_reference_librarys_argmax() -> None:
+def test_greedy_tokens_are_transformers_argmax() -> None:
     run = running("llama")
     one = request("llama", "r", 6)
     run.engine.add(one)
@@ -193,7 +193,7 @@ def test_greedy_tokens_are_the_reference_librarys_argmax() -> None:
 
 
 def test_a_dynamic_rotary_model_can_be_stretched(tmp_path: Path) -> None:
-    """At exactly the served length the base is the reference library's own."""
+    """At exactly the served length the base is `transformers`' own."""
     kind = "llama-dynamic"
     original = loaded(kind).config.max_positions
     assert original is not None

@@ -119,7 +119,7 @@ def test_control_one_wrong_block_id_must_show(kind: str, table: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "marian"])
 @pytest.mark.parametrize("budget", [41, 256])
-def test_logprobs_of_prompt_and_output_equal_the_reference_librarys(kind: str, budget: int) -> None:
+def test_logprobs_of_prompt_and_output_equal_transformers(kind: str, budget: int) -> None:
     run = running(kind, budget=budget, max_num_seqs=4, num_blocks=26)
     requests = [request(kind, f"r{i}", 20, i + 2, max_tokens=16, logprobs=3, prompt_logprobs=2) for i in range(4)]
     add_all(run, requests)

@@ -44,14 +44,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint folder and the reference library's model that wrote it."""
+    """A checkpoint folder and `transformers`' model that wrote it."""
 
     path: Path
     reference: Any
 
 
 def _model(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
-    """How to make a random model of the reference library's class `architecture`."""
+    """How to make a random model of `transformers`' class `architecture`."""
 
     def make() -> Any:
         import transformers
@@ -314,7 +314,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def reference_logits(kind: str, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-    """The reference library's logits `[L, V]` after each of the decoder's `ids`, in one full forward."""
+    """`transformers`' logits `[L, V]` after each of the decoder's `ids`, in one full forward."""
     reference = saved(kind).reference
     rows = torch.tensor([list(ids)])
     with torch.inference_mode():

@@ -59,7 +59,7 @@ def ours_and_theirs(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def hidden_states(model: Transformer) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Each input's hidden states `[L, d]`, packed with its neighbours, and the inputs as the reference library's."""
+    """Each input's hidden states `[L, d]`, packed with its neighbours, and the inputs as `transformers`'."""
     inputs, theirs = _images(model.config.image) if model.config.image else _texts(model)
     hidden = model.encode(inputs) if model.encoder is not None else model.decode(inputs)
     return list(hidden.split(inputs.metadata.q_lens)), theirs

@@ -364,7 +364,7 @@ def test_a_large_checkpoint_shows_how_far_it_is_read(
 
 
 def test_the_oldest_name_of_the_forced_first_token_holds_where_there_is_no_newer_file(tmp_path: Path) -> None:
-    """As the reference library reads BART's first folders."""
+    """As `transformers` reads BART's first folders."""
     folder = copied("bart", tmp_path)
     changes = {"forced_bos_token_id": None, "force_bos_token_to_be_generated": True, "bos_token_id": 5}
     edit_json(folder / "config.json", **changes)

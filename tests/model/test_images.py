@@ -55,7 +55,7 @@ def normalised(raw: dict[str, Any], data: bytes) -> np.ndarray:
     ],
     ids=str,
 )
-def test_pixels_are_the_reference_librarys(kind: str, width: int, height: int, settings: dict[str, Any]) -> None:
+def test_pixels_are_transformers(kind: str, width: int, height: int, settings: dict[str, Any]) -> None:
     from transformers import ViTImageProcessorPil
 
     data = file(picture(width, height), kind)

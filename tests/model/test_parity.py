@@ -43,7 +43,7 @@ BF16_OF_SPREAD = 0.15
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_the_reference_librarys(kind: str, backend: AttentionBackend) -> None:
+def test_logits_equal_transformers(kind: str, backend: AttentionBackend) -> None:
     ours, theirs = ours_and_theirs(kind, loaded(kind, backend))
     assert is_varied(theirs)
     assert difference(ours, theirs) < 1e-4
@@ -104,7 +104,7 @@ def test_control_one_changed_field_of_a_layer_is_noticed(
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "albert", "vit"])
-def test_the_pooler_equals_the_reference_librarys(kind: str) -> None:
+def test_the_pooler_equals_transformers(kind: str) -> None:
     model = loaded(kind)
     with torch.inference_mode():
         hidden, inputs = hidden_states(model)

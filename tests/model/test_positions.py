@@ -63,7 +63,7 @@ def test_products_of_sinusoids_depend_on_the_distance_only(distance: int) -> Non
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64)])
-def test_buckets_equal_the_reference_librarys(bidirectional: bool, buckets: int, far: int) -> None:
+def test_buckets_equal_transformers(bidirectional: bool, buckets: int, far: int) -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
     config = BucketBiasConfig(buckets, far)

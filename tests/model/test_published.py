@@ -1,7 +1,7 @@
 """Published models by their config.json alone: every setting is understood, and parameter counts are as published.
 
 The files are written down as they are published, but for names, paths, versions and label tables. A figure counts a
-tied matrix once. It was compared with the reference library's own class (5.x, meta device) as well; where that one or
+tied matrix once. It was compared with `transformers`' own class (5.x, meta device) as well; where that one or
 the figure counts something that we do not, or the other way round, the row says how much and why.
 """
 
@@ -85,7 +85,7 @@ def _t5(**changes: object) -> str:
 
 
 def _gated_t5(**changes: object) -> str:
-    """In 5.x the reference library ties their head, although the folders hold a matrix of its own."""
+    """In 5.x `transformers` ties their head, although the folders hold a matrix of its own."""
     sizes = dict(d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8, relative_attention_max_distance=128)
     return _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False, **{**sizes, **changes})
 
@@ -252,7 +252,7 @@ PUBLISHED = {
             model_type="umt5", vocab_size=256384, dense_act_fn="gelu_new", is_gated_act=True, scalable_attention=True
         ),
     ),
-    # Of these the figures leave final_logits_bias out, a buffer to the reference library and a head's bias to us.
+    # Of these the figures leave final_logits_bias out, a buffer to `transformers` and a head's bias to us.
     "bart-base": Published(
         139_420_416,
         _bart(**_BASE, encoder_attention_heads=12, decoder_attention_heads=12, num_hidden_layers=6),
@@ -391,7 +391,7 @@ PUBLISHED = {
             summary_type="first",
             summary_use_proj=True,
         ),
-        256 * 256 + 256,  # a pooler, which the folder has not (nor has the reference library's base model)
+        256 * 256 + 256,  # a pooler, which the folder has not (nor has `transformers`' base model)
     ),
     "vit-base-patch16-224": Published(
         86_567_656,

@@ -53,13 +53,13 @@ def mathematics(model: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_reference_librarys_own_defaults_are_understood(name: str) -> None:
+def test_transformers_own_defaults_are_understood(name: str) -> None:
     raw = defaults(name)
     assert config_from_raw(raw).model_type == raw["model_type"]
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_what_a_folder_does_not_say_is_as_in_the_reference_library_or_refused(name: str) -> None:
+def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) -> None:
     """But for what tensors and `*_token_id` say: those that a folder does not name, it does not have."""
     raw = defaults(name)
     full = mathematics(config_from_raw(raw))
@@ -103,7 +103,7 @@ def test_what_only_begins_like_something_known_is_not_known(key: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders_that_the_reference_library_wrote_are_understood(kind: str) -> None:
+def test_folders_that_transformers_wrote_are_understood(kind: str) -> None:
     read_checkpoint(saved(kind).path)
 
 

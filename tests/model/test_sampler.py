@@ -119,7 +119,7 @@ def test_seed_sequence_and_position_each_change_the_draw(change: dict[str, objec
     assert (base == other).float().mean() < 0.2
 
 
-class TestPenaltiesAgainstTheReferenceLibrary:
+class TestPenaltiesAgainstTransformers:
     PROMPT, OUTPUT = [3, 4, 4, 9], [5, 5, 7]
 
     def processed(self, params: SamplingParams) -> Tensor:
@@ -281,7 +281,7 @@ def test_arguments_of_uniform_are_not_interchangeable() -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 0.95])
 @pytest.mark.parametrize("top_k", [0, 9])
-def test_typical_sampling_keeps_what_the_reference_library_keeps(share: float, top_k: int) -> None:
+def test_typical_sampling_keeps_what_transformers_keeps(share: float, top_k: int) -> None:
     from transformers import TopKLogitsWarper, TypicalLogitsWarper
 
     scores = logits(3, rows=6)

@@ -1,4 +1,4 @@
-"""Tokenizers built from the files before tokenizer.json, against the reference library's from the same files."""
+"""Tokenizers built from the files before tokenizer.json, against `transformers`' from the same files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(root: Path, name: str) -> Path:
 
 
 def pair(root: Path, name: str) -> tuple[Tokenizer, Any]:
-    """Ours and the reference library's."""
+    """Ours and `transformers`'."""
     ours = Tokenizer.from_folder(made(root, name))
     assert ours is not None
     return ours, transformers.AutoTokenizer.from_pretrained(made(root, name))
@@ -55,7 +55,7 @@ def compare(root: Path, name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_ids_and_texts_are_the_reference_librarys(root: Path, name: str) -> None:
+def test_ids_and_texts_are_transformers(root: Path, name: str) -> None:
     compare(root, name, 400)
 
 
@@ -66,7 +66,7 @@ def test_ids_and_texts_of_ten_thousand_strings(root: Path, name: str) -> None:
 
 
 def test_nllbs_languages_stand_behind_the_pieces_and_the_mask_behind_them(tmp_path: Path) -> None:
-    """As the published embeddings have them; today's reference library gives a folder without tokenizer.json others."""
+    """As the published embeddings have them; today's `transformers` gives a folder without tokenizer.json others."""
     tokenizer = Tokenizer.from_folder(write_nllb(tmp_path / "nllb"))
     assert tokenizer is not None
     size = tokenizer.vocab_size
