@@ -28,7 +28,7 @@ def test_running_and_queued_sequences_are_admitted_and_not_one_more() -> None:
     bound.admit({"r5": 1})
 
 
-def test_the_n_sequences_of_a_request_all_count() -> None:
+def test_all_n_sequences_of_a_request_count() -> None:
     bound = admission()
     bound.admit({"a": 1}, sequences={"a": 4})
     assert refused(bound, {"b": 1}, sequences={"b": 2}).reason == "queue_requests"
@@ -46,7 +46,7 @@ def test_waiting_tokens_are_bounded_until_the_first_output() -> None:
     assert refused(bound, {"d": 1}).reason == "queue_tokens"
 
 
-def test_a_long_prompt_finds_room_where_a_short_one_does() -> None:
+def test_long_prompt_is_admitted_where_a_short_one_is() -> None:
     bound = admission(requests=50)
     bound.admit({"a": 99})
     bound.admit({"long": 500})
@@ -56,7 +56,7 @@ def test_a_long_prompt_finds_room_where_a_short_one_does() -> None:
     bound.admit({"b": 1})
 
 
-def test_room_is_what_admission_finds_before_the_tokens_are_known() -> None:
+def test_check_room_agrees_with_admit_before_tokenisation() -> None:
     bound = admission()
     bound.admit({"a": 99}, sequences={"a": 4})
     bound.check_room()
@@ -76,14 +76,14 @@ def test_room_is_what_admission_finds_before_the_tokens_are_known() -> None:
     bound.check_room()
 
 
-def test_all_or_none() -> None:
+def test_requests_are_admitted_all_or_none() -> None:
     bound = admission()
     bound.admit({"a": 1})
     refused(bound, {f"r{i}": 1 for i in range(5)})
     bound.admit({f"r{i}": 1 for i in range(4)})
 
 
-def test_an_empty_queue_takes_whatever_passed_the_limits() -> None:
+def test_empty_queue_admits_any_number_of_sequences() -> None:
     admission().admit({"huge": 10_000}, sequences={"huge": 99})
     none_waits = admission(requests=0, tokens=0)
     none_waits.admit({"one": 1})
@@ -92,7 +92,7 @@ def test_an_empty_queue_takes_whatever_passed_the_limits() -> None:
     none_waits.admit({"two": 1})
 
 
-def test_release_is_harmless_twice_and_for_strangers() -> None:
+def test_release_ignores_unknown_requests() -> None:
     bound = admission()
     for i in range(5):
         bound.admit({f"r{i}": 1})
@@ -155,7 +155,7 @@ def test_queue_limits_follow_from_the_batch_limits() -> None:
         (141 << 30, (256, 8192)),
     ],
 )
-def test_batch_limits_follow_from_the_card(memory: int | None, batch: tuple[int, int]) -> None:
+def test_batch_limits_follow_from_the_gpu_memory(memory: int | None, batch: tuple[int, int]) -> None:
     limits = EngineConfig().limits(memory)
     assert limits == BatchLimits(*batch, 4 * batch[0], 8 * batch[1])
     assert EngineConfig(max_num_seqs=7).limits(memory).max_num_batched_tokens == batch[1]
@@ -164,13 +164,13 @@ def test_batch_limits_follow_from_the_card(memory: int | None, batch: tuple[int,
     assert EngineConfig(max_num_seqs=9000).limits(memory) == BatchLimits(9000, 9000, 36_000, 72_000)
 
 
-def test_a_bound_before_the_device_is_known() -> None:
+def test_largest_limits_bound_those_of_every_device() -> None:
     assert EngineConfig(device="cpu").largest_limits() == EngineConfig().limits()
     for device in ("auto", "cuda"):
         assert EngineConfig(device=device).largest_limits() == BatchLimits(256, 8192, 1024, 65_536)
 
 
-def test_limits_settle_when_the_model_is_loaded() -> None:
+def test_limits_are_replaced_when_the_model_is_loaded() -> None:
     bound = Admission(EngineConfig())
     bound.set_limits(BatchLimits(1, 64, 1, 512))
     bound.admit({"a": 1})

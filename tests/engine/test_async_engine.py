@@ -162,7 +162,9 @@ async def test_deadlines_pass_while_running_and_while_waiting(brake: Brake, monk
 
 
 @async_test
-async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deadlines_hold_while_the_engine_hangs_and_it_is_not_live(
+    brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(async_engine, "_DEADLINE_GRACE", 0.05)
     async with served(LLAMA, "bert", stall_seconds=0.3) as engine:
         passes, goes_on = brake.passes, False
@@ -185,7 +187,7 @@ async def test_a_hanging_engine_ends_nobody_late_and_is_not_live(brake: Brake, m
 
 
 @async_test
-async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait(brake: Brake) -> None:
+async def test_unread_stream_is_cancelled_beyond_max_unread_bytes(brake: Brake) -> None:
     async with served(LLAMA, max_unread_bytes=4096) as engine:
         begun, got = brake.passes, list[TokenOutput]()
         brake.ready = lambda: brake.passes - begun < 8 + len(ids_of(got, "read"))  # who reads keeps up
@@ -202,7 +204,7 @@ async def test_what_nobody_reads_is_ended_once_so_many_bytes_wait(brake: Brake) 
 
 
 @async_test
-async def test_whatever_has_been_sent_is_taken_before_the_next_step(brake: Brake) -> None:
+async def test_all_received_frames_are_applied_before_the_next_step(brake: Brake) -> None:
     brake.seconds = 0.1
     async with served(LLAMA, max_num_seqs=4, max_queued_requests=100) as engine:
         streams = []
@@ -240,9 +242,7 @@ async def test_the_queue_is_bounded_by_requests(brake: Brake) -> None:
 
 
 @async_test
-async def test_the_front_holds_to_what_the_engine_was_given_on_its_device(
-    brake: Brake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_front_uses_the_limits_of_the_loaded_model(brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
     brake.seconds = 0.02
     monkeypatch.setattr(builder, "batch_limits", lambda engine, device: BatchLimits(2, 512, 1, 4096))
     async with served(LLAMA) as engine:
@@ -272,7 +272,7 @@ async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
 
 
 @async_test
-async def test_when_nothing_works_all_waiters_fail_at_once_and_the_engine_comes_back(
+async def test_broken_engine_fails_all_requests_at_once_and_is_restarted(
     brake: Brake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.2,))
@@ -333,7 +333,7 @@ async def test_a_request_that_breaks_the_step_fails_alone(kind: str, brake: Brak
 
 
 @async_test
-async def test_a_batch_that_is_too_large_goes_through_in_pieces(brake: Brake) -> None:
+async def test_batch_that_is_too_large_is_computed_in_parts(brake: Brake) -> None:
     requests = mixed(LLAMA, 8)
     async with served(LLAMA) as engine:
         expected = await collect(engine.submit(requests))
@@ -368,7 +368,7 @@ def broken_schedule(monkeypatch: pytest.MonkeyPatch, model: str) -> list[int]:
 
 
 @async_test
-async def test_what_breaks_in_one_model_ends_that_models_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fault_in_one_model_ends_only_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     at = broken_schedule(monkeypatch, LLAMA)
     async with served(LLAMA, "marian") as engine:
         other = asyncio.create_task(collect(engine.submit([request("marian", "other", 5, max_tokens=60)])))
@@ -384,7 +384,7 @@ async def test_what_breaks_in_one_model_ends_that_models_requests_alone(monkeypa
 
 
 @async_test
-async def test_a_model_that_breaks_again_and_again_ends_the_loop_which_is_started_anew(
+async def test_model_with_too_many_faults_ends_the_loop_which_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
@@ -401,7 +401,7 @@ async def test_a_model_that_breaks_again_and_again_ends_the_loop_which_is_starte
 
 
 @async_test
-async def test_a_request_that_cannot_be_taken_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(LLAMA, "bert") as engine:
         good = asyncio.create_task(collect(engine.submit([endless("good")])))
         bad = replace(endless("bad", n=2), params=replace(endless("bad").params, n=2, max_tokens="many"))
@@ -423,7 +423,7 @@ class Lost(ThreadTransport):
 
 
 @async_test
-async def test_a_loop_that_is_lost_again_and_again_is_not_live_and_left_alone_for_a_while(
+async def test_restarts_pause_and_health_is_not_live_after_too_many_losses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.001,))
@@ -463,7 +463,7 @@ async def test_cancelling_an_encode_leaves_nothing_behind(brake: Brake) -> None:
 
 
 @async_test
-async def test_closing_the_engine_fails_who_waits() -> None:
+async def test_closing_the_engine_fails_unfinished_requests() -> None:
     async with served(LLAMA) as engine:
         stream = engine.submit([endless("r")])
         await engine.close()

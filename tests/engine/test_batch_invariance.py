@@ -102,13 +102,13 @@ def test_encoding(kind: str, dtype: str) -> None:
         ("llama-gqa", {"dtype": "float16"}, "batch_invariant needs the native backend; .* do not compute in float16"),
     ],
 )
-def test_what_cannot_promise_it_is_refused(kind: str, settings: dict[str, object], message: str) -> None:
+def test_settings_without_batch_invariance_are_refused(kind: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(kind, **settings)
 
 
 @pytest.mark.parametrize("kind", ["xlnet", "xlnet-sequence"])
-def test_int8_is_refused_where_the_matrices_would_stay_as_they_are(kind: str) -> None:
+def test_int8_is_refused_where_matrices_would_not_be_quantised(kind: str) -> None:
     spec = ModelSpec(kind, str(saved(kind).path), EngineConfig(device="cpu", quantization="int8"))
     with pytest.raises(
         ConfigError, match="int8: the native kernels do not compute the encoder of xlnet, whose matrices"
@@ -117,7 +117,7 @@ def test_int8_is_refused_where_the_matrices_would_stay_as_they_are(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5-relu", "llama-gqa"])
-def test_what_is_said_to_be_int8_has_its_matrices_in_int8(kind: str) -> None:
+def test_model_reported_as_int8_has_int8_matrices(kind: str) -> None:
     config = EngineConfig(device="cpu", quantization="int8", kv_cache_memory=4 << 20)
     model = load(ModelSpec(kind, str(saved(kind).path), config))
     network = model.encode.model

@@ -101,7 +101,7 @@ def test_sequences_and_scores_are_transformers(kind: str, settings: dict[str, An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_same_in_a_crowd_of_others_and_when_preempted(kind: str) -> None:
+def test_results_are_the_same_in_a_batch_and_when_preempted(kind: str) -> None:
     alone = running(kind)
     alone.engine.add(asked(kind, "beam", 9, num_beams=4))
     alone.run()
@@ -169,7 +169,7 @@ def test_every_beam_reads_its_own_keys_whatever_the_pool(num_blocks: int, overla
     assert (harness.engine.scheduler.num_preemptions > 0) == (num_blocks < 200)
 
 
-def test_a_search_takes_its_places_before_it_needs_them() -> None:
+def test_search_reserves_slots_for_all_beams_at_admission() -> None:
     harness = beam_harness(max_num_seqs=8)
     for number in range(4):
         harness.add(f"s{number}", 3, num_beams=4, max_tokens=5)
@@ -189,7 +189,7 @@ def undisturbed(*arguments: Any, **settings: Any) -> list[list[int]]:
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["", "uncached"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("steps", [5, 13])
-def test_a_preempted_search_asks_for_no_more_than_it_had(steps: int, overlap: bool, prefix_caching: bool) -> None:
+def test_preempted_search_needs_no_more_blocks_than_before(steps: int, overlap: bool, prefix_caching: bool) -> None:
     asked = {"prompt": 60, "num_beams": 6, "n": 2, "max_tokens": 20}
     harness = beam_harness(num_blocks=60, max_num_seqs=16, budget=64, overlap=overlap, prefix_caching=prefix_caching)
     old = harness.add("old", [7] * 61, max_tokens=60)
@@ -214,7 +214,7 @@ def test_a_preempted_search_asks_for_no_more_than_it_had(steps: int, overlap: bo
     assert harness.tokens("newcomer") == expected_tokens(newcomer)
 
 
-def test_a_preempted_search_of_many_beams_comes_back_beside_a_prompt() -> None:
+def test_preempted_search_of_many_beams_resumes_beside_a_prompt() -> None:
     asked = {"prompt": 9, "num_beams": 17, "n": 2, "max_tokens": 8}
     harness = beam_harness(num_blocks=300, max_num_seqs=24, budget=24, max_model_len=300)
     harness.add("s", **asked)
@@ -234,9 +234,7 @@ def test_a_preempted_search_of_many_beams_comes_back_beside_a_prompt() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["", "uncached"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 182])
-def test_searches_preempted_at_random_find_what_they_would_have_found(
-    seed: int, overlap: bool, prefix_caching: bool
-) -> None:
+def test_random_preemption_does_not_change_searches(seed: int, overlap: bool, prefix_caching: bool) -> None:
     chance = random.Random(seed)
     harness = beam_harness(
         num_blocks=chance.choice([40, 60, 90]),
@@ -276,7 +274,7 @@ class NarrowRunner(BeamRunner):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_a_search_keeps_its_places_while_it_has_fewer_beams(overlap: bool) -> None:
+def test_search_keeps_its_slots_while_it_has_fewer_beams(overlap: bool) -> None:
     harness = Harness(max_num_seqs=8, budget=8, overlap=overlap, num_blocks=200)
     harness.engine.runner = harness.runner = NarrowRunner(harness.engine.block_manager)
     for number in range(4):
@@ -287,7 +285,7 @@ def test_a_search_keeps_its_places_while_it_has_fewer_beams(overlap: bool) -> No
 
 
 @pytest.mark.parametrize("when", [0, 1, 4])
-def test_an_aborted_search_ends_once_for_each_that_was_asked_for(when: int) -> None:
+def test_aborted_search_ends_each_of_its_n_outputs_once(when: int) -> None:
     harness = beam_harness()
     harness.add("s", 6, num_beams=4, n=3, max_tokens=20)
     for _ in range(when):
@@ -298,7 +296,7 @@ def test_an_aborted_search_ends_once_for_each_that_was_asked_for(when: int) -> N
     assert (len(harness.tokens("s", 0)) > 0) == (when > 0)
 
 
-def test_a_late_search_gives_what_it_has() -> None:
+def test_search_past_its_deadline_returns_its_hypotheses() -> None:
     harness = beam_harness()
     harness.add("s", 6, num_beams=2, n=2, max_tokens=20, deadline=0.0)
     harness.step()

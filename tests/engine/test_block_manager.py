@@ -21,7 +21,7 @@ def sequence(prompt: int, source: int = 0) -> SequenceState:
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 40), st.integers(1, 40), st.integers(0, 40))
-def test_a_yes_is_kept_and_a_no_means_too_few(size: int, blocks: int, prompt: int, source: int) -> None:
+def test_can_allocate_is_exact(size: int, blocks: int, prompt: int, source: int) -> None:
     manager, one = BlockManager([PoolSize(blocks)], size), sequence(prompt, source)
     needed = -(-prompt // size) + -(-source // size)
     assert manager.can_allocate(one, prompt) == (needed <= blocks)
@@ -35,7 +35,7 @@ def test_a_yes_is_kept_and_a_no_means_too_few(size: int, blocks: int, prompt: in
     manager.check_invariants([one])
 
 
-def test_asking_changes_nothing() -> None:
+def test_can_allocate_has_no_side_effect() -> None:
     manager, one = BlockManager([PoolSize(4)], 4), sequence(10, 3)
     assert manager.can_allocate(one, 10)
     assert (manager.num_free, one.tables, one.source_tables) == (4, [[]], [[]])
@@ -89,7 +89,7 @@ class CountingTable(BlockTable):
         return found
 
 
-def test_a_look_at_a_long_table_converts_what_is_new() -> None:
+def test_long_table_converts_only_new_blocks() -> None:
     table = CountingTable()
     table.extend(range(1000))
     for block in range(500):
@@ -99,7 +99,7 @@ def test_a_look_at_a_long_table_converts_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("fault", ["lost", "shared", "twice free"])
-def test_control_the_check_finds(fault: str) -> None:
+def test_control_check_invariants_finds_errors(fault: str) -> None:
     manager, one, other = BlockManager([PoolSize(8)], 4), sequence(8), sequence(8)
     manager.allocate(one, 8)
     manager.allocate(other, 8)

@@ -99,7 +99,7 @@ def test_steps_are_recorded_on_their_models_device_and_one_stream(gpus: Gpus) ->
     assert ran[::2] == 3 * gpus.made  # what is not recorded yet
 
 
-def test_tokens_are_awaited_on_their_device(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_waited_for_on_their_device(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimpleNamespace(copy_=lambda tensor, non_blocking: None)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: host)
     tokens = SimpleNamespace(device=SECOND, shape=(3,), dtype=torch.int64)
@@ -107,7 +107,7 @@ def test_tokens_are_awaited_on_their_device(gpus: Gpus, monkeypatch: pytest.Monk
     assert gpus.recorded == [1]
 
 
-def test_what_cannot_be_recorded_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_a_graph_are_launched(caplog: pytest.LogCaptureFixture) -> None:
     def failing(error: Exception) -> Any:
         def record_all() -> None:
             raise error

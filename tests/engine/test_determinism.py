@@ -42,7 +42,7 @@ def thirty_two(kind: str, way: str) -> list[Request]:
 @each_backend
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_among_31_others(kind: str, way: str, backend: AttentionBackend) -> None:
+def test_tokens_are_the_same_alone_and_among_31_others(kind: str, way: str, backend: AttentionBackend) -> None:
     run = running(kind, backend=backend, num_blocks=600)
     add_all(run, thirty_two(kind, way))
     run.run()
@@ -62,7 +62,7 @@ def test_chunked_preempted_and_in_another_order(kind: str, way: str, backend: At
     assert {name: run.ids(name) for name in alone(kind, way, backend)} == alone(kind, way, backend)
 
 
-def test_each_of_n_draws_its_own_and_the_first_is_that_of_n_1() -> None:
+def test_n_sequences_differ_and_the_first_equals_n_1() -> None:
     one = thirty_two("llama-gqa", "sampled")[6]
     run = running("llama-gqa", backend=BACKENDS[-1])
     run.engine.add(replace(one, params=replace(one.params, n=4)))

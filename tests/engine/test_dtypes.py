@@ -42,12 +42,14 @@ def test_float16_before_it_but_for_what_overflows(capability: tuple[int, int], m
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_cpu_by_what_it_multiplies(fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_dtype_follows_from_its_instructions(
+    fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dtypes, "has_fast_bf16", lambda: fast)
     assert choose_dtype("auto", loaded("llama").config, CPU).dtype is dtype
 
 
-def test_what_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_dtype_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, (7, 5))
     for name in ("float32", "bfloat16", "float16"):
         found = choose_dtype(name, loaded("t5-relu").config, GPU)

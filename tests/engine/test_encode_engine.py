@@ -144,7 +144,7 @@ def test_batches_keep_the_order_and_the_budget_and_never_split() -> None:
     assert sizes == [(5, 1), (30, 1), (13, 2), (5, 1), (22, 1)]  # one beyond the budget goes alone
 
 
-def test_deadline_and_abort_end_what_waits() -> None:
+def test_deadline_and_abort_end_waiting_inputs() -> None:
     made = engine()
     late, gone, kept, *_ = inputs()
     for request in (replace(late, deadline=time.monotonic() - 1), gone, kept):
@@ -157,7 +157,7 @@ def test_deadline_and_abort_end_what_waits() -> None:
     assert not made.has_work
 
 
-def test_a_deadline_is_heard_of_before_the_turn_comes() -> None:
+def test_deadline_ends_an_input_before_the_engines_turn() -> None:
     made = engine(budget=8, seqs=1)
     *ahead, last = inputs()
     for request in (*ahead, replace(last, deadline=time.monotonic() - 1)):
@@ -202,7 +202,7 @@ def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits
     assert outputs[0].data == whole.tobytes()
 
 
-def test_an_input_that_paused_can_be_aborted_and_be_late() -> None:
+def test_paused_input_can_be_aborted_and_expire() -> None:
     made = engine()
     for late in (False, True):
         request = EncodeRequest(

@@ -38,13 +38,13 @@ def engine(unrecorded: str) -> Any:
     return SimpleNamespace(runner=runner)
 
 
-def test_nothing_is_slow_where_all_works_or_was_asked_for() -> None:
+def test_no_fallback_is_reported_if_all_works_or_was_set() -> None:
     assert slow_ways(EngineConfig(), TRITON, engine(""), GPU) == ()
     assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, engine(""), GPU) == ()
     assert slow_ways(EngineConfig(), TORCH, engine(""), CPU) == ()
 
 
-def test_each_that_fails_is_told_with_its_reason() -> None:
+def test_every_fallback_is_reported_with_its_reason() -> None:
     try:
         raise RuntimeError("no space\nleft")
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def test_each_that_fails_is_told_with_its_reason() -> None:
     )
 
 
-def test_it_is_in_the_log_and_in_what_was_loaded(
+def test_fallback_is_in_the_log_and_the_model_info(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = ModelSpec("m", str(saved("llama").path), EngineConfig(device="cpu", dtype="float32", max_model_len=16))
@@ -69,7 +69,7 @@ def test_it_is_in_the_log_and_in_what_was_loaded(
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_an_operator_may_refuse_it(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before weights are read where that can be known."""
     read: list[bool] = []
     real = loading._load_model

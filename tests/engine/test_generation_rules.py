@@ -88,13 +88,13 @@ def test_bad_words_of_one_and_several_tokens(kind: str, tmp_path: Path) -> None:
         check(kind, tmp_path / str(length), {"bad_words_ids": [plain[:length], plain[-length:]]}, ignore_eos=True)
 
 
-def test_a_bad_word_that_ends_a_sequence_is_none(kind: str, tmp_path: Path) -> None:
+def test_bad_word_that_is_an_eos_id_is_ignored(kind: str, tmp_path: Path) -> None:
     end = theirs(kind, {})[1]
     check(kind, tmp_path, {"bad_words_ids": [[end]], "eos_token_id": [end]})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_no_ngram_twice(kind: str, size: int, tmp_path: Path) -> None:
+def test_no_ngram_is_repeated(kind: str, size: int, tmp_path: Path) -> None:
     params = {"no_repeat_ngram_size": size, "ignore_eos": True}
     outputs = ids(ours(kind, tmp_path, {}, **params))
     assert outputs == theirs(kind, {"no_repeat_ngram_size": size})
@@ -110,7 +110,7 @@ def test_several_ids_end_a_sequence(kind: str, tmp_path: Path) -> None:
     assert outputs[-1].stop_reason == plain[2]
 
 
-def test_no_end_before_the_least_length(kind: str, tmp_path: Path) -> None:
+def test_no_eos_before_min_tokens(kind: str, tmp_path: Path) -> None:
     end = theirs(kind, {})[0]
     check(kind, tmp_path, {"eos_token_id": [end]}, min_tokens=4)
 
@@ -128,7 +128,7 @@ def test_an_only_token_is_the_forced_end(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)
-def test_what_the_decoder_starts_from(kind: str, tmp_path: Path) -> None:
+def test_decoder_start_tokens(kind: str, tmp_path: Path) -> None:
     outputs = ours(kind, tmp_path, {"decoder_start_token_id": OTHER}, ignore_eos=True, logprobs=0)
     for start, close in ((OTHER, True), (START, False)):
         expected = reference_logits(kind, [start, *ids(outputs)], PROMPT).log_softmax(-1)
@@ -137,20 +137,20 @@ def test_what_the_decoder_starts_from(kind: str, tmp_path: Path) -> None:
         assert (worst < 1e-4) == close
 
 
-def test_a_forced_end_is_the_lengths_doing(kind: str, tmp_path: Path) -> None:
+def test_forced_eos_counts_as_length(kind: str, tmp_path: Path) -> None:
     outputs = check(kind, tmp_path, {"forced_eos_token_id": OTHER, "eos_token_id": [OTHER]})
     assert ids(outputs)[-1] == OTHER
     assert [output.finish_reason for output in outputs[-2:]] == [None, FinishReason.LENGTH]
     assert outputs[-1].stop_reason == OTHER  # so that its text is left out
 
 
-def test_an_end_of_its_own_before_the_forced_one_is_a_stop(kind: str, tmp_path: Path) -> None:
+def test_own_eos_before_the_forced_one_is_a_stop(kind: str, tmp_path: Path) -> None:
     end = theirs(kind, {})[0]
     outputs = check(kind, tmp_path, {"forced_eos_token_id": end, "eos_token_id": [end]})
     assert outputs[-1].finish_reason is FinishReason.STOP
 
 
-def test_max_length_and_its_kin_are_defaults(tmp_path: Path) -> None:
+def test_length_settings_are_defaults(tmp_path: Path) -> None:
     path = copied("bart", tmp_path)
     rules = {"max_length": 9, "min_length": 4, "no_repeat_ngram_size": 3}
     (path / "generation_config.json").write_text(json.dumps(rules))

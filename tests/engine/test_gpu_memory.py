@@ -51,7 +51,7 @@ class FakeMemory:
         self.context = 0
 
 
-def test_the_peak_is_what_a_step_adds_and_nothing_of_it_stays() -> None:
+def test_peak_is_what_a_step_adds_and_is_released() -> None:
     memory = FakeMemory(80 * GIB, 16 * GIB, 3 * GIB)
     memory.cached = 7 * GIB  # of loading
     assert measure_peak(memory.run, memory) == 3 * GIB
@@ -68,7 +68,7 @@ def test_the_peak_is_what_a_step_adds_and_nothing_of_it_stays() -> None:
         ([GpuMemory(10 * GIB, 80 * GIB)], {}, 0),
     ],
 )
-def test_what_is_left_for_the_pool(cards: list[GpuMemory], settings: dict[str, Any], expected: int) -> None:
+def test_pool_bytes(cards: list[GpuMemory], settings: dict[str, Any], expected: int) -> None:
     assert pool_bytes(cards, 0.9, 3 * GIB, **settings) == expected
 
 
@@ -109,7 +109,7 @@ def test_the_largest_step_fills_every_stack_and_samples_all_rows(kind: str, monk
     assert counted.rows == 6
 
 
-def test_a_model_is_measured_on_its_device_and_what_kernels_left_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_memory_counts_what_the_measured_step_leaves_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FakeMemory(10 * GIB, 2 * GIB, GIB, strangers=GIB // 2, context=GIB // 4)
     Counted(monkeypatch, then=memory.run)
     pool = pool_memory(loaded("llama"), LIMITS, 64, 0.9, memory)
@@ -117,7 +117,7 @@ def test_a_model_is_measured_on_its_device_and_what_kernels_left_there_counts(mo
     assert pool == int((9 * GIB - 2 * GIB - GIB // 2 - GIB // 4 - GIB - MARGIN) / gathered)
 
 
-def test_loading_takes_it_unless_a_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_pool_is_used_unless_a_size_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FakeMemory(10 * GIB, 2 * GIB, GIB)
     counted = Counted(monkeypatch, then=memory.run)
     monkeypatch.setattr(loading, "CudaMemory", lambda device: memory)
@@ -133,7 +133,7 @@ def test_loading_takes_it_unless_a_size_is_given(monkeypatch: pytest.MonkeyPatch
     assert pool(gpu_memory_utilization=0.5) == (left - 4 * GIB) // 2
 
 
-def test_a_step_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

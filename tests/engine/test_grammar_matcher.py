@@ -198,7 +198,7 @@ def test_one_of_the_choices_for_each_beam(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_same_alone_in_a_crowd_preempted_and_in_chunks(kind: str) -> None:
+def test_output_is_the_same_alone_in_a_batch_preempted_and_in_chunks(kind: str) -> None:
     def asked(name: str, number: int) -> Any:
         schema = SCHEMAS[number % len(SCHEMAS)]
         settings = dict(num_beams=3, n=2) if number % 4 == 3 else dict(temperature=number % 2, seed=number, n=2)
@@ -232,7 +232,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert ours.token_id != theirs.token_id and ours.logprob < theirs.logprob
 
 
-def test_it_ends_where_nothing_more_can_follow_and_not_before() -> None:
+def test_output_ends_where_no_token_can_follow() -> None:
     """Without an end-of-sequence id, before min_tokens, and whatever the bias or bans."""
     letter = FORMS.index(b"a")
     for params in (
@@ -267,7 +267,7 @@ def test_an_end_is_allowed_only_where_the_output_is_complete() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_what_the_vocabulary_cannot_spell_ends_with_a_reason(beams: int) -> None:
+def test_grammar_that_no_tokens_match_ends_with_a_reason(beams: int) -> None:
     run = engine("llama")
     several = dict(num_beams=beams, n=beams, max_tokens=20, ignore_eos=False)
     run.engine.add(request("llama", "never", 5, grammar=regex_grammar("Z+"), **several))
@@ -294,7 +294,9 @@ def test_what_the_vocabulary_cannot_spell_ends_with_a_reason(beams: int) -> None
         ("ab?", "b", "a"),
     ],
 )
-def test_a_stop_id_is_no_text_of_the_output(pattern: str, stops: str, expected: str, settings: dict[str, Any]) -> None:
+def test_stop_id_is_not_part_of_the_matched_text(
+    pattern: str, stops: str, expected: str, settings: dict[str, Any]
+) -> None:
     run = engine("llama")
     asked = dict(grammar=regex_grammar(pattern), stop_token_ids=(FORMS.index(stops.encode()), FORMS.index(b"ab")))
     run.engine.add(request("llama", "r", 5, **{"max_tokens": 10, **asked, **settings}))
@@ -309,7 +311,7 @@ def test_a_stop_id_is_no_text_of_the_output(pattern: str, stops: str, expected: 
     assert len(run.ids("fine")) == 12
 
 
-def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_run_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine("llama")
     assert run.engine.grammars is not None
     slow: Future[Matcher] = Future()
@@ -348,7 +350,7 @@ def test_a_line_break_elsewhere_is_text(pattern: str) -> None:
     assert "\n" not in regex_grammar(pattern).split("TEXT: ")[1][:-1]
 
 
-def test_compiled_grammars_are_kept_but_not_all() -> None:
+def test_compiled_grammars_are_cached_up_to_a_bound() -> None:
     reads = []
     grammars = Grammars(lambda: reads.append(1) or PLAIN)  # type: ignore[func-returns-value]
     first = grammars.compile(choice_grammar(["a"]))

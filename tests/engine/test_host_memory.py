@@ -32,7 +32,7 @@ OLD = {
         (MACHINE | NEW | {"sys/fs/cgroup/memory.current": "500000"}, 0),
     ],
 )
-def test_the_least_of_machine_and_container(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_minimum_of_machine_and_container(files: dict[str, str], expected: int, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

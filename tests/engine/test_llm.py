@@ -66,7 +66,7 @@ def test_what_never_fits_is_refused_offline() -> None:
     assert reader.generate([prompt(64)], SamplingParams(max_tokens=2)) == [""]  # no tokenizer: ids only
 
 
-def test_nothing_of_one_call_is_left_for_the_next() -> None:
+def test_no_request_of_one_call_is_left_for_the_next() -> None:
     llm, params = LLM(saved("llama").path, EngineConfig(**SMALL)), SamplingParams(max_tokens=6, ignore_eos=True)
     wanted = [output.token_ids for _, output in llm.stream([prompt(5)], params)]
     for _ in llm.stream([prompt(7, 1), prompt(9, 2)], params):

@@ -133,7 +133,7 @@ def assorted(kind: str, *, blind: bool) -> list[Request]:
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize("blind", [True, False], ids=["blind", "mixed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tokens_as_one_step_after_the_other(kind: str, blind: bool, graphs: bool) -> None:
+def test_overlap_gives_the_tokens_of_sequential_steps(kind: str, blind: bool, graphs: bool) -> None:
     plain, _ = outputs_of(kind, assorted(kind, blind=blind))
     found, runner = outputs_of(kind, assorted(kind, blind=blind), overlap=True, graphs=graphs)
     assert tokens_of(found) == tokens_of(plain)
@@ -153,7 +153,7 @@ def test_a_replay_is_sent_the_tables_in_use(kind: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bart"])
-def test_preempted_under_way(kind: str) -> None:
+def test_preemption_while_a_step_is_pending(kind: str) -> None:
     requests = [request(kind, f"r{i}", 12, i, max_tokens=30, temperature=1.0, seed=i) for i in range(6)]
     plain, _ = outputs_of(kind, requests)
     found, runner = outputs_of(kind, requests, overlap=True, graphs=True, num_blocks=34 if kind == "gpt2" else 44)
@@ -184,7 +184,7 @@ def launches(harness: Harness) -> list[bool]:
 
 
 @pytest.mark.parametrize("settings", SEEING, ids=lambda s: next(iter(s)))
-def test_who_must_see_its_token_sits_out_and_the_others_go_on(settings: dict[str, Any]) -> None:
+def test_sequences_that_need_their_token_skip_a_step_that_runs_ahead(settings: dict[str, Any]) -> None:
     harness = Harness(overlap=True)
     made = [harness.add(f"blind{i}", 5, max_tokens=30) for i in range(5)]
     made.append(harness.add("seeing", 5, max_tokens=14, **settings))
@@ -197,7 +197,7 @@ def test_who_must_see_its_token_sits_out_and_the_others_go_on(settings: dict[str
     assert took_part[:27] == [True, False] * 13 + [True]
 
 
-def test_where_most_must_see_their_token_nobody_sits_out() -> None:
+def test_no_run_ahead_if_most_sequences_need_their_token() -> None:
     harness = Harness(overlap=True)
     made = [harness.add(f"seeing{i}", 5, max_tokens=10, repetition_penalty=1.3) for i in range(3)]
     made += [harness.add(f"blind{i}", 5, max_tokens=10) for i in range(3)]
@@ -207,7 +207,7 @@ def test_where_most_must_see_their_token_nobody_sits_out() -> None:
     assert followed == [False] * 10
 
 
-def test_a_search_that_is_preempted_under_way_loses_nothing() -> None:
+def test_search_preempted_while_a_step_is_pending_is_unchanged() -> None:
     """Its candidates arrive when its beams wait again."""
     harness = Harness(num_blocks=26, block_size=2, overlap=True, max_num_seqs=12)
     harness.engine.runner = harness.runner = BeamRunner(harness.engine.block_manager)
@@ -229,7 +229,7 @@ def test_recorded_sizes_hold_every_batch() -> None:
     assert sizes_up_to(64)[-2:] == [48, 64]
 
 
-def test_a_launch_that_raises_costs_no_one_else_a_token() -> None:
+def test_failed_launch_loses_no_token_of_other_sequences() -> None:
     harness = Harness(overlap=True)
     made = [harness.add(f"r{i}", 5 + i, max_tokens=12) for i in range(4)]
     real, broken = harness.runner.launch, []
@@ -251,7 +251,7 @@ def test_a_launch_that_raises_costs_no_one_else_a_token() -> None:
             assert harness.tokens(one.request_id) == expected_tokens(one)
 
 
-def test_aborted_under_way_ends_once_and_frees_its_blocks() -> None:
+def test_abort_while_a_step_is_pending_ends_once_and_frees_blocks() -> None:
     harness = Harness(overlap=True)
     kept = harness.add("kept", 5, max_tokens=20)
     harness.add("gone", 5, max_tokens=20)

@@ -70,7 +70,7 @@ def test_chunks_of_a_few_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_preempted_and_computed_anew(kind: str) -> None:
+def test_preemption_and_recomputation(kind: str) -> None:
     windowed = kind == "mistral"  # in all layers: sequences never have more than two blocks
     run = running(kind, num_blocks=6 if windowed else 14 if kind in DECODERS else 16)
     requests = [request(kind, f"r{i}", (1 if windowed else 6) + i, i, max_tokens=24) for i in range(5)]
@@ -142,7 +142,7 @@ def test_logprobs_of_prompt_and_output_equal_transformers(kind: str, budget: int
             assert entry.top[0][1] == pytest.approx(expected[at].max().item(), abs=1e-4)
 
 
-def test_before_min_tokens_no_stop_id_is_drawn() -> None:
+def test_no_stop_id_is_sampled_before_min_tokens() -> None:
     def ids(**params: object) -> list[int]:
         run = running("llama")
         run.engine.add(request("llama", "r", 6, **params))

@@ -41,7 +41,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_beside_decoding()
     assert harness.tokens("long") == expected_tokens(made)
 
 
-def test_a_prompt_that_goes_first_takes_no_step_from_who_decodes() -> None:
+def test_prefill_does_not_displace_decodes() -> None:
     harness = Harness(budget=8, max_num_seqs=8)
     for i in range(3):
         harness.add(f"decoding-{i}", 1, priority=1, max_tokens=30)
@@ -139,7 +139,7 @@ def test_encoder_decoders_wait_for_cross_blocks() -> None:
     assert all(harness.tokens(r.request_id) == expected_tokens(r) for r in made)
 
 
-def test_preempted_encoder_decoders_read_their_source_anew() -> None:
+def test_preempted_encoder_decoders_encode_their_source_again() -> None:
     harness = Harness(num_blocks=10, block_size=4, budget=32)
     made = [harness.add(f"r{i}", 1, source=6, max_tokens=14) for i in range(3)]
     harness.run()
@@ -147,7 +147,7 @@ def test_preempted_encoder_decoders_read_their_source_anew() -> None:
     assert all(harness.tokens(r.request_id) == expected_tokens(r) for r in made)
 
 
-def test_deadlines_end_what_runs_and_what_waits() -> None:
+def test_deadlines_end_running_and_waiting_sequences() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add("running", max_tokens=100, deadline=time.monotonic() + 3600)
     harness.add("patient", max_tokens=1)
@@ -215,7 +215,7 @@ def test_a_sequence_that_cannot_take_its_token_fails_alone(overlap: bool) -> Non
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("when", range(1, 7))
-def test_an_engine_that_raised_ends_each_sequence_once_and_begins_anew(
+def test_recover_ends_each_sequence_once_and_resets_the_engine(
     when: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(overlap=overlap, max_num_seqs=3)

@@ -41,7 +41,7 @@ def test_a_prompt_that_was_computed_is_found_again() -> None:
     assert harness.tokens("b") == expected_tokens(second)
 
 
-def test_what_was_generated_is_found_by_the_next_turn() -> None:
+def test_generated_tokens_are_hits_of_the_next_turn() -> None:
     harness = Harness()
     harness.add("a", PROMPT, max_tokens=8)
     harness.run()
@@ -77,7 +77,7 @@ def test_switched_off_nothing_is_kept() -> None:
     assert harness.engine.block_manager.num_cached == 0
 
 
-def test_the_longest_unused_goes_first_and_ends_before_beginnings() -> None:
+def test_least_recently_used_blocks_are_evicted_first_and_suffixes_before_prefixes() -> None:
     harness = Harness(num_blocks=12)
     for name, start in (("a", 100), ("b", 200), ("c", 300)):  # each leaves four known blocks
         harness.add(name, range(start, start + 17), max_tokens=1)
@@ -101,7 +101,7 @@ def test_sequences_of_one_request_share_the_prompts_blocks() -> None:
     assert harness.engine.scheduler.num_preemptions == 0
 
 
-def test_who_waits_for_a_sibling_holds_up_nobody_else() -> None:
+def test_sequence_that_waits_for_a_shared_prefix_blocks_no_other() -> None:
     harness = Harness(budget=8)
     harness.add("long", PROMPT, n=2, max_tokens=1)
     harness.add("short", 2, max_tokens=1)
@@ -120,7 +120,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     assert [harness.tokens(one.request_id) for one in made] == [expected_tokens(one) for one in made]
 
 
-def test_what_a_sequence_finds_of_its_own_is_no_hit() -> None:
+def test_own_blocks_after_preemption_do_not_count_as_hits() -> None:
     harness = Harness(num_blocks=10)
     for name, start in (("a", 100), ("b", 200)):
         harness.add(name, range(start, start + 9), max_tokens=20)
@@ -165,7 +165,7 @@ def test_a_thousand_random_steps_over_a_few_prefixes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5-relu", "marian"])
-def test_the_model_says_the_same_with_and_without_hits(kind: str) -> None:
+def test_outputs_are_the_same_with_and_without_hits(kind: str) -> None:
     engine = running(kind)
     for name in ("cold", "warm"):
         engine.engine.add(request(name, prompt(37, 1), max_tokens=8) if kind == "llama" else _translation(name))
@@ -191,7 +191,7 @@ def test_scores_of_a_prompt_are_computed_although_its_blocks_are_known() -> None
     assert scores[0][1:] == scores[1][1:]
 
 
-def test_hashes_cannot_be_made_to_meet_by_moving_a_border() -> None:
+def test_hashes_do_not_collide_when_a_boundary_moves() -> None:
     manager = BlockManager([PoolSize(4)], 4)
     digests = set()
     for salt, source, tokens in (("a", 0, [1] * 8), ("a", 1, [1] * 8), ("", 0, [1] * 8), ("b", 0, [1] * 8)):
@@ -218,7 +218,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("gone", [None, "aborted", "preempted"])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_equal_prompts_in_chunks_follow_the_first_and_go_on_without_it(
+def test_equal_prompts_in_chunks_follow_the_first_and_continue_without_it(
     gone: str | None, at: int, overlap: bool
 ) -> None:
     harness = Harness(num_blocks=200, budget=32, max_model_len=300, overlap=overlap)
@@ -235,7 +235,7 @@ def test_equal_prompts_in_chunks_follow_the_first_and_go_on_without_it(
     assert computed(harness) <= 200 + 6 * (6 + 4) + 32
 
 
-def test_who_is_not_followed_gets_the_whole_budget_and_who_is_holds_up_nobody() -> None:
+def test_followed_prompt_gets_the_whole_budget_until_another_waits() -> None:
     harness = Harness(budget=32, num_blocks=200, max_model_len=300)
     for name in ("first", "second", "third"):
         harness.add(name, 200, max_tokens=1)
@@ -248,7 +248,7 @@ def test_who_is_not_followed_gets_the_whole_budget_and_who_is_holds_up_nobody() 
     harness.run()
 
 
-def test_who_shares_what_failed_computes_it_anew() -> None:
+def test_sequence_that_shares_failed_blocks_recomputes_them() -> None:
     harness = Harness()
     harness.add("failing", PROMPT, max_tokens=4)
     made = [harness.add(f"r{i}", PROMPT, max_tokens=4) for i in range(3)]
@@ -321,7 +321,7 @@ def test_equal_sources_are_shared_while_one_of_them_is_there_and_within_a_salt()
     assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
 
 
-def test_a_source_that_could_not_be_encoded_spoils_nobody_elses() -> None:
+def test_failed_source_does_not_affect_other_sources() -> None:
     harness = Harness()
     source = list(range(500, 515))
     harness.add("failing", [9], source=source, max_tokens=3)
@@ -364,7 +364,7 @@ def test_a_preempted_sequence_finds_its_source_encoded() -> None:
     assert harness.engine.block_manager.num_cached == 0
 
 
-def test_a_preempted_source_gives_way_and_is_encoded_anew() -> None:
+def test_evicted_source_of_a_preempted_sequence_is_encoded_again() -> None:
     harness = Harness(num_blocks=10)
     made = [harness.add("first", 1, source=24, max_tokens=9)]
     harness.step()

@@ -48,7 +48,7 @@ def is_alive(pid: int) -> bool:
 
 
 @async_test
-async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and_is_mended(
+async def test_child_equals_thread_and_is_restarted_after_its_death(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.5,))
@@ -97,7 +97,7 @@ async def test_a_child_gives_the_threads_results_and_its_death_fails_waiters_and
 
 
 @async_test
-async def test_a_child_that_hangs_is_killed_and_replaced_but_not_for_what_its_front_slept_through(
+async def test_hung_child_is_replaced_but_not_for_time_the_front_slept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.1,))
@@ -149,7 +149,7 @@ class Refusing(ThreadTransport):
 
 
 @async_test
-async def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
     monkeypatch.setattr(Refusing, "made", 0)
     async with served("llama-gqa", transport=Refusing) as engine:
@@ -161,7 +161,7 @@ async def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytes
 
 
 @async_test
-async def test_what_cannot_be_delivered_is_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_undeliverable_frame_counts_as_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
     async with served("llama-gqa", transport=ProcessTransport) as engine:
 
@@ -178,7 +178,7 @@ async def test_what_cannot_be_delivered_is_a_lost_engine(monkeypatch: pytest.Mon
         assert len(ids_of(await collect(engine.submit([request("llama-gqa", "b", 5)])), "b")) == 12
 
 
-def test_the_childs_socket_may_have_any_number() -> None:
+def test_socket_descriptor_above_1023_works() -> None:
     """A front with many connections has none below 1024 to give."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1100:
@@ -195,7 +195,7 @@ def test_the_childs_socket_may_have_any_number() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_full_collection_in_the_child_passes_over_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     thresholds = gc.get_threshold()
     ready: list[int] = []

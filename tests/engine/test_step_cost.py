@@ -15,25 +15,25 @@ def learnt(fixed: float, per_token: float, sizes: tuple[int, ...]) -> WorkCost:
 
 
 @pytest.mark.parametrize("fixed", [0.0, 0.006])
-def test_the_fixed_part_is_told_from_that_of_each_token(fixed: float) -> None:
+def test_fixed_cost_is_separated_from_the_cost_per_token(fixed: float) -> None:
     cost = learnt(fixed, 1e-5, (16, 300, 1500))
     for tokens in (1, 16, 100, 700, 1500, 2500):
         assert cost.seconds(tokens) == pytest.approx(fixed + 1e-5 * tokens, rel=0.01)
     assert cost.tokens_within(0.014, 16) == pytest.approx((0.014 - fixed) / 1e-5, rel=0.02)
 
 
-def test_of_one_size_alone_larger_ones_are_tried() -> None:
+def test_larger_sizes_are_explored_while_one_size_is_known() -> None:
     cost = learnt(0.006, 1e-5, (36,))
     assert cost.seconds(36) == pytest.approx(0.006 + 36e-5)
     assert cost.tokens_within(0.001, 16) == 72
 
 
-def test_a_worthwhile_piece_costs_a_token_at_most_twice_the_best() -> None:
+def test_worthwhile_size_costs_at_most_twice_the_best_per_token() -> None:
     assert learnt(0.006, 1e-5, (16, 300, 600, 1500)).worthwhile_tokens(16) == 600
     assert learnt(0.0, 1e-5, (16, 1500)).worthwhile_tokens(16) == 16
 
 
-def test_more_than_twice_what_was_tried_is_not_guessed() -> None:
+def test_no_size_beyond_twice_the_largest_is_returned() -> None:
     """Of prompts of 32 tokens that cost next to nothing, one of 900 is not believed to."""
     cost = learnt(0.0, 1e-9, (8, 32))
     assert cost.tokens_within(1.0, 16) == 64
@@ -50,7 +50,7 @@ def test_a_larger_size_never_costs_less() -> None:
     assert costs == sorted(costs)
 
 
-def test_a_small_size_that_was_measured_in_bad_times_is_not_believed() -> None:
+def test_stale_cost_of_a_small_size_is_corrected() -> None:
     cost = learnt(0.001, 2.5e-5, (100, 400))
     cost.observe(30, 0.020)  # while another program took the machine
     assert cost.seconds(30) <= cost.seconds(100) < 0.006
@@ -63,7 +63,7 @@ def test_other_sizes_follow_a_change_a_little() -> None:
     assert cost.seconds(1000) > 1.2 * 0.1
 
 
-def test_a_late_step_counts_as_four_times_what_was_expected() -> None:
+def test_outlier_counts_as_four_times_the_estimate() -> None:
     cost, decode = learnt(0.0, 1e-4, (16, 100)), DecodeCost()
     cost.observe(100, 5.0)
     assert cost.seconds(100) == pytest.approx(0.0164, rel=0.1)
@@ -72,7 +72,7 @@ def test_a_late_step_counts_as_four_times_what_was_expected() -> None:
     assert decode.seconds == pytest.approx(0.016)
 
 
-def test_a_decode_step_is_due_when_none_was_alone_for_long() -> None:
+def test_decode_only_step_is_due_after_many_mixed_ones() -> None:
     decode = DecodeCost()
     assert decode.is_due
     decode.observe(0.01)

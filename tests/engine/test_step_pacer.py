@@ -68,12 +68,12 @@ def prompt_limit(pacer: StepPacer, waiting: int = 0) -> int:
     return limits[-1]
 
 
-def test_while_nothing_is_known_a_step_decodes_alone() -> None:
+def test_first_step_only_decodes() -> None:
     turn = StepPacer().next(decoding(prompt=100))
     assert turn is not None and turn.budget == DECODES_ONLY
 
 
-def test_prompts_let_a_step_last_so_many_times_a_decode_step() -> None:
+def test_steps_with_prompts_last_slowdown_times_a_decode_step() -> None:
     assert 0.010 + prompt_limit(measured()) * 0.0002 == pytest.approx(SLOWDOWN * 0.010, rel=0.05)
 
 
@@ -82,7 +82,7 @@ def test_a_queue_lets_steps_last_longer_up_to_a_bound() -> None:
     assert limits == pytest.approx([50 * (SLOWDOWN - 1 + extra) for extra in (0, 1, 3)] + [350], rel=0.05)
 
 
-def test_one_late_step_is_hardly_believed_and_a_change_is_followed() -> None:
+def test_outlier_hardly_counts_and_a_lasting_change_does() -> None:
     pacer = measured()
     pacer.observe(CODE, StepWork(3.0, 8, 100))  # a container that was paused
     assert prompt_limit(pacer) == pytest.approx(50 * (SLOWDOWN - 1), rel=0.5)
@@ -114,7 +114,7 @@ def test_a_step_without_decodes_is_cut_by_time() -> None:
     assert known is not None and known.budget.prompt_tokens == pytest.approx(MAX_STEP_SECONDS / 0.005, rel=0.01)
 
 
-def test_on_a_slow_machine_only_the_first_step_outlasts_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_slow_machine_only_the_first_step_exceeds_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token takes 100 ms."""
     harness = Harness(budget=512, num_blocks=128, max_num_seqs=4, max_model_len=512)
     runner = Timed(harness.engine.block_manager)
@@ -137,7 +137,7 @@ def test_on_a_slow_machine_only_the_first_step_outlasts_the_bound(monkeypatch: p
     assert sum(tokens) == 360
 
 
-def test_a_prompt_gets_on_whatever_it_costs() -> None:
+def test_prompt_makes_progress_at_any_cost() -> None:
     engine = Streams(4, 0.001, per_token=0.1, prompts=[64])
     shares = simulate({CODE: engine}, 20.0)
     assert not engine.prompts
@@ -159,7 +159,7 @@ def alone(engine: Texts | Translations) -> int:
     ],
     ids=["texts", "translations", "both"],
 )
-def test_streams_beside_other_models_keep_their_pace_and_the_others_theirs(
+def test_streams_and_background_models_get_their_shares(
     others: dict[EngineKey, Callable[[], Texts | Translations]],
 ) -> None:
     made = {key: make() for key, make in others.items()}
@@ -169,14 +169,14 @@ def test_streams_beside_other_models_keep_their_pace_and_the_others_theirs(
     assert sum(engine.done / alone(others[key]()) for key, engine in made.items()) >= 0.4
 
 
-def test_models_that_stream_share_the_time_whatever_a_step_of_each_costs() -> None:
+def test_streaming_models_share_time_at_any_step_cost() -> None:
     """A small model takes many steps to one of a large one."""
     shares = simulate({CODE: Streams(4, 0.002), NORMALIZE: Streams(1, 0.05)})
     assert shares.of(CODE) == pytest.approx(0.5, abs=0.02)
     assert len(shares.tokens[CODE]) == pytest.approx(25 * len(shares.tokens[NORMALIZE]), rel=0.05)
 
 
-def test_prompts_of_a_stream_keep_the_other_streams_at_their_pace() -> None:
+def test_prompts_of_one_stream_do_not_slow_other_streams() -> None:
     shares = simulate({CODE: code()}, 4.0, prompts=[(0.5 * i, CODE, 900) for i in range(8)])
     assert shares.between_tokens(CODE) <= 2.5 * 0.004 + 0.001
 
@@ -187,7 +187,7 @@ def test_streamed_translations_share_with_other_streams() -> None:
     assert shares.between_tokens(CODE, 0.5) <= 2.5 * 0.004 + 0.001
 
 
-def test_a_text_that_cannot_be_split_waits_until_it_is_paid_for_and_no_longer() -> None:
+def test_unsplittable_text_waits_until_the_credit_covers_it() -> None:
     engine = Texts([2000])  # 60 ms
     shares = simulate({CODE: code(), EMBED: engine})
     assert shares.of(EMBED) == pytest.approx(1 - 1 / SLOWDOWN, abs=0.03)
@@ -213,7 +213,7 @@ def test_weights_divide_the_time_between_models() -> None:
         assert beside.of(CODE) == pytest.approx(weight / (weight + SLOWDOWN - 1), abs=0.06)
 
 
-def test_what_was_idle_has_saved_up_nothing() -> None:
+def test_idle_engine_saves_up_no_time() -> None:
     late = Texts([100] * 10)
     engines: dict[tuple[str, str], Simulated] = {CODE: code(), EMBED: texts()}
     pacer = StepPacer()
@@ -309,7 +309,7 @@ def test_beside_decodes_prompts_take_no_more_than_the_limit() -> None:
     assert harness.tokens("long") == expected_tokens(long)
 
 
-def test_a_step_may_leave_those_that_decode_out() -> None:
+def test_step_may_leave_decodes_out() -> None:
     harness = Harness(budget=64)
     harness.add("a", 3, max_tokens=30)
     harness.step()
@@ -339,7 +339,7 @@ def test_sources_are_limited_beside_decodes_but_one_is_never_split() -> None:
         assert [step.sequence.request.request_id for step in scheduled if step.encode_source] == wanted
 
 
-def test_what_an_engine_wants_is_what_a_step_could_compute() -> None:
+def test_demand_is_what_a_step_could_compute() -> None:
     harness = Harness(budget=64, max_num_seqs=3)
     harness.add("a", 3, max_tokens=30)
     harness.step()
@@ -364,7 +364,7 @@ def test_a_short_prompt_overtakes_a_long_one() -> None:
     assert ended.index("short") < ended.index("long")
 
 
-def test_nobody_starves_under_a_stream_of_short_prompts() -> None:
+def test_long_prompt_does_not_starve_under_short_prompts() -> None:
     harness = Harness(budget=64, num_blocks=128)
     harness.limits = StepBudget(prompt_tokens=8)
     harness.add("long", 60, max_tokens=1)

@@ -80,25 +80,25 @@ def test_a_banned_sequence_longer_than_the_text_bans_nothing() -> None:
     assert banned_tokens(sequence((2, 3)), GenerationRules(banned_sequences=((1, 2, 3, 4),))) == []
 
 
-def test_suppressed_always_and_at_the_beginning() -> None:
+def test_suppressed_tokens_always_and_at_the_beginning() -> None:
     rules = GenerationRules(suppressed=(4,), suppressed_first=(5, 6))
     assert banned_tokens(sequence((1, 2)), rules) == [4, 5, 6]
     assert banned_tokens(sequence((1, 2), (3,)), rules) == [4]
 
 
-def test_behind_a_forced_token_begins_what_is_free() -> None:
+def test_first_free_token_after_a_forced_one() -> None:
     rules = GenerationRules(forced_first=9, suppressed_first=(5,))
     assert banned_tokens(sequence((0,)), rules) == []
     assert banned_tokens(sequence((0,), (9,)), rules) == [5]
     assert banned_tokens(sequence((0, 8)), rules) == [5]  # a beginning was given: nothing is forced
 
 
-def test_no_stop_before_the_least_length() -> None:
+def test_no_stop_before_min_tokens() -> None:
     assert set(banned_tokens(sequence((1,), (5,), eos=(2, 3), min_tokens=2), NONE)) == {2, 3}
     assert banned_tokens(sequence((1,), (5, 5), eos=(2, 3), min_tokens=2), NONE) == []
 
 
-def test_what_is_forced_and_when() -> None:
+def test_forced_tokens() -> None:
     rules = GenerationRules(forced_first=9, forced_last=2)
     assert forced_token(sequence((0,), max_tokens=3), rules) == 9
     assert forced_token(sequence((0, 8), max_tokens=3), rules) is None

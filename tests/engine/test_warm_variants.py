@@ -73,7 +73,7 @@ def recorded(run: Any) -> tuple[Tensor, Any]:
         ("t5-relu", torch.float32),
     ],
 )
-def test_traffic_launches_what_was_warmed_and_nothing_else(kind: str, kv: torch.dtype) -> None:
+def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> None:
     model = loaded(kind, TritonBackend())
     assert model.config.decoder is not None
     blocks = BlockManager([PoolSize(1500)], BLOCK, prefix_caching=False)

@@ -13,7 +13,7 @@ from tests.model.checkpoints import saved
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart", "t5-relu", "bert", "vit"])
-def test_nothing_is_left_of_it(kind: str) -> None:
+def test_warmup_leaves_no_trace(kind: str) -> None:
     config = EngineConfig(dtype="float32", max_num_seqs=4, max_num_batched_tokens=128, kv_cache_memory=1 << 20)
     loaded = load(ModelSpec(kind, str(saved(kind).path), config))
     steps = []

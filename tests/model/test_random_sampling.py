@@ -94,7 +94,7 @@ def test_what_is_ruled_out_is_not_drawn_even_at_the_ends() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 64, 1_024, 5_000])
-def test_highest_are_the_highest_in_order(size: int) -> None:
+def test_sorted_top_is_descending(size: int) -> None:
     rows = scores(50_257, 1.0, 3).round(decimals=2)  # with many equals
     rows[1] = float("-inf")
     rows[1, 5] = 0.0
@@ -212,7 +212,7 @@ def test_a_gpu_draws_what_it_can_in_one_launch(monkeypatch: pytest.MonkeyPatch) 
     assert kernel.rows == [[0, 3]]
 
 
-def test_a_cut_by_mass_alone_waits_for_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_p_alone_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (1,), 1)] * 4
     logits = scores(5000, 3.0, 4)
 

@@ -212,7 +212,7 @@ imposed_rows = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.just(SamplingRow(SamplingParams(), 0, [1], 1)) | imposed_rows, min_size=1, max_size=6))
-def test_processing_the_batch_is_processing_each_row_bit_for_bit(rows: list[SamplingRow]) -> None:
+def test_batch_processing_equals_row_processing_bit_for_bit(rows: list[SamplingRow]) -> None:
     from model.sampling.sampler import _process_logits
 
     scores = logits(11, rows=len(rows))

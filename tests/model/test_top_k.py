@@ -32,7 +32,7 @@ def logits_of(rows: int, size: int) -> Tensor:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [1, 5, 16, 127, 128, 129, 1000, 50265])
 @pytest.mark.parametrize("count", [0, 1, 4, 37, 256, 300])
-def test_the_highest_are_in_order_and_the_mass_is_exact(size: int, count: int) -> None:
+def test_top_k_is_ordered_and_logsumexp_is_exact(size: int, count: int) -> None:
     logits = logits_of(3, size)
     values, tokens, logsumexp = top_k_logsumexp(logits, count)
     expected = logits.sort(dim=-1, descending=True)

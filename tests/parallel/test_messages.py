@@ -44,7 +44,7 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def test_a_call_arrives_as_it_was_made() -> None:
+def test_call_arrives_unchanged() -> None:
     said, frames = arguments(), [b""]
     sent = threading.Event()
 
@@ -66,7 +66,7 @@ def test_a_call_arrives_as_it_was_made() -> None:
     assert heard[0].metadata.groups[0].q_len == 2  # what is derived is derived anew
 
 
-def test_what_is_no_plain_data_does_not_travel() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     call, _ = pack_call("decode", [object()])
     with pytest.raises(TypeError):
         msgspec.msgpack.encode(call)

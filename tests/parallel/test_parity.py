@@ -126,14 +126,14 @@ def test_cross_attention_over_a_pool() -> None:
         assert error(on_ranks(2, work)[0], step(loaded(kind))) < RELATIVE
 
 
-def test_control_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_missing_all_reduce_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParallelLinear, "forward", lambda self, x: self.product(x) + self.bias)
     with torch.inference_mode():
         expected = outputs(loaded("bert"))
     assert error(on_ranks(2, lambda group: rank_outputs("bert", group))[0], expected) > 0.01
 
 
-def test_ranks_share_what_they_hold() -> None:
+def test_each_rank_holds_its_share() -> None:
     """Each of two ranks has about half of the parameters of a model, its pool half of the heads."""
 
     def held(group: Group) -> int:

@@ -102,7 +102,7 @@ def check_same(outputs: list[TokenOutput], expected: list[TokenOutput]) -> None:
 
 
 @async_test
-async def test_two_ranks_generate_and_encode_as_one_and_a_rank_that_dies_fails_waiters_at_once(
+async def test_two_ranks_equal_one_and_a_rank_that_ends_fails_requests_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (60.0,))
