@@ -48,15 +48,16 @@ def test_a_models_costs_are_its_matrices(name: str) -> None:
 
 
 def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
-    costs = Costs(encoder=0, decoder=90, head=10, cross=0, kv_per_token=3)
+    costs = Costs(encoder=0, decoder=90, head=10, cross=0, kv={None: 2, 50: 1})
     roofline = Roofline(
         costs, Ceilings(bytes_per_second=1000.0, flops_per_second=10_000.0), weight_bytes=2.0, kv_bytes=1.0
     )
-    assert roofline.step(1, 100) == pytest.approx((200 + 300) / 1000)
-    assert roofline.step(1000, 0) == pytest.approx(2 * 1000 * 100 / 10_000)
+    assert roofline.step(1, [100]) == pytest.approx((200 + 2 * 100 + 50) / 1000)
+    assert roofline.step(2, [100, 30]) == pytest.approx((200 + 2 * 130 + 50 + 30) / 1000)
+    assert roofline.step(1000, []) == pytest.approx(2 * 1000 * 100 / 10_000)
     two = Workload("w", (BenchRequest((7,) * 50, 1), BenchRequest((7,) * 30, 2)))
     prefill = 2 * 80 * 90 / 10_000
-    assert roofline.workload(two) == pytest.approx(prefill + roofline.step(2, 80) + roofline.step(1, 31))
+    assert roofline.workload(two) == pytest.approx(prefill + roofline.step(2, [50, 30]) + roofline.step(1, [31]))
 
 
 def test_a_ceiling_is_that_of_the_fastest_kernel_that_takes_the_format(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,7 @@ def test_a_prompts_tokens_do_not_meet_the_head(bench: Bench) -> None:
     assert costs.decoder == matrices - ready.model.tokens.weight.numel() - costs.head
     alone = engines.decode_roofline(ready, bench, [(20, 1)])
     assert alone == pytest.approx(
-        2 * 20 * costs.decoder / bench.ceilings.flops_per_second + ready.roofline(bench).step(1, 20)
+        2 * 20 * costs.decoder / bench.ceilings.flops_per_second + ready.roofline(bench).step(1, [20])
     )
 
 

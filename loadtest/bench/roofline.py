@@ -8,7 +8,8 @@ twice, and each step takes the larger of its memory time and its arithmetic time
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
-from model.config.cache import cached_elements
+from model.config.cache import paged_specs
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
@@ -81,7 +82,7 @@ class Costs:
     decoder: int  # weights multiplied with each decoder token, without the head
     head: int
     cross: int  # weights multiplied once with each source token, for cross attention
-    kv_per_token: int  # elements, also of a source token for cross attention
+    kv: Mapping[int | None, int]  # elements of a token, also of a source's, by the window of the layers that keep them
 
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
@@ -96,8 +97,20 @@ class Costs:
             decoder=_weights(decoder),
             head=head,
             cross=cross,
-            kv_per_token=cached_elements(config.decoder),
+            kv=_kept(decoder),
         )
+
+    def kv_elements(self, context: int) -> int:
+        """Return the elements of keys and values that a token reads at the end of `context` tokens."""
+        return sum(elements * min(context, window or context) for window, elements in self.kv.items())
+
+
+def _kept(decoder: StackConfig | None) -> dict[int | None, int]:
+    """Return the elements that a token keeps in the KV cache, by the window of the layers."""
+    found: Counter[int | None] = Counter()
+    for spec in paged_specs(decoder, "float32") if decoder is not None else ():
+        found[spec.window] += spec.elements
+    return dict(found)
 
 
 def _weights(stack: StackConfig | None) -> int:
@@ -126,10 +139,10 @@ class Roofline:
     def of(cls, path: Path, ceilings: Ceilings, weight_bytes: float, kv_bytes: float) -> Roofline:
         return cls(Costs.of(read_checkpoint(path).config), ceilings, weight_bytes, kv_bytes)
 
-    def step(self, rows: int, kv_tokens: int) -> float:
-        """Return the least seconds of a step of `rows` decoding tokens over `kv_tokens` cached ones."""
+    def step(self, rows: int, contexts: Sequence[int]) -> float:
+        """Return the least seconds of a step of `rows` decoding tokens over cached sequences of these lengths."""
         weights = self.costs.decoder + self.costs.head
-        read = weights * self.weight_bytes + kv_tokens * self.costs.kv_per_token * self.kv_bytes
+        read = weights * self.weight_bytes + sum(map(self.costs.kv_elements, contexts)) * self.kv_bytes
         return max(read / self.ceilings.bytes_per_second, 2 * rows * weights / self.ceilings.flops_per_second)
 
     def workload(self, workload: Workload) -> float:
@@ -141,5 +154,5 @@ class Roofline:
         for at in range(longest):
             alive = [len(ask.ids) + at for ask in workload.asks if ask.output_tokens > at]
             # Beams share their common blocks, which are read at least once.
-            seconds += self.step(len(alive) * workload.beams, sum(alive))
+            seconds += self.step(len(alive) * workload.beams, alive)
         return seconds

@@ -190,7 +190,7 @@ class Bench:
         steps = []
         for batch in BATCHES:
             seconds = statistics.median(answer["seconds"][str(batch)])
-            least = roofline.step(batch, batch * CONTEXT)
+            least = roofline.step(batch, [CONTEXT] * batch)
             times = (seconds * 1e3, least * 1e3, least / seconds)
             steps.append(StepRow(name, batch, *times, foreign_cores=answer["foreign_cores"]))
         self._keep([], steps)

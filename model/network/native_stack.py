@@ -95,6 +95,8 @@ class NativeStack:
     def __init__(self, stack: Stack, library: Library) -> None:
         self.library = library
         self.stack = stack
+        self._rotaries = stack.config.rotaries
+        self._num_pools = max(pool_of_layers(stack.config)) + 1
         self._kept: list[Tensor] = []
         self._pages: tuple[KVCache, ctypes.Array[KVPages]] | None = None
         self._bias_tables = [] if stack.bias is None else [stack.bias]  # T5's, of the stack or of layers
@@ -126,9 +128,8 @@ class NativeStack:
         layers: range,
     ) -> None:
         """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
-        inputs, cross, rotaries = context.inputs, context.cross, self.stack.config.rotaries
+        inputs, cross, pools = context.inputs, context.cross, self._num_pools
         step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop)
-        pools = max(pool_of_layers(self.stack.config)) + 1
         segments = (Segments * (pools * (2 if self.stack.config.has_cross_attention else 1)))()
         step.num_segments, step.segments = len(segments), segments
         kept: list[Tensor] = []
@@ -139,8 +140,8 @@ class NativeStack:
                 kept += fill_segments(segments[pools + pool], cross.metadata_of(layer), layer)
         if cache is not None:
             step.pages = self._pages_of(cache)
-        if rotaries:
-            pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in rotaries]
+        if self._rotaries:
+            pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in self._rotaries]
             kept += (table for pair in pairs for table in pair)
             tables = (RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in pairs)
             step.rotary = (RotaryTable * len(pairs))(*tables)

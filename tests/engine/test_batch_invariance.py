@@ -56,7 +56,7 @@ def depend_on_others(kind: str, **settings: object) -> list[str]:
     return [one.request_id for one in requests if generated(lonely, [one])[one.request_id] != together[one.request_id]]
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "t5-relu", "marian"])
+@pytest.mark.parametrize("kind", ["llama-gqa", "gemma2", "gpt2", "t5-relu", "marian"])
 @pytest.mark.parametrize(("dtype", "quantization", "cache"), FORMATS)
 def test_generation(kind: str, dtype: str, quantization: str, cache: str) -> None:
     assert depend_on_others(kind, dtype=dtype, quantization=quantization, kv_cache_dtype=cache) == []

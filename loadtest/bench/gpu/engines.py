@@ -229,5 +229,5 @@ def decode_roofline(
     seconds = flops / bench.ceilings.flops_per_second
     for at in range(max(wanted for _, wanted in lengths)):
         alive = [count + at for count, wanted in lengths if wanted > at]
-        seconds += roofline.step(len(alive), sum(alive))
+        seconds += roofline.step(len(alive), alive)
     return seconds

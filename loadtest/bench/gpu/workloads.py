@@ -103,7 +103,7 @@ def _one_stream(bench: Bench, *, name: str) -> Figures:
     warm(ready, prompt)
     add(ready, bench_requests(ready, [(prompt, wanted)]))
     done = finish(ready)
-    roofline = ready.roofline(bench).step(1, prompt + wanted // 2)
+    roofline = ready.roofline(bench).step(1, [prompt + wanted // 2])
     add(ready, bench_requests(ready, [(prompt, 3 * profile.STEPS)]))
     found: Figures = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * roofline / done.decode_ms}
     found |= {"first_token_ms": 1e3 * done.times["0"][0]}
