@@ -22,6 +22,7 @@ from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
+from model.config.cache import pool_of_layers
 from model.config.layer import Activation, AttentionConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.native import NativeLinear, packed_linear
@@ -513,11 +514,12 @@ def test_scratch_is_what_was_planned_from_the_configuration(
     with torch.inference_mode():
         if model.encoder is None:
             assert model.decoder is not None
-            cache = KVCache(model.decoder.config, [4], 16, dtype, CPU)
+            pools = max(pool_of_layers(model.decoder.config)) + 1
+            cache = KVCache(model.decoder.config, [4] * pools, 16, dtype, CPU)
             metadata = replace(
                 inputs.metadata, block_tables=torch.arange(3)[None], slot_mapping=torch.arange(rows), causal=True
             )
-            model.decode(replace(inputs, metadata=metadata), cache)
+            model.decode(replace(inputs, metadata=metadata, other_pools=(metadata,) * (pools - 1)), cache)
         else:
             model.encode(inputs)
     assert library()._scratch.tensor.numel() == planned
