@@ -97,10 +97,10 @@ def test_the_rate_warms_up_then_decays() -> None:
     assert rates[-1] < 0.15 * PLAN.learning_rate
 
 
-def test_pads_behind_a_target_take_no_part_in_the_loss() -> None:
+def test_padding_is_excluded_from_the_loss() -> None:
     model = trainer.new_model(config_from_raw(recipes.NORMALIZE), 0, CPU).eval()
     short, long = ([5, 6, 7], [8, 9, 1]), ([5, 6, 7], [8, 9, 10, 11, 1])
-    alone = recipes._translation_loss(model, recipes._padded([short]))
-    both = recipes._translation_loss(model, recipes._padded([short, long]))
-    other = recipes._translation_loss(model, recipes._padded([long]))
+    alone = recipes._translation_loss(model, recipes._pad_batch([short]))
+    both = recipes._translation_loss(model, recipes._pad_batch([short, long]))
+    other = recipes._translation_loss(model, recipes._pad_batch([long]))
     assert both.item() == pytest.approx((3 * alone.item() + 5 * other.item()) / 8, abs=1e-4)

@@ -1,1 +1,1 @@
-"""How the embedded models are trained and judged."""
+"""Training and evaluation of the embedded models."""

@@ -1,4 +1,4 @@
-"""The model cards: a README.md in each embedded folder, written from the plan and the measured figures."""
+"""Writes the model cards: a README.md in each embedded folder, from the training plan and the measured figures."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The text `code` learns from: the Python standard library's source and docs, as shipped.
+"""The training text of `code`: the Python standard library's source and docs, as shipped with the interpreter.
 
 The split is by module name, so it is the same for every interpreter version: a module that became a package stays
 on its side. `held_out_code.txt` is a committed copy of `SAMPLE_MODULES` of Python 3.11 (PSF licence), so that the
 model card's bits per byte can be checked on any version; those modules, and all inside them, are always held out.
 
-Left out: tests, installed packages, tables of character maps, and what a build of the interpreter writes about
-itself.
+Tests, installed packages, tables of character maps, and generated files about the interpreter's build are excluded.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Document:
 
 
 def documents(*, held_out: bool) -> list[Document]:
-    """One side of the split, ordered by path; files that are empty or not UTF-8 are skipped."""
+    """Return one side of the split, ordered by path; files that are empty or not UTF-8 are skipped."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path for path in _sources(root) if is_held_out(path) == held_out)
     texts = ((path, _text(root / path)) for path in paths)
@@ -43,21 +42,19 @@ def documents(*, held_out: bool) -> list[Document]:
 
 
 def held_out_sample() -> str:
-    """The committed held-out text, the same on every interpreter."""
+    """Return the committed held-out text, the same on every interpreter."""
     return (resources.files(__package__) / "held_out_code.txt").read_text("utf-8")
 
 
 def is_held_out(path: str) -> bool:
-    """Whether the module at `path` (relative to the library) is kept from training."""
+    """Return whether the module at `path` (relative to the library) is excluded from training."""
     module = path.removesuffix(".py").removesuffix("/__init__")
     return module.split("/")[0] in SAMPLE_MODULES or zlib.crc32(module.encode()) % _HELD_OUT_ONE_IN == 0
 
 
 def _sources(root: Path) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if name not in _SKIPPED_FOLDERS
-        ]  # os.walk descends into what stays
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]  # os.walk skips removed ones
         for name in files:
             if name.endswith(".py") and not name.startswith(_BUILD_FILES):
                 yield (Path(folder) / name).relative_to(root).as_posix()

@@ -1,4 +1,4 @@
-"""The figures of the model cards, measured on the saved folders through the engine that serves them."""
+"""Measures the figures of the model cards, on the saved folders with the engine that serves them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from model.api.request import SamplingParams
 from model.llm import LLM
 from model.pretrained.training import corpus, pairs
 
-PIECE_CHARACTERS = 1_000  # of a text that is scored; far less than the context in tokens
+PIECE_CHARACTERS = 1_000  # of a text that is scored; far fewer tokens than the context length
 HELD_OUT_PAIRS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
 class BitsPerByte:
-    """How well a language model predicts text: log2 loss over the UTF-8 bytes."""
+    """A language model's log2 loss divided by the UTF-8 bytes of the text."""
 
     sample: float  # of the committed held-out sample
     held_out: float  # of all held-out modules of this interpreter
 
 
 def pieces(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
-    """The text in pieces of whole lines of at most about `size` characters; joined they are the text."""
-    found, current = [], ""
+    """Split the text into pieces of whole lines, of at most about `size` characters each."""
+    complete, current = [], ""
     for line in text.splitlines(keepends=True):
         if current and len(current) + len(line) > size:
-            found.append(current)
+            complete.append(current)
             current = ""
         current += line
-    return [*found, current] if current else found
+    return [*complete, current] if current else complete
 
 
 def bits_per_byte(llm: LLM, texts: Sequence[str]) -> float:
-    """Of the texts, each scored by itself from the start token."""
+    """Compute the bits per byte of the texts, each scored alone from the start token."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     nats = 0.0
     for _, output in llm.stream(texts, params):
@@ -54,7 +54,7 @@ def evaluate_code(folder: Path) -> BitsPerByte:
 
 
 def exact_match(llm: LLM, held_out: Sequence[tuple[str, str]]) -> float:
-    """The share of pairs whose written form comes out exactly, greedily."""
+    """Return the fraction of pairs whose written form greedy decoding gives exactly."""
     answers = llm.generate([spoken for spoken, _ in held_out], SamplingParams(max_tokens=96))
     right = [answer == written for answer, (_, written) in zip(answers, held_out, strict=True)]
     return sum(right) / len(right)

@@ -1,19 +1,19 @@
-"""Pairs for `normalize`: spoken English dates, times, numbers and amounts, and how they are written.
+"""Generates the pairs of `normalize`: spoken English dates, times, numbers and amounts, and their written forms.
 
     "the meeting is on the third of march twenty twenty four at half past nine"
     -> "the meeting is on 2024-03-03 09:30"
 
-A `Value` is one thing with one written form and several spoken forms; a sample is a value alone or a template
-with values in its slots and plain words that are copied.
+A `Value` has one written form and several spoken forms. A sample is a value alone, or a template with values in its
+slots and plain words that are copied.
 
 Invariants
 - The written text is a function of the spoken text. Hence the conventions: a time without a.m. or p.m. is read on
   the 24-hour clock; a year stands only inside a date; a string of digits has at least five of them; a weekday goes
   with a full date and is dropped; "<date> at <time>" is always one moment. Plain words are never words of a value
   (but for "the", "on", "at", "of", "in", "to" in templates), and slots never touch each other.
-- A value is held out when the CRC of its written form says so. Training samples hold no such value, held-out
-  samples no other; the parts of a date with a time count each for itself.
-- Every draw goes through `random.Random.random`, the one method whose sequence Python promises to keep.
+- A value is held out by the CRC of its written form. Training samples contain no held-out value, held-out samples no
+  other; in a date with a time both parts count.
+- Random choices use `random.Random.random` alone, the only method whose sequence Python guarantees.
 
 Lower case only. No torch, no files.
 """
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One written form; `forms()` lists the ways to say it."""
+    """A written form; `forms()` returns its spoken forms."""
 
     written: str
     forms: Callable[[], list[str]]
@@ -68,7 +68,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A pair, with the written forms of the values in it."""
+    """A pair of texts with the written forms of its values."""
 
     spoken: str
     written: str
@@ -76,13 +76,13 @@ class Sample:
 
 
 def sample(rng: random.Random, *, held_out: bool) -> tuple[str, str]:
-    """One (spoken, written) pair."""
-    drawn = draw(rng, held_out=held_out)
-    return drawn.spoken, drawn.written
+    """Return a random (spoken, written) pair."""
+    pair = draw(rng, held_out=held_out)
+    return pair.spoken, pair.written
 
 
 def held_out_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """`count` held-out pairs with distinct spoken texts; the same on every machine."""
+    """Return `count` held-out pairs with distinct spoken texts, the same on every machine."""
     rng, pairs = random.Random(seed), dict[str, str]()
     while len(pairs) < count:
         pairs.setdefault(*sample(rng, held_out=True))
@@ -90,7 +90,7 @@ def held_out_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def draw(rng: random.Random, *, held_out: bool) -> Sample:
-    """One pair with its values: 45 % a value alone, the rest sentences."""
+    """Return a random pair with its values: 45 % are a value alone, the others sentences."""
     templates = TEMPLATES if held_out else TEMPLATES + PLAIN_TEMPLATES
     template = "{" + _pick(rng, _ALONE) + "}" if rng.random() < 0.45 else _pick(rng, templates)
     filled = _fill(rng, template, held_out)
@@ -128,7 +128,7 @@ def _pick(rng: random.Random, options: Sequence[T]) -> T:
 
 
 def _made_up_word(rng: random.Random) -> str:
-    """A word no vocabulary lists, so that copying is learned by letters too."""
+    """Return a random word outside the vocabulary, so that copying by letters is learned too."""
     while True:
         word = "".join(_pick(rng, "bcdfghjklmnprstvwz") + _pick(rng, "aeiou") for _ in range(2 + _below(rng, 2)))
         word += _pick(rng, ("", "", "n", "r", "s", "t", "l", "x"))
@@ -159,7 +159,7 @@ def _draw_time(rng: random.Random) -> Value:
 
 
 def _integer(rng: random.Random, longest: int) -> int:
-    """Lengths are equally likely; a third of the numbers end in zeros."""
+    """Return a random integer: all lengths are equally likely, and a third of the numbers end in zeros."""
     length = 1 + _below(rng, longest)
     zeros = 10 ** _below(rng, length) if rng.random() < 0.35 else 1
     return _below(rng, 10**length) // zeros * zeros
@@ -185,7 +185,7 @@ def _draw_ordinal(rng: random.Random) -> Value:
 
 
 def _draw_number(rng: random.Random) -> Value:
-    """A decimal or a negative number."""
+    """Return a decimal or a negative number."""
     number = f"-{_number(rng, 4)}" if rng.random() < 0.4 else _decimal(rng)
     number = number.removeprefix("-") if float(number) == 0 else number
     return Value(number, partial(number_forms, number))

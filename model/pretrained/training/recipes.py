@@ -1,6 +1,6 @@
-"""How each embedded model is made: its shape, its batches, its plan, and the folder it is saved to.
+"""The recipes of the embedded models: configuration, batches, training plan, and the saved folder.
 
-Both are saved as Hugging Face checkpoints with float16 weights, through the family's own weight table read backwards.
+Both are saved as Hugging Face checkpoints with float16 weights, by the inverse of the family's weight table.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ NORMALIZE: dict[str, Any] = {
 }
 NORMALIZE_PLAN = TrainingPlan(steps=2800, learning_rate=2e-3, warmup=300, dropout=0.05, label_smoothing=0.05)
 NORMALIZE_TOKENS = 3072  # source tokens of a batch
-IGNORED = -100  # a target that takes no part in the loss
+IGNORED = -100  # a target that is excluded from the loss
 
 
 def train_code(work: Path, device: torch.device) -> Path:
@@ -89,7 +89,7 @@ def train_code(work: Path, device: torch.device) -> Path:
 
 
 def train_normalize(work: Path, device: torch.device) -> Path:
-    """Train `normalize` on generated pairs, of which none shares a value with the held-out ones, and save it."""
+    """Train `normalize` on generated pairs, which share no value with the held-out ones, and save it."""
     rng = random.Random(NORMALIZE_PLAN.seed)
     sample = [pairs.sample(rng, held_out=False) for _ in range(60_000)]
     tokenizer = vocabulary.normalize_tokenizer(sample, NORMALIZE["vocab_size"])
@@ -114,7 +114,7 @@ def save(
 
 
 def _blocks(documents: list[list[int]], length: int, count: int, seed: int) -> Iterator[Tensor]:
-    """`[count, length]` cut from the documents one after the other, shuffled and shifted anew each epoch; endless."""
+    """Yield `[count, length]` blocks of the concatenated documents without end, shuffled and shifted each epoch."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(documents, len(documents))
@@ -134,15 +134,15 @@ def _language_model_loss(model: Transformer, batch: object) -> Tensor:
 def _translation_loss(model: Transformer, batch: object) -> Tensor:
     assert isinstance(batch, tuple)
     sources, inputs, targets = batch  # [B, S], [B, L], [B, L]
-    memory = model.encode(_dense(sources, causal=False))
+    encoder_output = model.encode(_dense(sources, causal=False))
     lens = (inputs.shape[1],) * len(inputs), (sources.shape[1],) * len(sources)
-    cross = CrossInput(AttentionMetadata(*lens, causal=False, device=inputs.device), memory)
+    cross = CrossInput(AttentionMetadata(*lens, causal=False, device=inputs.device), encoder_output)
     hidden = model.decode(_dense(inputs, causal=True), cross=cross)
     return cross_entropy(model.logits(hidden), targets.flatten(), NORMALIZE_PLAN.label_smoothing)
 
 
 def _dense(ids: Tensor, *, causal: bool) -> StackInput:
-    """A batch of equal lengths `[B, L]` as packed input."""
+    """Pack a batch of equal lengths `[B, L]`."""
     count, length = ids.shape
     lens = (length,) * count
     positions = torch.arange(length, device=ids.device).repeat(count)
@@ -150,24 +150,25 @@ def _dense(ids: Tensor, *, causal: bool) -> StackInput:
 
 
 def _pair_batches(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Sources of one length, decoder inputs and targets padded behind (causal: pads there disturb nothing); endless.
+    """Yield batches of sources of one length, decoder inputs and targets without end.
 
-    Pairs wait in a bucket for their source length until it holds `NORMALIZE_TOKENS`.
+    The latter two are padded at the end, where padding has no effect under a causal mask. Pairs are collected in a
+    bucket for each source length until it has `NORMALIZE_TOKENS`.
     """
     rng = random.Random(seed + 1)
     buckets: dict[int, list[tuple[list[int], list[int]]]] = {}
     while True:
-        drawn = [pairs.sample(rng, held_out=False) for _ in range(512)]
-        sources = tokenizer.encode_batch([source for source, _ in drawn])
-        targets = tokenizer.encode_batch([target for _, target in drawn])
+        samples = [pairs.sample(rng, held_out=False) for _ in range(512)]
+        sources = tokenizer.encode_batch([source for source, _ in samples])
+        targets = tokenizer.encode_batch([target for _, target in samples])
         for source, target in zip(sources, targets, strict=True):
             bucket = buckets.setdefault(len(source.ids), [])
             bucket.append((source.ids, target.ids))
             if len(bucket) * len(source.ids) >= NORMALIZE_TOKENS:
-                yield _padded(buckets.pop(len(source.ids)))
+                yield _pad_batch(buckets.pop(len(source.ids)))
 
 
-def _padded(bucket: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_batch(bucket: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
     width = max(len(target) for _, target in bucket)
     start = NORMALIZE["decoder_start_token_id"]
     inputs = [[start, *target[:-1]] + [0] * (width - len(target)) for _, target in bucket]

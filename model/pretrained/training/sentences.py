@@ -1,4 +1,4 @@
-"""The sentences that values stand in, and the plain words around them, which are copied."""
+"""Sentence templates for values, and the plain words around them, which are copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.pretrained.training.spoken import (
     words,
 )
 
-# Words of values; a plain word among them could make a text readable in two ways.
+# Words of values; a plain word among them could make a text ambiguous.
 RESERVED = frozenset(
     " ".join(
         [
@@ -140,7 +140,7 @@ TEMPLATES = tuple(
     """.splitlines()
     if line.strip()
 )
-PLAIN_TEMPLATES = (  # nothing but copying: for training, they would flatter a held-out score
+PLAIN_TEMPLATES = (  # without values; only for training, since they would improve the held-out score
     "the {adjective} {noun} {verb} in {place}",
     "{name} {did} the {adjective} {noun} in {place}",
     "please call {name} about the {noun}",

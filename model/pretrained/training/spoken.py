@@ -1,6 +1,6 @@
-"""How values are said in English, and how they are written: numbers, dates and times, amounts.
+"""Spoken English forms of values and their written forms: numbers, dates and times, amounts.
 
-A `*_forms` function lists the ways to say one value. Lower case only. Stdlib only.
+A `*_forms` function returns the spoken forms of one value. Lower case only. Stdlib only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IRREGULAR_ORDINALS = {
 
 
 def cardinal(n: int, *, british: bool = False) -> str:
-    """0 <= n < 10**9 in words; `british` says "and" before the last two digits of a group."""
+    """Return 0 <= n < 10**9 in words; `british` has "and" before the last two digits of a group."""
     if n < 20:
         return SMALL[n]
     if n < 100:
@@ -45,7 +45,7 @@ def cardinal(n: int, *, british: bool = False) -> str:
 
 
 def ordinal(n: int, *, british: bool = False) -> str:
-    """1 <= n < 10**9 as an ordinal in words."""
+    """Return 1 <= n < 10**9 as an ordinal in words."""
     head, last = re.fullmatch(r"(.*?)(\w+)", cardinal(n, british=british)).groups()  # type: ignore[union-attr]
     if last in IRREGULAR_ORDINALS:
         return head + IRREGULAR_ORDINALS[last]
@@ -109,7 +109,7 @@ WEEKDAYS = words("monday tuesday wednesday thursday friday saturday sunday")
 
 
 def year_forms(year: int) -> list[str]:
-    """1900 <= year < 2100 as years are said."""
+    """Return the spoken forms of a year, 1900 <= year < 2100."""
     century, rest = divmod(year, 100)
     if year == 2000:
         return ["two thousand"]

@@ -1,8 +1,8 @@
-"""The training loop of the embedded models: the served Transformer itself, plus what only training needs.
+"""The training loop of the embedded models, which trains the served Transformer itself.
 
 As in Vaswani et al. (2017, section 5): warm-up then decay, dropout on the output of every sublayer and on the
-embeddings, label smoothing, tied embeddings; AdamW and gradient clipping as is usual since. Dropout is added by forward
-hooks: the served network has no trace of it. A run writes its state to disk and resumes from it.
+embeddings, label smoothing, tied embeddings; and, as is usual today, AdamW and gradient clipping. Dropout is added by
+forward hooks, so the served network has no code for it. A run saves its state to disk and resumes from it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class TrainingPlan:
     label_smoothing: float
     weight_decay: float = 0.01
     clip: float = 1.0
-    averaging: float = 0.99  # of the exponential moving average of the weights that is kept as the result
+    averaging: float = 0.99  # decay of the exponential moving average of the weights, which is the result
     seed: int = 0
 
     def rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a twentieth."""
+        """Return the learning rate: linear warm-up, then half a cosine down to a twentieth."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def new_model(config: ModelConfig, seed: int, device: torch.device) -> Transformer:
-    """A network with fresh weights: normal(0, 0.02) matrices, residual outputs scaled down by depth (GPT-2)."""
+    """Create a network with random weights: normal(0, 0.02) matrices, residual outputs scaled by depth (GPT-2)."""
     torch.manual_seed(seed)
     model = build_model(config, SdpaBackend()).to_empty(device=device)
     depth = 2 * sum(stack.num_layers for stack in config.stacks.values())
@@ -63,7 +63,7 @@ def new_model(config: ModelConfig, seed: int, device: torch.device) -> Transform
 
 
 def add_dropout(model: Transformer, probability: float) -> None:
-    """Dropout on every sublayer's output and on the embedded tokens, active in training mode only."""
+    """Add dropout on every sublayer's output and on the embedded tokens, active in training mode only."""
 
     def hook(module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
         return nn.functional.dropout(output, probability, module.training)
@@ -74,7 +74,7 @@ def add_dropout(model: Transformer, probability: float) -> None:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Mean over the targets that are not -100."""
+    """Return the mean cross entropy over the targets other than -100."""
     return nn.functional.cross_entropy(logits.float(), targets, label_smoothing=smoothing, ignore_index=-100)
 
 
@@ -85,9 +85,9 @@ def train(
     loss_of: Callable[[Transformer, object], Tensor],
     state_file: Path,
 ) -> Transformer:
-    """Run the plan to its end, with bfloat16 products, and leave the averaged weights in `model`.
+    """Train by the plan, with bfloat16 products, and leave the averaged weights in `model`.
 
-    `batches` is consumed one a step and must be reproducible: a resumed run skips what was used.
+    Each step consumes one of `batches`, which must be reproducible: a resumed run skips those used before.
     """
     add_dropout(model, plan.dropout)
     optimizer = _optimizer(model, plan)
@@ -103,7 +103,7 @@ def train(
             batch = next(batches)
             if step < first:
                 continue
-            torch.manual_seed(plan.seed * 1_000_003 + step)  # dropout does not depend on where a run was resumed
+            torch.manual_seed(plan.seed * 1_000_003 + step)  # so that a resumed run has the same dropout
             with torch.autocast(device, torch.bfloat16):
                 loss = loss_of(model, batch)
             loss.backward()
@@ -126,7 +126,7 @@ def train(
 
 
 def _optimizer(model: Transformer, plan: TrainingPlan) -> torch.optim.AdamW:
-    """Matrices decay; biases, gains and the token table do not."""
+    """Create AdamW with weight decay on matrices, but not on biases, norm weights and token embeddings."""
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and name != "tokens.weight"]
     rest = [p for name, p in model.named_parameters() if p.dim() == 1 or name == "tokens.weight"]
     groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -147,7 +147,7 @@ def _save(path: Path, model: Transformer, optimizer: torch.optim.Optimizer, aver
 
 
 def _resume(path: Path, model: Transformer, optimizer: torch.optim.Optimizer, average: dict[str, Tensor]) -> int:
-    """The step to go on with; only ever reads a state that this trainer wrote, as tensors."""
+    """Load a saved state, if there is one, and return the next step; reads tensors only, no pickled objects."""
     if not path.is_file():
         return 0
     state = torch.load(path, weights_only=True)

@@ -1,4 +1,4 @@
-"""Trains the embedded models' tokenizers. Both are byte-level BPE: any text round trips exactly.
+"""Trains the embedded models' tokenizers: byte-level BPE, so every text round-trips exactly.
 
 Training is deterministic for the same texts in the same order.
 """
@@ -13,13 +13,13 @@ from tokenizers.models import BPE
 END_OF_TEXT = "<|endoftext|>"
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 
-# A line break takes the next line's whole indentation with it, so a prompt that ends in indentation is cut as it
-# was in training. Then: a name with its space, one digit, a run of punctuation with its space, other white space.
+# A piece of line breaks includes the next line's indentation, so a prompt that ends in indentation is split as in
+# training. Other pieces: a name with its space, a digit, punctuation with its space, other white space.
 _CODE_PIECES = r"[\r\n]+[ \t]*| ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
 
 def code_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
-    """For `code`: `<|endoftext|>` (id 0) is put before every text and ends every document."""
+    """Train the tokenizer of `code`: `<|endoftext|>` (id 0) begins every text and ends every document."""
     split = pre_tokenizers.Split(Regex(_CODE_PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = _train(texts, pre_tokenizers.Sequence([split, to_bytes]), vocab_size, [END_OF_TEXT])
@@ -27,9 +27,9 @@ def code_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
 
 
 def normalize_tokenizer(pairs: Iterable[tuple[str, str]], vocab_size: int = 1200) -> Tokenizer:
-    """For `normalize`: one vocabulary for both sides, every digit a token, `</s>` after every text.
+    """Train the tokenizer of `normalize`: one vocabulary for both sides, a token for each digit, `</s>` at the end.
 
-    `<pad>` is id 0 and starts the decoder (Marian's convention), `</s>` is 1. `<unk>` is 2 and never comes up.
+    `<pad>` is id 0 and starts the decoder (Marian's convention), `</s>` is 1. `<unk>` is 2 and never occurs.
     """
     pieces = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
