@@ -43,7 +43,7 @@ def markdown(rows: Sequence[Row], about: str) -> str:
         "runtime",
         "load, req/s",
         "complete",
-        "told",
+        "error event",
         "cut, reset",
         "503",
         "429",
