@@ -24,6 +24,7 @@ class Problem:
     dim: int = 128
     causal: bool = True
     window: int | None = None
+    softcap: float | None = None
     paged: bool = True
     writes: bool = True  # this step's keys; in cross attention all keys are in the pages
     int8: bool = False
@@ -32,7 +33,9 @@ class Problem:
 
     @property
     def config(self) -> AttentionConfig:
-        return AttentionConfig(self.heads, self.kv_heads, self.dim, self.dim**-0.5, window=self.window)
+        return AttentionConfig(
+            self.heads, self.kv_heads, self.dim, self.dim**-0.5, window=self.window, softcap=self.softcap
+        )
 
     @property
     def kv_bytes(self) -> int:

@@ -43,6 +43,8 @@ _KERNELS = {  # name: problem
     "head 64": Problem(_MIXED, heads=14, kv_heads=2, dim=64),
     "head 80": Problem(_MIXED, heads=32, kv_heads=32, dim=80),
     "head 256": Problem(_MIXED, heads=8, kv_heads=1, dim=256),
+    "Gemma 2, window": Problem(_MIXED, heads=8, kv_heads=4, dim=256, window=512, softcap=5.0),
+    "Gemma 2, decode": Problem(_RAGGED, heads=8, kv_heads=4, dim=256, softcap=5.0),
 }
 _TINY = {
     "decode, keys in parts": Problem(((1, 600), (1, 5)), heads=4, kv_heads=2, dim=16),

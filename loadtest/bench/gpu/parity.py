@@ -82,6 +82,8 @@ SCENARIOS = {
     # Rounding to 8 bits can differ if float32 differs in its last bit.
     "int8 KV": Scenario(settings={"kv_cache_dtype": "int8"}, tokens_equal=0.9, logprobs_within=0.05),
     "head 128, q and k normalised": Scenario("qwen3-0.6b"),
+    "windows in some layers, softcaps": Scenario("gemma2-2b"),
+    "windows in some layers, two rotary bases": Scenario("gemma3-1b"),
     "sampling with seeds": Scenario(params=_DRAWN, tokens_equal=0.98),
     "encoder-decoder, BART": Scenario("bart-large"),
     "encoder-decoder, T5": Scenario("t5-xl"),
@@ -106,7 +108,9 @@ def shape(bench: Bench, name: str) -> dict[str, Any]:
     if bench.tiny:
         return tiny_shape(raw)
     layers = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-    return {key: 2 if key in layers else 8192 if key == "vocab_size" else value for key, value in raw.items()}
+    # Windows that the prompts cross, and a layer of each kind.
+    changes = {**dict.fromkeys(layers, 2), "vocab_size": 8192, "sliding_window": 48, "sliding_window_pattern": 2}
+    return {key: changes.get(key, value) for key, value in raw.items()}
 
 
 def _compare(bench: Bench, *, scenario: Scenario) -> Figures:

@@ -19,6 +19,23 @@ _LLAMA = {
     "eos_token_id": 2,
 }
 
+_GEMMA = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,  # published ones are tied; of random weights that gives the token that was read
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
 GPU_MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": {
         **_LLAMA,
@@ -56,6 +73,20 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "eos_token_id": 2,
     },
+    "gemma2-2b": {**_GEMMA, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 4},
+    "gemma3-1b": {
+        **_GEMMA,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+    },
     "bart-large": {
         **CONFIGS["E2"],
         "d_model": 1024,
@@ -88,6 +119,8 @@ _TOY = {
     "head_dim": 16,
     "d_kv": 16,
     "vocab_size": 512,
+    "sliding_window": 9,
+    "sliding_window_pattern": 2,
 }
 
 
