@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from model.api.sampling_bounds import check_value
+from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS, Option, byte_size
@@ -21,7 +22,7 @@ from service.settings.resolve import embedded_model_settings
 if TYPE_CHECKING:
     from model.llm import LLM
 
-_MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, or the name of an embedded model"
+_MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, hf:ORGANISATION/NAME, or the name of an embedded model"
 _SAMPLING: dict[str, tuple[Callable[[str], Any], float, str]] = {  # flags of `generate`: type, default, meaning
     "max_tokens": (int, 128, ""),
     "temperature": (float, 0.0, "0 is greedy "),
@@ -244,7 +245,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _llm(arguments: argparse.Namespace, default: str) -> LLM:
-    folder, engine = Path(_named(arguments.model or default)[1]), _engine(arguments)
+    folder, engine = _folder(_named(arguments.model or default)[1]), _engine(arguments)
     from model.system.child_process import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it when the next import loads torch
@@ -299,7 +300,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         name, path = _named(arguments.model or "embed")
         from service.cli import inspection
 
-        inspection.write_attention(name, Path(path), arguments.attention, Path(arguments.out))
+        inspection.write_attention(name, _folder(path), arguments.attention, Path(arguments.out))
         return 0
     memory = Option("memory", byte_size, None, "").read(arguments.memory, "--memory")
     wanted = (
@@ -311,7 +312,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     for name, path in wanted.items():
         report = inspection.print_json if arguments.json else inspection.show
-        report(name, Path(path), context=arguments.context, memory=memory)
+        report(name, _folder(path), context=arguments.context, memory=memory)
     return 0
 
 
@@ -321,19 +322,26 @@ def _engine(arguments: argparse.Namespace) -> Any:
     return EngineConfig(**sources.from_arguments(arguments, (BY_NAME["device"], BY_NAME["dtype"])))
 
 
+def _folder(path: str) -> Path:
+    """The folder of a path, or of a model of the Hub after downloading it."""
+    return hub.local_folder(path) if hub.is_hub_name(path) else Path(path)
+
+
 def _named(text: str) -> tuple[str, str]:
-    """Split `[NAME=]PATH`; the default name is the folder's, and an embedded model needs only its name."""
+    """Split `[NAME=]PATH`; the default name is the folder's or repository's; an embedded model needs only its name."""
     name, equals, path = text.partition("=")
     if not equals:
         embedded = embedded_model_settings()
         if text in embedded and not Path(text).exists():
             return text, embedded[text]["path"]
-        name, path = Path(text).resolve().name, text
+        name, path = hub.model_name(text) if hub.is_hub_name(text) else Path(text).resolve().name, text
     if not name or not path:
         raise ConfigError(f"expected [NAME=]PATH, found {text!r}")
-    if not Path(path).is_dir():
+    if not hub.is_hub_name(path) and not Path(path).is_dir():
         names = ", ".join(embedded_model_settings())
-        raise ConfigError(f"{path}: no such folder; expected a Hugging Face checkpoint folder or one of {names}")
+        raise ConfigError(
+            f"{path}: no such folder; expected a Hugging Face checkpoint folder, hf:ORGANISATION/NAME or one of {names}"
+        )
     return name, path
 
 

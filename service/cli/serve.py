@@ -45,6 +45,9 @@ def run(config: ServeConfig, on_ready: OnReady) -> int:
     """
     logs.setup(config.settings.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    from service.runtimes.assembly import pin_models
+
+    config = pin_models(config)
     if config.runtime == "local":
         from service.runtimes.local import run_local
 

@@ -8,11 +8,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from model.api.messages import ModelSpec
+from model.checkpoint import hub
 from model.checkpoint.folder import read_checkpoint
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
@@ -28,12 +30,17 @@ _GC_THRESHOLD = 5_000  # new objects before the garbage collector runs
 
 
 def build_registry(config: ServeConfig) -> Registry:
-    """Read the models' folders except their weights. Raises `ConfigError`."""
+    """Read the models' folders except their weights. Raises `ConfigError`.
+
+    Models of the Hub are downloaded first.
+    """
+    config = _with_folders(config)
     return Registry((_served(spec) for spec in config.models), config.models_elsewhere)
 
 
 def build_app(config: ServeConfig) -> FastAPI:
     """Build the application; its lifespan starts the engines in a child process. Raises `ConfigError`."""
+    config = _with_folders(config)
     registry = build_registry(config)
     tokenizers = {model.name: model.tokenizer for model in registry}
     client = AsyncEngine(
@@ -83,6 +90,29 @@ def base_url(host: str, port: int) -> str:
 def exit_code(number: int, *, drained: bool) -> int:
     """Return 0 for a SIGTERM after which the service drained, as supervisors expect; else 128 + the signal's number."""
     return 0 if drained and number == signal.SIGTERM else 128 + number
+
+
+def pin_models(config: ServeConfig) -> ServeConfig:
+    """Replace revisions of Hub models by their commits, so that every replica serves the same files.
+
+    Downloads what is missing. Raises `ConfigError`.
+    """
+    models = tuple(
+        replace(spec, path=hub.pinned(spec.path, pickle=spec.engine.pickle)) if hub.is_hub_name(spec.path) else spec
+        for spec in config.models
+    )
+    return replace(config, models=models, groups=tuple(map(pin_models, config.groups)))
+
+
+def _with_folders(config: ServeConfig) -> ServeConfig:
+    """Replace Hub models by their folders in this machine's cache."""
+    models = tuple(
+        replace(spec, path=str(hub.local_folder(spec.path, pickle=spec.engine.pickle)))
+        if hub.is_hub_name(spec.path)
+        else spec
+        for spec in config.models
+    )
+    return replace(config, models=models)
 
 
 def _served(spec: ModelSpec) -> ServedModel:

@@ -145,7 +145,7 @@ def test_prompt_makes_progress_at_any_cost() -> None:
 
 
 def alone(engine: Texts | Translations) -> int:
-    """Return the background work that is done without other engines."""
+    """What background work gets done by itself."""
     simulate({OTHER: engine})
     return engine.done
 

@@ -1,0 +1,119 @@
+"""Models of the Hugging Face Hub by name: `hf:ORGANISATION/NAME`, `hf:ORGANISATION/NAME@REVISION`.
+
+Only the files that a folder is read from are downloaded, weights as safetensors where there are any, into the cache
+that all of Hugging Face's tools share. The library's environment variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE. A download that was cut is continued, and a commit that is in the cache needs no network.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from model.errors import ConfigError
+
+PREFIX = "hf:"
+PROGRESS_SECONDS = 5.0  # between two log lines about a download
+_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_SMALL = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "[0-9]_*/*")
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors")
+_PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin")
+_OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
+
+logger = logging.getLogger(__name__)
+
+
+def is_hub_name(path: str) -> bool:
+    return path.startswith(PREFIX)
+
+
+def model_name(path: str) -> str:
+    """The last part of the repository's name, by which the model is served unless it is given another."""
+    return _parts(path)[0].rpartition("/")[2]
+
+
+def pinned(path: str, *, pickle: bool = True) -> str:
+    """The same with the commit that its revision is now: whoever resolves it later gets the same files.
+
+    Downloads what is missing. Raises `ConfigError`.
+    """
+    repository, _ = _parts(path)
+    return f"{PREFIX}{repository}@{local_folder(path, pickle=pickle).name}"
+
+
+def local_folder(path: str, *, pickle: bool = True) -> Path:
+    """The folder in the cache, after downloading what is missing; raises `ConfigError`."""
+    repository, revision = _parts(path)
+    folder = _download(path, repository, revision, (*_SMALL, *_SAFETENSORS))
+    weights = any(folder.glob("model*.safetensors"))
+    if not weights and pickle:  # the commit that was found, even if the revision has moved since
+        folder = _download(path, repository, folder.name, (*_SMALL, *_PICKLES))
+    return folder
+
+
+def _parts(path: str) -> tuple[str, str | None]:
+    match = _NAME.fullmatch(path.removeprefix(PREFIX))
+    if match is None:
+        raise ConfigError(f"{path}: expected hf:ORGANISATION/NAME or hf:ORGANISATION/NAME@REVISION")
+    return match["repository"], match["revision"]
+
+
+def _download(path: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import huggingface_hub  # most services take folders, and it takes a quarter of a second
+    from huggingface_hub import errors
+
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # or each request is a line
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_OTHERS),
+            tqdm_class=_logged(path),
+            library_name="triptych",
+        )
+    except errors.GatedRepoError:
+        raise ConfigError(f"{path}: its authors grant access first; set HF_TOKEN to the token of an account") from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(f"{path}: no such repository, or a private one and HF_TOKEN gives no access") from None
+    except (errors.RevisionNotFoundError, errors.RevisionResolutionError):
+        raise ConfigError(f"{path}: the repository has no revision {revision!r}") from None
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
+        raise ConfigError(f"{path}: the Hub does not answer, and the cache lacks files: {_short(error)}") from None
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
+        raise ConfigError(f"{path}: the download failed: {_short(error)}") from None
+    except Exception as error:  # the HTTP library's own, of which the Hub's exports none
+        raise ConfigError(f"{path}: the download failed: {type(error).__name__}: {_short(error)}") from None
+    return Path(folder)
+
+
+def _logged(path: str) -> type[Any]:
+    """A progress bar for the library that writes a log line every few seconds instead."""
+    from tqdm import tqdm
+
+    class LoggedBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            settings.pop("name", None)  # of the library's own bars
+            settings |= {"mininterval": PROGRESS_SECONDS, "miniters": 1, "disable": False}
+            super().__init__(*arguments, **settings)
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if self.unit == "B" and self.n and self.total and self.n < self.total:
+                logger.info("%s: %.0f of %.0f MB downloaded", path, self.n / 1e6, self.total / 1e6)
+
+        def clear(self, nolock: bool = False) -> None:
+            """Nothing was drawn."""
+
+        def close(self) -> None:
+            self.disable = True  # or it would write a line to the terminal
+
+    return LoggedBar
+
+
+def _short(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -1,0 +1,165 @@
+"""Models by their name on the Hub, from a hub that runs here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import checkpoints
+from tests.model.hub import Files, Hub, running
+
+ROOT = Path(__file__).parents[2]
+RESOLVE = """
+import json, sys
+from model.checkpoint import hub
+from model.errors import ConfigError
+try:
+    folder = hub.local_folder(sys.argv[1], pickle=len(sys.argv) < 3)
+    found = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+    print(json.dumps([hub.pinned(sys.argv[1], pickle=len(sys.argv) < 3), found]))
+except ConfigError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A small encoder, as a repository has it: with files that nothing here reads."""
+    folder = checkpoints.bert(tmp_path_factory.mktemp("hub") / "bert")
+    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return found | {"README.md": b"# A model", "onnx/model.onnx": bytes(20_000), "tf_model.h5": bytes(20_000)}
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[Hub, str]]:
+    with running() as started:
+        yield started
+
+
+class Client:
+    """Processes with a cache of their own: the library reads its settings when it is imported."""
+
+    def __init__(self, url: str, cache: Path) -> None:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        self.environment = {**plain, "HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+
+    def run(self, *command: str, **changes: str) -> str:
+        environment = {**self.environment, **changes}
+        command = (sys.executable, *command)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def resolve(self, *arguments: str, **changes: str) -> Any:
+        """What a name stands for now, with the files of its folder; or the error."""
+        return json.loads(self.run("-c", RESOLVE, *arguments, **changes))
+
+
+def test_only_the_files_that_are_read_are_downloaded_and_once(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path
+) -> None:
+    served, url = hub
+    commit = served.publish("org/bert", files)
+    client = Client(url, tmp_path)
+    read = sorted(files.keys() - {"README.md", "onnx/model.onnx", "tf_model.h5"})
+    assert client.resolve("hf:org/bert") == [f"hf:org/bert@{commit}", read]
+    asked = served.requests.copy()
+    assert not [name for name in asked if name.split()[1] not in read]
+    assert client.resolve("hf:org/bert") == [f"hf:org/bert@{commit}", read]
+    assert served.requests == asked  # all of it came from the cache
+    assert client.resolve("hf:org/bert", HF_HUB_OFFLINE="1") == [f"hf:org/bert@{commit}", read]
+
+
+def test_a_revision_that_moves_is_followed_and_a_pinned_one_is_not(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path
+) -> None:
+    served, url = hub
+    first = served.publish("org/bert", files)
+    client = Client(url, tmp_path)
+    pinned = client.resolve("hf:org/bert")[0]
+    second = served.publish("org/bert", files | {"extra.json": b"{}"})
+    assert pinned == f"hf:org/bert@{first}"
+    assert client.resolve("hf:org/bert")[0] == f"hf:org/bert@{second}"
+    assert client.resolve(pinned)[0] == pinned
+    served.publish("org/bert", files | {"extra.json": b"[]"}, "v1.0")
+    assert "extra.json" in client.resolve("hf:org/bert@v1.0")[1]
+
+
+def test_pickled_weights_are_taken_where_there_are_no_others(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path
+) -> None:
+    served, url = hub
+    (tmp_path / "w.safetensors").write_bytes(files["model.safetensors"])
+    torch.save(load_file(tmp_path / "w.safetensors"), tmp_path / "w.bin")
+    old = {name: data for name, data in files.items() if name != "model.safetensors"}
+    served.publish("org/old", old | {"pytorch_model.bin": (tmp_path / "w.bin").read_bytes()})
+    client = Client(url, tmp_path / "cache")
+    assert "pytorch_model.bin" not in client.resolve("hf:org/old", "without pickle")[1]
+    assert "pytorch_model.bin" in client.resolve("hf:org/old")[1]
+    served.requests.clear()
+    served.publish("org/both", files | {"pytorch_model.bin": b"never read"})
+    assert "pytorch_model.bin" not in client.resolve("hf:org/both")[1]
+    assert not [name for name in served.requests if "pytorch_model" in name]
+
+
+def test_a_connection_that_is_cut_is_continued(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    """The library keeps what came by its chunks of 10 MiB."""
+    served, url = hub
+    weights = os.urandom(12 << 20)
+    served.publish("org/large", {"config.json": b"{}", "model.safetensors": weights})
+    served.cut["model.safetensors"] = 11 << 20
+    Client(url, tmp_path).resolve("hf:org/large")
+    assert served.ranges == [f"bytes={10 << 20}-"]
+    [file] = tmp_path.glob("hub/*/snapshots/*/model.safetensors")
+    assert file.read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf:org/none", "hf:org/none: no such repository, or a private one and HF_TOKEN gives no access"),
+        ("hf:org/bert@v9", "hf:org/bert@v9: the repository has no revision 'v9'"),
+        ("hf:bert", "hf:bert: expected hf:ORGANISATION/NAME"),
+        ("hf:../../etc/passwd", "expected hf:ORGANISATION/NAME"),
+        ("hf:org/gated", "hf:org/gated: its authors grant access first; set HF_TOKEN"),
+    ],
+)
+def test_what_cannot_be_had_is_said_plainly(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path, name: str, message: str
+) -> None:
+    served, url = hub
+    served.publish("org/bert", files)
+    served.publish("org/gated", files)
+    served.gated.add("org/gated")
+    client = Client(url, tmp_path)
+    found = client.resolve(name)
+    assert isinstance(found, str) and message in found
+    if name == "hf:org/gated":
+        assert "config.json" in client.resolve(name, HF_TOKEN="granted")[1]
+
+
+def test_without_the_hub_what_is_missing_is_an_error(hub: tuple[Hub, str], files: Files, tmp_path: Path) -> None:
+    served, url = hub
+    served.publish("org/bert", files)
+    found = Client(url, tmp_path).resolve("hf:org/bert", HF_HUB_OFFLINE="1")
+    assert "the Hub does not answer, and the cache lacks files" in found
+    served.error = 503
+    assert Client(url, tmp_path).resolve("hf:org/bert").startswith("hf:org/bert: the ")
+
+
+def test_the_command_line_takes_names_of_the_hub(hub: tuple[Hub, str], files: Files, tmp_path: Path) -> None:
+    served, url = hub
+    served.publish("org/bert", files)
+    client = Client(url, tmp_path)
+    line = client.run("-m", "service.cli.main", "encode", "--model", "hf:org/bert", "import os")
+    assert len(json.loads(line)["embedding"]) == 32
+    assert "bert" in client.run("-m", "service.cli.main", "inspect", "hf:org/bert", "--json")
