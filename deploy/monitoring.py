@@ -1,6 +1,6 @@
-"""What is made from one source: the Grafana dashboard, from the panels below, and the PrometheusRule, from rules.yaml.
+"""The generator of the Grafana dashboard, from the panels below, and of the PrometheusRule, from rules.yaml.
 
-`make monitoring` writes both; a test holds what is committed to it.
+`make monitoring` writes both files; a test compares the committed ones with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODEL = 'model=~"$model"'
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: `queries` are (legend, PromQL); `bound` draws a line where it starts to be bad."""
+    """Describes a panel. `queries` are (legend, PromQL); `bound` draws a threshold."""
 
     title: str
     unit: str
@@ -37,7 +37,7 @@ class Panel:
 
 
 def number(title: str, unit: str, query: str, help: str = "", bound: float | None = None) -> Panel:
-    """One figure, small."""
+    """Return a small panel with one number."""
     return Panel(title, unit, (("", query),), help, "stat", width=4, height=4, bound=bound)
 
 
@@ -46,7 +46,7 @@ def rate(metric: str, by: str = "model", where: str = _MODEL) -> str:
 
 
 def quantile(q: float, histogram: str, by: str = "model") -> str:
-    """Over all instances: buckets are added up before."""
+    """Return the PromQL of a quantile over all instances, with their buckets added."""
     return f"histogram_quantile({q}, {rate(histogram + '_bucket', f'le, {by}')})"
 
 
@@ -63,14 +63,14 @@ def now(gauge: str, how: str = "sum") -> str:
 
 
 PANELS = (
-    # One line of numbers: is it well?
+    # A row of numbers with the overall state.
     number("Targets up", "short", 'sum(up{job="triptych"})', "What Prometheus reaches."),
     number("Requests", "reqps", "sum(rate(triptych_requests_received_total[5m]))"),
     number("Failed by our fault", "percentunit", "triptych:errors:ratio_rate5m", "Objective: 0.1 %", 0.001),
     number("First tokens over 1 s", "percentunit", "triptych:slow_first_tokens:ratio_rate5m", "Objective: 1 %", 0.01),
     number("Tokens over 100 ms", "percentunit", "triptych:slow_tokens:ratio_rate5m", "Objective: 1 %", 0.01),
     number("Alerts", "short", 'count(ALERTS{alertname=~"Triptych.+", alertstate="firing"}) or vector(0)', bound=1),
-    # What is asked, and how it ends
+    # Requests and their outcomes
     Panel(
         "Requests by outcome",
         "reqps",
@@ -94,11 +94,11 @@ PANELS = (
         ),
         "Tokens a second.",
     ),
-    # How long it takes
+    # Latencies
     Panel("First token", "s", percentiles("time_to_first_token_seconds", 0.5, 0.95, 0.99), "From arrival.", bound=1),
     Panel("Between tokens", "s", percentiles("inter_token_latency_seconds", 0.5, 0.95, 0.99), bound=0.1),
     Panel("End to end", "s", percentiles("e2e_request_latency_seconds", 0.5, 0.95)),
-    # Where it waits
+    # Queues
     Panel(
         "Waiting and running",
         "short",
@@ -115,7 +115,7 @@ PANELS = (
         "Blocks in use on the fullest instance; share of prompt tokens that were found computed.",
         bound=0.9,
     ),
-    # What the engines do
+    # Engines
     Panel(
         "Batch",
         "short",
@@ -138,7 +138,7 @@ PANELS = (
             ("{{model}} tokens a step", mean("encode_batch_tokens")),
         ),
     ),
-    # How much is left
+    # Capacity
     Panel(
         "Saturation",
         "percentunit",
@@ -151,7 +151,7 @@ PANELS = (
     ),
     Panel("Tokens waiting", "short", (("{{model}}", now("tokens_waiting")),), "Of prompts without an output."),
     Panel("Replicas", "short", (("{{model}}", now("replicas")),), "That serve the model, of all instances."),
-    # What should not happen
+    # Failures
     Panel(
         "Preemptions",
         "short",
@@ -170,7 +170,7 @@ PANELS = (
 
 
 def dashboard() -> dict[str, Any]:
-    """Grafana's model of it; the same panels give the same JSON."""
+    """Return Grafana's model of the dashboard; the same panels give the same JSON."""
     return {
         "uid": "triptych",
         "title": "triptych",
@@ -185,7 +185,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def prometheus_rule() -> dict[str, Any]:
-    """The rules as the Prometheus operator's resource."""
+    """Return the rules as a resource of the Prometheus operator."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -195,14 +195,14 @@ def prometheus_rule() -> dict[str, Any]:
 
 
 def rendered() -> dict[Path, str]:
-    """What `make monitoring` writes."""
+    """Return the files that `make monitoring` writes."""
     rule = yaml.safe_dump(prometheus_rule(), sort_keys=False, width=120)
     head = "# Made of deploy/prometheus/rules.yaml by `make monitoring`.\n"
     return {DASHBOARD: json.dumps(dashboard(), indent=1) + "\n", PROMETHEUS_RULE: head + rule}
 
 
 def _places() -> list[tuple[Panel, dict[str, int]]]:
-    """Panels from left to right, a new row where one is full."""
+    """Place the panels from left to right, in rows."""
     places: list[tuple[Panel, dict[str, int]]] = []
     x = y = 0
     for panel in PANELS:

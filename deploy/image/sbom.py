@@ -1,8 +1,7 @@
-"""Write the software bill of materials of the environment that runs this, as CycloneDX 1.6 JSON.
+"""A script that writes the software bill of materials of its environment, as CycloneDX 1.6 JSON.
 
-It lists what is installed, not what was asked for: every Python distribution and every Debian package of the system
-below. The format is a list of names and versions: a generator with a dozen requirements of its own would be the larger
-risk.
+It lists all installed Python distributions and Debian packages. The format is a list of names and versions, so a
+generator with a dozen dependencies of its own would be the larger risk.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def python_components() -> Iterator[Component]:
 
 
 def debian_components(status: Path = DPKG_STATUS) -> Iterator[Component]:
-    """The packages of a dpkg status file; none where there is no such file."""
+    """Return the packages of a dpkg status file; none without such a file."""
     if not status.exists():
         return
     for paragraph in status.read_text(encoding="utf-8").split("\n\n"):
@@ -43,7 +42,7 @@ def debian_components(status: Path = DPKG_STATUS) -> Iterator[Component]:
 
 
 def bill() -> dict[str, Any]:
-    """The document; the same environment gives the same one."""
+    """Return the document, which depends only on the environment."""
     components = {one["bom-ref"]: one for one in (*python_components(), *debian_components())}
     application = next(one for one in components.values() if one["name"] == "triptych")
     return {

@@ -1,5 +1,7 @@
-"""Delete from the environment that runs this what serving never opens: other people's tests, C++ headers, static
-libraries, other languages' parts, and pip itself. `tests/deploy/test_image.py` serves from what is left.
+"""A script that deletes files from its environment that serving does not need.
+
+These are tests of packages, C++ headers, static libraries, parts for other languages, and pip.
+`tests/deploy/test_image.py` serves from the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus",
 
 
 def unused(packages: Path) -> Iterator[Path]:
-    """What to delete below the folder of installed packages."""
+    """Return the paths to delete below the folder of installed packages."""
     for pattern in _UNUSED:
         kept = [packages / folder for folder in _KEPT]
         yield from (path for path in packages.glob(pattern) if path.parent not in kept)
@@ -39,7 +41,7 @@ def unused(packages: Path) -> Iterator[Path]:
 
 
 def slim(packages: Path) -> int:
-    """Delete it; how many bytes that were."""
+    """Delete these paths and return their size in bytes."""
     freed = 0
     for path in list(unused(packages)):
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

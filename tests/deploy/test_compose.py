@@ -38,7 +38,7 @@ def test_an_image_is_pinned(name: str) -> None:
     assert default.startswith("triptych:") or not default.endswith(("latest", ":")), default
 
 
-def test_what_depends_on_the_service_waits_until_it_is_healthy() -> None:
+def test_dependent_containers_wait_for_a_healthy_service() -> None:
     for name in ("prometheus", "loadtest"):
         assert SERVICES[name]["depends_on"]["triptych"] == {"condition": "service_healthy"}
     assert SERVICES["grafana"]["depends_on"]["prometheus"] == {"condition": "service_healthy"}
@@ -60,7 +60,7 @@ def test_profiles_are_what_the_readme_says() -> None:
 
 
 @pytest.mark.parametrize("name", SERVING)
-def test_it_is_told_nothing_that_it_does_not_know(name: str) -> None:
+def test_compose_sets_only_known_variables(name: str) -> None:
     known = {option.variable for option in OPTIONS}
     assert set(SERVICES[name]["environment"]) <= known
 

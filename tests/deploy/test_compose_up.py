@@ -100,7 +100,7 @@ def load(url: str, seconds: float, headers: dict[str, str] | None = None) -> Non
                 client.post(path, json=body)
 
 
-def test_up_means_ready(project: Project, images: list[str]) -> None:
+def test_compose_up_waits_until_the_service_is_ready(project: Project, images: list[str]) -> None:
     assert httpx.get(f"{project.url('triptych', 8000)}/readyz").status_code == 200
     for service in images:
         assert inspect(project.container(service))["State"]["Health"]["Status"] == "healthy"

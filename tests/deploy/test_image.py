@@ -62,20 +62,20 @@ def test_it_starts_as_a_number_that_is_not_root(image: str) -> None:
     assert "/readyz" in " ".join(config["Healthcheck"]["Test"])
 
 
-def test_it_is_small(image: str) -> None:
+def test_the_image_is_small(image: str) -> None:
     kilobytes = int(inside(image, "du -skx /").split()[0])
     print(f"unpacked: {kilobytes * 1024 / 1e9:.2f} GB")
     assert kilobytes * 1024 <= MOST_BYTES
 
 
-def test_it_holds_no_compiler_no_cache_and_no_installer(image: str) -> None:
+def test_the_image_has_no_compiler_cache_or_installer(image: str) -> None:
     assert inside(image, "for t in cc gcc g++ c++ clang ld as make; do command -v $t; done; true") == ""
     assert inside(image, "find /root /home /tmp /var/cache/apt -type f -size +64k") == ""
     assert inside(image, "ls /opt/triptych/lib/python3*/site-packages | grep -x -e pip -e tests; true") == ""
     assert inside(image, "find /opt -name '*.whl' -o -name '*.h' -not -path '*/model/native/*' -o -name '*.a'") == ""
 
 
-def test_its_bill_of_materials_is_the_lock(image: str) -> None:
+def test_the_bill_of_materials_equals_the_lock(image: str) -> None:
     bill = json.loads(inside(image, "cat /opt/triptych/sbom.cdx.json"))
     assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "triptych")
     listed = {(one["name"].lower().replace("_", "-"), one["version"]) for one in bill["components"]}
@@ -101,7 +101,7 @@ def test_all_three_forms_answer(service: Container) -> None:
     assert len(reply.json()["data"][0]["embedding"]) == 384
 
 
-def test_it_computes_by_the_kernels_that_it_brought(service: Container) -> None:
+def test_the_image_uses_its_prebuilt_kernels(service: Container) -> None:
     levels = fitting(Path("/proc/cpuinfo").read_text(), platform.machine())
     if not levels:
         pytest.skip("no level of the kernels fits this CPU")

@@ -221,7 +221,7 @@ def test_a_container_is_bounded_and_cannot_rise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVING)
-def test_what_serves_is_probed_three_ways_and_has_time_to_leave(name: str) -> None:
+def test_serving_containers_have_probes_and_grace(name: str) -> None:
     container = SERVING[name]
     assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -249,7 +249,7 @@ def test_the_grace_is_longer_than_the_drain(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
-def test_a_deployment_is_told_nothing_that_it_does_not_know(overlay: str) -> None:
+def test_deployments_set_only_known_variables(overlay: str) -> None:
     (container,) = containers(deployment(overlay))
     ours = {one["name"] for one in container["env"] if one["name"].startswith("TRIPTYCH_")}
     assert ours <= {option.variable for option in OPTIONS}

@@ -43,7 +43,7 @@ def scraped() -> set[str]:
 
 
 @pytest.mark.parametrize("path", list(rendered()), ids=lambda path: path.name)
-def test_what_is_committed_is_what_is_made(path: object) -> None:
+def test_committed_files_equal_generated_ones(path: object) -> None:
     assert rendered()[path].split() == path.read_text().split(), "run `make monitoring`"  # type: ignore[index,attr-defined]
 
 

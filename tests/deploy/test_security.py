@@ -1,4 +1,4 @@
-"""SECURITY.md says what is: its endpoints are the application's routes, its limits the service's."""
+"""SECURITY.md compared with the application: endpoints and limits."""
 
 from __future__ import annotations
 

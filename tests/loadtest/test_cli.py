@@ -179,7 +179,7 @@ def test_a_server_that_describes_itself_strangely_is_measured(described: str, tm
     assert last(out)["counts"]["ok"] == 2
 
 
-def test_what_a_run_leaves(tmp_path: Path) -> None:
+def test_output_files_of_a_run(tmp_path: Path) -> None:
     with serving(FAST) as server:
         code, out, err = run(server.url, tmp_path, "--rate", "20", "--requests", "20", "--seed", "5", key="secret-key")
     assert code == 0, err

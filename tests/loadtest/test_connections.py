@@ -165,7 +165,7 @@ async def test_one_that_the_server_closed_in_the_meantime_is_replaced() -> None:
     ids=["nothing", "cut stream", "cut body", "not http", "bad chunk", "silence in it", "silence"],
 )
 @async_test
-async def test_what_is_no_whole_reply_is_an_error(reply: Sequence[bytes | None], error: type[Exception]) -> None:
+async def test_incomplete_replies_are_errors(reply: Sequence[bytes | None], error: type[Exception]) -> None:
     silent = error is httpx.ReadTimeout
     async with talking(reply, timeout_s=0.2 if silent else 60.0) as (connections, _):
         with pytest.raises(error):
@@ -179,7 +179,7 @@ async def test_nobody_there_is_an_error_of_connecting() -> None:
 
 
 @async_test
-async def test_what_a_sink_raises_ends_the_reply() -> None:
+async def test_an_exception_of_the_sink_ends_the_reply() -> None:
     def sink(piece: bytes, at: float) -> float:
         raise KeyError(piece)
 

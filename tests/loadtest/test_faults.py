@@ -164,7 +164,7 @@ def test_an_engine_that_is_gone_tells_its_clients(site: Site, subject: Subject, 
 
 
 @pytest.mark.slow  # tests/service/test_runtimes.py has it in seconds
-def test_what_is_told_to_end_takes_its_requests_to_their_end(site: Site, subject: Subject) -> None:
+def test_sigterm_lets_requests_finish_under_load(site: Site, subject: Subject) -> None:
     row = play(shortened("SIGTERM", 6.0), site, subject, RATE)
     assert row.problems == ()
     assert row.lost == 0

@@ -1,4 +1,4 @@
-"""How the processes that make load end."""
+"""How worker processes of the load generator end."""
 
 from __future__ import annotations
 

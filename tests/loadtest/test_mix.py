@@ -78,7 +78,7 @@ def test_a_wrong_plan_is_named(tmp_path: Path, name: str, text: str, said: str) 
         (["--plan", "not/there.toml"], "--plan: not/there.toml: No such file"),
     ],
 )
-def test_what_a_plan_says_is_not_said_twice(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_flags_that_a_plan_sets_are_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
     code, _, err = here("run", "--plan", written(tmp_path, STREAMS), *arguments)
     assert code == 2 and said in err
     assert "--only: found 'a' without --plan" in here("run", "--only", "a")[2]

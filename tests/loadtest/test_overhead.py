@@ -1,4 +1,4 @@
-"""What the service adds to the engine, once, in small."""
+"""The command `overhead`, run once on a small model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_benchmark_model_is_taken_by_its_name(name: str, tmp_path: Path) -> No
     ("name", "tokens", "said"),
     [("N1", 8, "--model: found an encoder"), ("D1", 961, "--output-tokens: found 961, expected at most 960")],
 )
-def test_what_a_model_cannot_make_is_refused(name: str, tokens: int, said: str, tmp_path: Path) -> None:
+def test_impossible_output_lengths_are_refused(name: str, tokens: int, said: str, tmp_path: Path) -> None:
     with small_models():
         engine = overhead._Engine(overhead._subject(name, tmp_path), 0.0)
     with pytest.raises(UsageError, match=said):

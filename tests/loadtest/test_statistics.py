@@ -25,7 +25,7 @@ def test_statistics_are_those_of_numpy() -> None:
     assert statistics.describe(Sample.of([])) == {}
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_have_their_stated_coverage() -> None:
     rng = np.random.default_rng(1)
     held = 0
     for seed in range(200):

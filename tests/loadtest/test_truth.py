@@ -1,4 +1,4 @@
-"""What is measured against what a server truly did, by its own clock."""
+"""Measured figures compared with what a scripted server did, by its own clock."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_stream_that_was_not_asked_for_is_an_error() -> None:
 HUNG = Script(stall=(0.25, 60.0))  # from then on it begins answers and ends none
 
 
-def test_a_server_that_hangs_keeps_no_objective_of_shares() -> None:
+def test_a_server_that_hangs_misses_objectives_of_shares() -> None:
     with serving(HUNG) as server:
         run = measured(
             server.url,
@@ -178,7 +178,7 @@ def test_a_server_that_hangs_keeps_no_objective_of_shares() -> None:
     assert [one["met"] for one in run.document["slo"]] == [True, False, False, True]
 
 
-def test_who_reads_slowly_to_the_drains_end_is_no_failure() -> None:
+def test_a_slow_reader_at_the_end_of_the_drain_has_not_failed() -> None:
     with serving(Script()) as server:
         slow = Clients(slow=1.0, slow_rate=2)
         run = measured(server.url, arrivals=constant(10), duration_s=0.5, drain_s=1.0, clients=slow)
@@ -195,7 +195,7 @@ def test_unstreamed_replies_have_no_first_token() -> None:
     assert close(run.document["latency_ms"]["e2e"]["p50"] - run.document["latency_ms"]["lag"]["p50"], 1e3 * truth)
 
 
-def test_what_the_targets_send() -> None:
+def test_request_bodies_of_the_targets() -> None:
     with serving(Script()) as server:
         for target in ("openai-chat", "openai-completions"):
             measured(server.url, requests=1, arrivals=CLOSED, target=target)

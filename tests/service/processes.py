@@ -1,4 +1,4 @@
-"""`triptych serve` as a process of its own, and what belongs to it."""
+"""Helpers that run `triptych serve` as a process and examine its descendants."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def info(name: str, form: str, **changes: Any) -> ModelInfo:
 
 @dataclass
 class App:
-    """An application with its parts in reach."""
+    """Holds an application and its parts."""
 
     app: FastAPI
     client: FakeEngineClient
@@ -175,7 +175,7 @@ async def opened(app: App, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run(app: App, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]], **options: Any) -> T:
-    """The result of `work(client)` in a fresh event loop."""
+    """Return the result of `work(client)` in a new event loop."""
 
     async def main() -> T:
         async with opened(app, **options) as client:
@@ -192,7 +192,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def hold(app: App) -> asyncio.Event:
-    """The engine gives out nothing more until the event is set."""
+    """Make the engine give no output until the event is set."""
     free, work = asyncio.Event(), app.client._work
 
     async def held(*arguments: Any) -> None:
@@ -257,12 +257,12 @@ def samples(app: App, name: str) -> dict[tuple[str, ...], float]:
 
 
 def counted(app: App, name: str) -> dict[tuple[str, ...], float]:
-    """`samples`, but for those that stand at 0."""
+    """Return `samples` that are not 0."""
     return {labels: value for labels, value in samples(app, name).items() if value}
 
 
 def check_accounts(app: App) -> None:
-    """Invariant 2 of the contract, at idle."""
+    """Check that all requests are counted: received, accepted or rejected, and ended."""
     received = sum(samples(app, "triptych_requests_received_total").values())
     accepted = sum(samples(app, "triptych_requests_accepted_total").values())
     rejected = sum(samples(app, "triptych_rejections_total").values())

@@ -200,7 +200,7 @@ CLOSING = LENGTH.replace(b"Host", b"Connection: close\r\nHost")
 
 @pytest.mark.parametrize("begin", [LENGTH, CLOSING, b"\x16\x03\x01\r\n\r\n"], ids=["keep-alive", "close", "no HTTP"])
 @in_a_loop
-async def test_what_is_drained_is_bounded_in_bytes(begin: bytes) -> None:
+async def test_draining_is_limited_in_bytes(begin: bytes) -> None:
     client = Connection()
     length = begin.replace(b"100000", b"100000000")
     await client.send(length)

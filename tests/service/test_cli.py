@@ -157,7 +157,7 @@ def test_a_traceback_is_shown_when_asked_for(arguments: tuple[str, ...]) -> None
     assert "Traceback" in run.stderr
 
 
-def test_what_the_engine_fails_at_is_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_errors_print_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.llm.LLM.stream", mock.Mock(side_effect=EngineDeadError("it is gone")))
     run = triptych_here("generate", "code", "x")
     assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "triptych: it is gone")
@@ -207,7 +207,7 @@ def test_generate_holds_the_output_to(flags: tuple[str, ...], pattern: str) -> N
         (("--json", "--regex", "a"), "not allowed with argument --json"),
     ],
 )
-def test_what_no_output_can_be_held_to(flags: tuple[str, ...], message: str) -> None:
+def test_invalid_output_constraints_are_refused(flags: tuple[str, ...], message: str) -> None:
     run = triptych_here("generate", "normalize", "x", *flags)
     assert run.returncode == 2
     assert message in run.stderr and run.stderr.count("\n") == 1

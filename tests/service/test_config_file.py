@@ -107,7 +107,7 @@ def test_a_file_without_models_is_the_embedded_ones(tmp_path: Path) -> None:
         ("groups: {a: {models: {m: /m}, route: /x}, b: {models: {n: /n}, route: /x}}", "have the route /x"),
     ],
 )
-def test_what_no_cluster_can_serve_is_said(tmp_path: Path, text: str, message: str) -> None:
+def test_files_for_no_cluster_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
     run = triptych_here("serve-config", str(tmp_path / "x.yaml"))
     assert run.returncode == 2 and run.stderr.count("\n") == 1

@@ -77,15 +77,15 @@ def built(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_deployed_is_said_at_once(built: dict[str, dict[str, Any]], name: str) -> None:
+def test_invalid_deployments_are_refused_at_once(built: dict[str, dict[str, Any]], name: str) -> None:
     assert built[name] == {"error": f"ConfigError: args: {REFUSED[name][1]}"}
 
 
-def test_what_can_be_is(built: dict[str, dict[str, Any]]) -> None:
+def test_valid_deployments_are_built(built: dict[str, dict[str, Any]]) -> None:
     assert [list(built[name]) for name in ("several", "embedded")] == [["actor"]] * 2, built
 
 
-def test_a_replica_asks_for_the_gpus_of_its_ranks(built: dict[str, dict[str, Any]]) -> None:
+def test_a_replica_requests_the_gpus_of_its_ranks(built: dict[str, dict[str, Any]]) -> None:
     cuda, cpu = built["cuda"]["actor"], built["cpu"]["actor"]
     assert cuda["num_gpus"] == 2
     assert "num_gpus" not in cpu and cpu["num_cpus"] == 0

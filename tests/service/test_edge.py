@@ -1,4 +1,4 @@
-"""What stands between a client and Ray Serve, without Ray: the same middleware around an application like Serve's."""
+"""The middleware in front of Ray Serve, tested without Ray around an application that behaves like Serve."""
 
 from __future__ import annotations
 

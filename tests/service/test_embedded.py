@@ -227,7 +227,7 @@ def test_a_pattern_and_words_for_both_models_in_every_dialect(url: str) -> None:
     jsonschema.validate(json.loads(replies[2]["generated_text"]), DATE)  # type: ignore[index]
 
 
-def test_what_no_token_is_left_for_is_refused_by_name(url: str) -> None:
+def test_a_stop_id_that_a_constraint_needs_is_refused(url: str) -> None:
     body = {"model": "normalize", "text": "a"}
     [token] = httpx.post(f"{url}/tokenize", json=body | {"add_special_tokens": False}).json()["token_ids"]
     held = {"model": "normalize", "prompt": "x", "regex": "a", "stop_token_ids": [token]}  # a stop id is no text

@@ -159,7 +159,7 @@ def test_the_log_probabilities_of_a_reply_are_bounded_in_sum() -> None:
     check_accounts(app)
 
 
-def test_nobody_overtakes_others_unless_the_operator_allows_it(app: App) -> None:
+def test_priorities_are_limited_by_the_operator(app: App) -> None:
     """(A13)"""
     generate(app, priority=100)
     body = {"model": "gen", "prompt": "ab", "priority": -1}
@@ -316,7 +316,7 @@ def test_cancel_comes_to_the_replica_that_has_the_request() -> None:
     check_accounts(app)
 
 
-def test_what_was_cancelled_here_is_told_though_others_are_silent() -> None:
+def test_a_local_cancellation_is_reported_if_other_replicas_are_silent() -> None:
     app = make_app(delay_s=0.05)
 
     async def silent(request_id: str) -> int:
@@ -362,7 +362,7 @@ class TestTargetLanguage:
         assert app.client.submitted[-1].prompt_token_ids == (0, 257, 5, 9)
 
     @pytest.mark.parametrize("code", ["fr", "<s", "a", "__fr_XX__", "DE"])
-    def test_what_is_no_language_token(self, app: App, code: str) -> None:
+    def test_invalid_language_tokens(self, app: App, code: str) -> None:
         reply = ask(app, "POST", "/generate", json={"model": "seq", "prompt": "ab", "target_language": code})
         error = check_error(reply, 400, "target_language", "invalid_value")
         assert "seq has no such language token" in error["message"]

@@ -33,7 +33,7 @@ from tests.service.processes import ROOT
 SPECS = (ModelSpec("gen", "/nowhere"),)
 
 
-def test_haproxy_gets_files_of_its_own_and_outlasts_every_request(no_ray_settings: pytest.MonkeyPatch) -> None:
+def test_haproxy_has_its_own_files_and_outlasts_every_request(no_ray_settings: pytest.MonkeyPatch) -> None:
     settings = ServiceSettings(limits=Limits(request_timeout_s=100))
     variables = environment.variables(ServeConfig(SPECS, settings), Path("/tmp/t"))
     assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
@@ -176,14 +176,14 @@ def test_haproxy_bounds_a_head(haproxy_address: tuple[str, int], begin: bytes, m
     assert reply.startswith(said) and bool(reply) == bool(said)
 
 
-def test_haproxy_says_in_the_contracts_shape_that_no_replica_is_there(haproxy_address: tuple[str, int]) -> None:
+def test_haproxy_replies_in_the_error_shape_without_a_replica(haproxy_address: tuple[str, int]) -> None:
     reply = httpx.get("http://{}:{}/info".format(*haproxy_address))
     assert (reply.status_code, reply.headers["content-type"]) == (503, "application/json")
     assert reply.json()["error"]["code"] == "not_ready"
     assert int(reply.headers["retry-after"]) > 0
 
 
-def test_haproxy_says_in_the_contracts_shape_that_a_body_is_late(haproxy_address: tuple[str, int]) -> None:
+def test_haproxy_replies_in_the_error_shape_to_a_late_body(haproxy_address: tuple[str, int]) -> None:
     with socket.create_connection(haproxy_address) as connection:
         connection.settimeout(60)
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
@@ -192,7 +192,7 @@ def test_haproxy_says_in_the_contracts_shape_that_a_body_is_late(haproxy_address
     assert json.loads(body)["error"]["code"] == "request_too_slow"
 
 
-def test_haproxy_asks_another_replica_where_one_closes_without_a_word(haproxy_address: tuple[str, int]) -> None:
+def test_haproxy_retries_on_another_replica_after_an_empty_response(haproxy_address: tuple[str, int]) -> None:
     with httpx.Client(base_url="http://{}:{}/two".format(*haproxy_address)) as client:
         while client.get("/info").status_code != 200:  # until both are seen to be well
             time.sleep(0.1)
@@ -202,7 +202,7 @@ def test_haproxy_asks_another_replica_where_one_closes_without_a_word(haproxy_ad
     assert Leaving.asked > 0 and Staying.asked == before + 12
 
 
-def test_haproxy_asks_serves_proxy_where_the_only_replica_closes_all_that_it_has(
+def test_haproxy_falls_back_to_serves_proxy_when_the_only_replica_closes_its_connections(
     haproxy_address: tuple[str, int], replicas: dict[str, ThreadingHTTPServer]
 ) -> None:
     """A leaving replica stops listening, then closes its connections: each that HAProxy kept may cost a try."""
@@ -216,7 +216,7 @@ def test_haproxy_asks_serves_proxy_where_the_only_replica_closes_all_that_it_has
         assert [ask(client).status_code for client in clients] == [200] * len(clients)
 
 
-def test_haproxy_takes_one_refused_connection_for_a_replica_that_is_gone(
+def test_haproxy_marks_a_replica_down_after_one_refused_connection(
     haproxy_address: tuple[str, int], replicas: dict[str, ThreadingHTTPServer]
 ) -> None:
     url = "http://{}:{}/refused/generate".format(*haproxy_address)
@@ -238,7 +238,7 @@ def refusals(backend: str, port: int) -> int:
 
 
 @pytest.mark.parametrize("why", ["asked for", "told Ray", "no binary", "address"])
-def test_without_haproxy_serves_own_proxy_listens(no_ray_settings: pytest.MonkeyPatch, why: str) -> None:
+def test_serves_own_proxy_listens_without_haproxy(no_ray_settings: pytest.MonkeyPatch, why: str) -> None:
     if why == "no binary":
         no_ray_settings.setitem(os.environ, "RAY_SERVE_HAPROXY_BINARY_PATH", "/no/such/file")
     if why == "told Ray":
@@ -250,7 +250,9 @@ def test_without_haproxy_serves_own_proxy_listens(no_ray_settings: pytest.Monkey
     assert not any("HAPROXY" in name for name in variables)
 
 
-def test_until_an_application_runs_haproxy_has_our_503(no_ray_settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_until_an_application_runs_haproxy_sends_the_services_503(
+    no_ray_settings: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Serve's own configuration has a 404 in plain text there, which is no sign of loading."""
     found = importlib.util.find_spec("ray")
     assert found is not None and found.origin is not None
@@ -268,7 +270,7 @@ def test_until_an_application_runs_haproxy_has_our_503(no_ray_settings: pytest.M
     assert "bind 127.0.0.1:20000" in written.read_text()
 
 
-def test_a_socket_with_too_long_a_path_is_said_before_haproxy_starts(no_ray_settings: pytest.MonkeyPatch) -> None:
+def test_a_socket_with_too_long_a_path_is_an_error_before_haproxy_starts(no_ray_settings: pytest.MonkeyPatch) -> None:
     no_ray_settings.setitem(os.environ, "RAY_SERVE_HAPROXY_SOCKET_PATH", "/tmp/" + "x" * 93)
     with (
         pytest.raises(ConfigError, match=r"RAY_SERVE_HAPROXY_SOCKET_PATH: .* 97 bytes, found 98"),
@@ -277,7 +279,7 @@ def test_a_socket_with_too_long_a_path_is_said_before_haproxy_starts(no_ray_sett
         pass
 
 
-def test_ports_of_haproxy_are_none_that_a_connection_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_of_haproxy_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
     first = haproxy._first_ephemeral_port()
     ports = {haproxy.free_port() for _ in range(50)}
     assert len(ports) > 25  # sessions that start together choose differently

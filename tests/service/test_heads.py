@@ -187,7 +187,7 @@ class TestImages:
         assert client.post(model="vit", input=[coded(FILES[0])]).status_code == 200
 
     @pytest.mark.parametrize("text", ["not base64!", "aGk", "é"])
-    def test_what_is_not_base64(self, client: Client, text: str) -> None:
+    def test_invalid_base64(self, client: Client, text: str) -> None:
         reply = client.post(model="vit", input=[{"image": text}])
         assert "is not base64" in check_error(reply, 400, "input[0].image", "invalid_image")["message"]
 

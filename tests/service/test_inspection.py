@@ -32,7 +32,7 @@ def test_json_has_the_figures_of_the_tables(capsys: pytest.CaptureFixture[str]) 
     assert report["sequences_that_fit"]["float32"] == (1 << 30) // (2 * 3 * 192 * 4 * 100)
 
 
-def test_it_says_what_a_model_takes_before_it_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_memory_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"device": "cpu", "kv_cache_memory": 3 << 20}
     for name in ("code", "embed"):
         inspection.print_json(name, MODELS[name], context=100, memory=3 << 20)

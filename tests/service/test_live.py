@@ -253,7 +253,7 @@ def test_requests_on_one_connection_are_timed_apart() -> None:
         settled(app)
 
 
-def test_what_is_not_http_is_told_so_in_the_one_shape() -> None:
+def test_invalid_http_gets_a_400_in_the_error_shape() -> None:
     with live(make_app()) as url:
         connection = _connect(url)
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
@@ -323,7 +323,7 @@ def test_a_slow_client_that_only_writes_sees_why_it_is_refused() -> None:
         settled(app)
 
 
-def test_what_a_refused_client_writes_is_bounded() -> None:
+def test_the_body_of_a_refused_request_is_drained_within_limits() -> None:
     app = make_app(settings=settings(max_body_bytes=1_000))
     with live(app) as url:
         for more in (b"Connection: close\r\n", b""):

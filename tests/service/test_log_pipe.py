@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "lo
     assert (done.returncode, done.stderr) == (0, "from the child\n" * 3)
 
 
-def test_the_log_pipe_prints_any_byte_and_ends_though_writers_stay() -> None:
+def test_the_log_pipe_prints_any_byte_and_ends_while_writers_remain() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
@@ -41,7 +41,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert (done.returncode, done.stderr) == (0, "a\0b\n" + "c" * 100_000 + "ended")
 
 
-def test_a_full_disk_for_logs_does_not_block_who_writes_them() -> None:
+def test_a_full_disk_for_logs_does_not_block_writers() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path

@@ -73,7 +73,7 @@ class Replica:
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_each_figure_is_there_once_for_all_replicas(tmp_path: Path, asked: int) -> None:
+def test_each_metric_appears_once_for_all_replicas(tmp_path: Path, asked: int) -> None:
     replicas = [Replica(tmp_path, running) for running in (2, 3)]
     shown = replicas[asked].shown()
     assert shown["triptych_requests_total", "gen", "stop", "generate"] == 2

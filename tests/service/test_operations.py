@@ -47,7 +47,7 @@ def test_info_shows_every_limit(app: App) -> None:
     assert "path" not in reply.models[0]
 
 
-def test_what_is_slower_than_it_could_be_is_shown(app: App) -> None:
+def test_slow_fallbacks_are_shown(app: App) -> None:
     """By the banner, loudly, and by /info."""
     slow = info("gen", "decoder-only", fallbacks=("attention is not Triton's: no compiler",), recorded_sizes=20)
     lines = banner._model_lines(slow)
@@ -150,7 +150,7 @@ def test_draining_waits_for_what_is_being_planned(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", HELD)
-def test_what_is_planned_too_late_for_a_drain_is_refused(path: str) -> None:
+def test_requests_still_being_planned_at_the_end_of_a_drain_are_refused(path: str) -> None:
     held = Held(drain_timeout_s=0.01)
 
     async def work(client: httpx.AsyncClient) -> None:
@@ -242,7 +242,7 @@ def test_bad_request_ids_are_replaced(app: App, sent: str) -> None:
     assert made != sent and len(made) == 24
 
 
-def test_what_the_objectives_count_begins_at_zero() -> None:
+def test_counters_of_objectives_begin_at_zero() -> None:
     """A series that is born with the first failure has risen before anybody saw it: `rate()` of it is 0."""
     app = make_app()
     ask(app, "GET", "/info")

@@ -1,4 +1,4 @@
-"""One table of settings: what each source may say, who wins, and what is refused."""
+"""The table of settings and its sources: values, precedence, errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sizes_have_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2 XB", "-1MB", "two", "9" * 400, "9000000000GiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a size such as"):
         option_table.byte_size(text)
 
@@ -172,7 +172,7 @@ def test_a_missing_file_is_an_error_of_one_line(tmp_path: Path) -> None:
         sources.from_file(tmp_path / "none.yaml")
 
 
-def test_what_is_on_has_a_flag_that_switches_it_off() -> None:
+def test_options_that_are_on_have_a_flag_to_switch_them_off() -> None:
     assert parse("--no-prefix-caching") == {"prefix_caching": False}
     assert sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
     with pytest.raises(ConfigError, match="expected true or false"):

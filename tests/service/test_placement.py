@@ -1,4 +1,4 @@
-"""How many GPUs a replica asks for, without Ray."""
+"""The number of GPUs that a replica requests, without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gpus_of_a_replica(engines: list[tuple[str, int]], cluster_gpus: float, 
     assert gpus_of_replica(configs, cluster_gpus) == expected
 
 
-def test_what_a_machine_cannot_hold_is_refused() -> None:
+def test_too_few_gpus_are_refused() -> None:
     check_gpus(4, 4.0)
     check_gpus(0, 0.0)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: all replicas together need 8 GPUs, .* has 4;"):

@@ -193,7 +193,7 @@ def test_an_empty_control_shows_what_it_means(browser: Browser) -> None:
 
 
 @with_browser
-def test_what_a_model_says_is_only_text(browser: Browser, app: App) -> None:
+def test_model_output_is_inserted_as_text(browser: Browser, app: App) -> None:
     said = "<img src=x onerror=1><b>é</b>"
     tokenizer = app.served["gen"].tokenizer
     assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""What an output must match, over HTTP: what is accepted, what is refused and how soon, and what reaches the engine."""
+"""Output constraints over HTTP: accepted and refused ones, time limits, and the grammar that reaches the engine."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_reference_is_never_fetched() -> None:
             listener.accept()
 
 
-def test_what_was_tried_is_remembered(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_grammars_are_cached(served: App, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     trials = served.service.grammars
     ask_worker = trials._compile
@@ -161,7 +161,7 @@ def test_what_was_tried_is_remembered(served: App, monkeypatch: pytest.MonkeyPat
     assert len(tried) == 2
 
 
-def test_an_output_that_cannot_go_on_is_the_requests_fault() -> None:
+def test_an_output_that_cannot_match_its_grammar_is_a_400() -> None:
     app = make_app(error_after=1)
     held = {**GOOD, "regex": "ab"}
     error = check_error(ask(app, "POST", "/generate", json=held), 400, "regex", "invalid_grammar")
@@ -182,7 +182,7 @@ def test_limits_are_settings_and_are_shown() -> None:
     check_error(ask(app, "POST", "/generate", json={**GOOD, **of_schema(SCHEMA)}), 400, AT_SCHEMA, "invalid_value")
 
 
-def test_a_worker_that_does_not_start_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_start_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
     monkeypatch.setattr(sys, "executable", "/bin/false")
     app.service.grammars = app.service.generate_planner._grammars = type(app.service.grammars)(Limits())

@@ -54,7 +54,7 @@ def test_a_prefix_takes_no_path_of_the_application(prefix: str, app: App) -> Non
     assert below(app, prefix, "POST", prefix, json={"inputs": "ab", "model": "gen"}).status_code == 200
 
 
-def test_nothing_is_told_without_a_key() -> None:
+def test_no_route_replies_without_a_key() -> None:
     app = make_app(settings=ServiceSettings(api_keys=("k",)))
     for path in ("/grp", "/grp/", "/grp/docs", "/grp/openapi.json"):
         check_error(below(app, "/grp", "GET", path), 401, None, "invalid_api_key")

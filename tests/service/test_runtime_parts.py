@@ -39,7 +39,7 @@ def test_a_configuration_that_cannot_be_served_is_refused(fields: dict[str, obje
         ServeConfig(**fields)  # type: ignore[arg-type]
 
 
-def test_what_is_there_when_models_are_loaded_is_no_garbage_to_look_for() -> None:
+def test_loaded_objects_are_exempt_from_garbage_collection() -> None:
     before = gc.get_threshold()
     try:
         tune_garbage_collector()
@@ -79,7 +79,7 @@ def test_a_variable_that_the_user_has_set_stays(no_ray_settings: pytest.MonkeyPa
     assert not folder.exists()
 
 
-def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
+def test_a_folder_for_metrics_that_cannot_be_made_is_an_error_and_nothing_is_left(
     no_ray_settings: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sessions, file = tmp_path_factory.mktemp("s"), tmp_path / "file"  # a short name: sockets are below it
@@ -97,7 +97,7 @@ def test_a_folder_for_metrics_that_cannot_be_made_is_said_and_nothing_is_left(
         assert (tmp_path / "not" / "there").is_dir()
 
 
-def test_a_session_that_has_no_room_is_said(no_ray_settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_session_folder_that_cannot_be_made_is_an_error(no_ray_settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
     no_ray_settings.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 9)))  # too long for sockets
     with environment.prepared(ServeConfig(SPECS)) as folder:
         assert folder.parent == Path("/tmp")
@@ -133,7 +133,7 @@ def test_orphans_are_found_and_ended() -> None:
     assert time.monotonic() - began < 30
 
 
-def test_work_of_the_main_thread_is_bounded() -> None:
+def test_the_time_limit_interrupts_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(TimeoutError), time_limit(0.05):
         time.sleep(60)

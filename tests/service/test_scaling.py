@@ -1,4 +1,4 @@
-"""When there should be more replicas, and when fewer."""
+"""The autoscaling policy and the settings of replicas."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def desired(*saturations: float, target: float = 0.5) -> float:
     return SaturationPolicy(target)(Context(metrics))[0]
 
 
-def test_replicas_are_as_many_as_the_work_fills_to_the_target() -> None:
+def test_the_policy_requests_replicas_for_the_target_saturation() -> None:
     assert desired(1.0, 0.5) == 3.0
     assert desired(0.0, 0.0) == 0.0  # Serve keeps to the least
     assert desired(4.0) == 8.0  # a long queue
 
 
 @pytest.mark.parametrize("metrics", [None, {}, {"other": {"a": 1.0}}])
-def test_without_reports_nothing_changes(metrics: dict[str, dict[str, float]] | None) -> None:
+def test_without_reports_the_number_of_replicas_is_kept(metrics: dict[str, dict[str, float]] | None) -> None:
     assert SaturationPolicy(0.7)(Context(metrics, target_num_replicas=3))[0] == 3
 
 
-def test_saturation_counts_sequences_and_tokens_that_run_and_wait() -> None:
+def test_saturation_counts_running_and_waiting_sequences_and_tokens() -> None:
     admission = Admission(EngineConfig(max_num_seqs=4, block_size=16, max_num_batched_tokens=100))
     stats = EngineStats("m", total_blocks=10, free_blocks=10)
     assert admission.saturation(stats) == 0.0
@@ -59,7 +59,7 @@ def test_saturation_counts_sequences_and_tokens_that_run_and_wait() -> None:
     assert admission.saturation(EngineStats("m", total_blocks=10, free_blocks=10)) == 0.0
 
 
-def test_saturation_of_an_encoder_is_how_full_its_queue_is() -> None:
+def test_saturation_of_an_encoder_counts_its_queue() -> None:
     admission = Admission(EngineConfig(max_num_batched_tokens=100))
     admission.admit({"a": 200})
     assert admission.saturation(EngineStats("m")) == 200 / 800
@@ -90,7 +90,7 @@ def test_bad_numbers_of_replicas_are_refused(text: str) -> None:
     "arguments",
     [("0",), ("4-1",), ("1-2", "--scale-target", "0"), ("1", "--scale-up-delay=-1"), ("1", "--scale-down-delay=nan")],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...]) -> None:
+def test_invalid_settings_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         parse("--replicas", *arguments)
 

@@ -47,7 +47,7 @@ def joined(found: list[dict[str, Any]], name: str, index: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_says_the_same_in_fewer_events(url: str, n: int) -> None:
+def test_a_stream_with_an_interval_has_the_same_content_in_fewer_events(url: str, n: int) -> None:
     fields = {"return_token_ids": True, "logprobs": 2, "n": n, "temperature": 0.8, "seed": 7}
     expected, found = whole(url, **fields), streamed(url, **fields)
     assert len(found) < TOKENS * n / 3
@@ -108,7 +108,7 @@ def test_dialects_that_have_an_event_for_each_token_keep_it(url: str) -> None:
     assert lines[-1]["details"]["generated_tokens"] == len(lines) > 1
 
 
-def test_figures_count_tokens_and_not_events(url: str) -> None:
+def test_token_metrics_count_tokens_and_not_events(url: str) -> None:
     def figures() -> tuple[float, float]:
         samples = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines())
         names = ("triptych_generation_tokens_total", "triptych_inter_token_latency_seconds_count")
@@ -120,6 +120,6 @@ def test_figures_count_tokens_and_not_events(url: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-0.1, 11.0, float("nan")])
-def test_an_interval_is_a_time_that_a_reader_would_bear(seconds: float) -> None:
+def test_stream_intervals_are_limited(seconds: float) -> None:
     with pytest.raises(ConfigError, match="stream_interval_s must be 0 to 10"):
         ServiceSettings(stream_interval_s=seconds)

@@ -1,4 +1,4 @@
-"""What is tokenised or read back on the event loop, and what is not."""
+"""Tokenisation on the event loop and in threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Noting(Tokenizer):
 
 @pytest.mark.parametrize(("size", "aside"), [(2, False), (3_000, True)])
 @pytest.mark.parametrize("way", ["text to ids", "ids to text"])
-def test_what_is_long_leaves_the_event_loop(way: str, size: int, aside: bool) -> None:
+def test_long_texts_are_tokenised_in_threads(way: str, size: int, aside: bool) -> None:
     tokenizer = Noting(RawTokenizer(WordLevel({})))
 
     async def work() -> None:

@@ -62,5 +62,5 @@ def test_the_figures_are_ours_under_the_other_names() -> None:
         assert found[f"vllm:{theirs}"] == wanted, theirs
 
 
-def test_they_are_not_there_unless_asked_for() -> None:
+def test_vllm_names_are_absent_by_default() -> None:
     assert not [name for name in scraped(make_app()) if not name.startswith("triptych_")]

@@ -1,4 +1,4 @@
-"""Models that hold conversations, and what the tests of dialects share."""
+"""Models with chat templates, and helpers for tests of dialects."""
 
 from __future__ import annotations
 

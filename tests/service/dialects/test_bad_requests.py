@@ -240,7 +240,7 @@ def test_an_error_in_a_stream_names_the_clients_field(route: str, changes: dict[
     assert error["param"] == param and error["message"].startswith(f"{param} cannot be followed"), error
 
 
-def test_words_are_no_fields() -> None:
+def test_words_of_a_message_are_not_renamed_as_fields() -> None:
     app = chat_app()
 
     async def work(client: httpx.AsyncClient) -> None:
@@ -339,7 +339,7 @@ def test_a_full_queue_is_a_429(app: App, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", [C, M, "/", "/generate_stream", G, V, "/embed", E])
-def test_nothing_is_prepared_for_an_engine_that_takes_nothing(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_prepared_for_a_full_engine(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = chat_app()
 
     async def prepared(*_: object, **__: object) -> None:

@@ -213,7 +213,7 @@ def folder(path: Path, **files: object) -> Path:
     return path
 
 
-def test_where_a_template_comes_from(tmp_path: Path) -> None:
+def test_sources_of_a_chat_template(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     eos = {"content": "</s>", "lstrip": False}
     folder(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": "old"})
