@@ -117,6 +117,9 @@ class Linear(nn.Module):
             found[f"{spec.name}.bias"] = TensorShape((spec.num_outputs,), outputs=0)
         return found
 
+    def reserve(self) -> None:
+        """Take memory before anything is read, where it would otherwise lie scattered between the reader's buffers."""
+
     def fill(self, name: str, into: Index, values: Tensor) -> None:
         """Put `values` at `into` of the tensor `name`; each place is filled once."""
         self.parameter(name)[into].copy_(values)

@@ -45,15 +45,19 @@ class NativeLinear(Linear):
 
     @property
     def matrix(self) -> PackedMatrix:
-        """The packed matrix as C reads it; its memory is reserved when it is first asked for."""
-        if not self.arrays:
-            assert self.library is not None, f"{self.spec.name} was only planned"
-            self._matrix.tiles = self.library.tiles
-            # All are zero where no row and no column will be.
-            self.arrays = {name: reserve(size) for name, size in self._sizes().items()}
-            for name, array in self.arrays.items():
-                setattr(self._matrix, name, array.data_ptr())
+        """The packed matrix as C reads it."""
+        self.reserve()
         return self._matrix
+
+    def reserve(self) -> None:
+        """Reserve the arrays, which are zero where no row and no column will be."""
+        if self.arrays:
+            return
+        assert self.library is not None, f"{self.spec.name} was only planned"
+        self._matrix.tiles = self.library.tiles
+        self.arrays = {name: reserve(size) for name, size in self._sizes().items()}
+        for name, array in self.arrays.items():
+            setattr(self._matrix, name, array.data_ptr())
 
     def fill(self, name: str, into: Index, values: Tensor) -> None:
         """Pack rows, or take values of the bias."""
@@ -80,7 +84,7 @@ class NativeLinear(Linear):
 
     def _set(self, array: str, into: Index, values: Tensor) -> None:
         """Put `[count]` floats into the array of this name."""
-        assert self.matrix is not None  # its arrays are there
+        self.reserve()
         self.arrays[array].view(torch.float32)[into[0]] = values
 
     @property

@@ -39,6 +39,9 @@ class ParallelLinear(Linear):
     def tensors(self) -> Mapping[str, TensorShape]:
         return {**super().tensors(), **self.product.tensors()}
 
+    def reserve(self) -> None:
+        self.product.reserve()
+
     def fill(self, name: str, into: Index, values: Tensor) -> None:
         if name in self.product.tensors():
             self.product.fill(name, into, values)

@@ -103,6 +103,8 @@ class _Filler:
         self._linears = {name: linear for linear in linears(model) for name in linear.tensors()}
         self._shapes = {name: parameter.shape for name, parameter in plain_parameters(model).items()}
         self._parameters: dict[str, Tensor] = {}
+        for linear in linears(model):
+            linear.reserve()
 
     def put(self, name: str, into: Index, values: Tensor) -> None:
         """`values` at `into` of the tensor `name`; a table that a head is tied to may fill both."""
