@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 
 
 class PackingRunner:
-    """Stands for `ModelRunner`: does what that does on the host, and computes nothing."""
+    """Replaces `ModelRunner`: does its work on the host and computes nothing."""
 
     def __init__(self, blocks: BlockManager, run: Callable[..., Any]) -> None:
         self.blocks = blocks

@@ -59,7 +59,7 @@ class ScriptedRunner:
         return Late(found, {id(step.sequence): token.token_id for step, token in pairs if token is not None})
 
     def _tokens(self, step: ScheduledSequence, known: dict[int, int]) -> list[int]:
-        """What the device knows of a sequence: the token of the step before too."""
+        """Return a sequence's tokens as the device has them, with the previous step's token."""
         *earlier, last = step.sequence.token_ids
         assert PLACEHOLDER not in earlier
         return [*earlier, known[id(step.sequence)] if last == PLACEHOLDER else last]
@@ -91,7 +91,7 @@ class ScriptedRunner:
 
 
 class Harness:
-    """An engine over scripted tokens whose every step is checked, and what it has put out."""
+    """An engine over scripted tokens that checks every step, and its outputs."""
 
     def __init__(
         self,
@@ -198,12 +198,12 @@ def request(
 
 
 def source_ids(made: Request) -> tuple[int, ...]:
-    """What its encoder reads; nothing of a decoder-only model."""
+    """Return the source of the encoder; empty for a decoder-only model."""
     return made.source.token_ids if made.source is not None else ()
 
 
 def expected_tokens(made: Request) -> list[int]:
-    """What a request gets if nothing ever disturbs it and no stop id comes."""
+    """Return the tokens of a request that runs alone without a stop id."""
     source, tokens = source_ids(made), list(made.prompt_token_ids)
     for _ in range(made.params.max_tokens):
         tokens.append(next_token(source, tokens))

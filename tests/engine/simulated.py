@@ -26,7 +26,7 @@ class Simulated(Protocol):
 
 @dataclass
 class Streams:
-    """So many sequences that never end, and prompts that come to them."""
+    """An engine with streamed sequences that never end, and with prompts that arrive."""
 
     sequences: int
     decode: float  # seconds of a step that only decodes
@@ -91,7 +91,7 @@ class Texts:
 
 @dataclass
 class Translations:
-    """So many clients that send a source again as soon as they have their answer; counts those that are done."""
+    """Clients that send the next source as soon as one is answered; counts the answers."""
 
     clients: int
     source: int
@@ -126,7 +126,7 @@ class Translations:
 
 @dataclass
 class Shares:
-    """What came of a simulation."""
+    """The results of a simulation."""
 
     seconds: float = 0.0
     used: dict[EngineKey, float] = field(default_factory=lambda: defaultdict(float))

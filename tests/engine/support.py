@@ -90,7 +90,7 @@ class Running:
 
 
 def pools_for(decoder: StackConfig, num_blocks: int) -> list[PoolSize]:
-    """A pool of so many blocks for each window of the layers."""
+    """Return a pool with this number of blocks for each window of the layers."""
     return [PoolSize(num_blocks, pool.window) for pool in pools_of(paged_specs(decoder, "float32"))]
 
 

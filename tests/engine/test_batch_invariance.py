@@ -48,7 +48,7 @@ def generated(model: LoadedModel, requests: list[Request]) -> dict[str, list[tup
 
 
 def depend_on_others(kind: str, **settings: object) -> list[str]:
-    """The requests whose numbers are others in a crowd than alone."""
+    """Return the requests whose numbers in a batch differ from those alone."""
     requests = [replace(one, params=replace(one.params, logprobs=3, max_tokens=6)) for one in mixed(kind, 10)]
     crowd = loaded(kind, max_num_seqs=7, max_num_batched_tokens=48, **settings)
     together = generated(crowd, requests)

@@ -79,7 +79,7 @@ def test_the_row_of_a_table_is_the_list(changes: list[tuple[str, int]]) -> None:
 
 
 class CountingTable(BlockTable):
-    """Counts what is converted."""
+    """Counts the converted blocks."""
 
     converted = 0
 

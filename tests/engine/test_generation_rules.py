@@ -37,7 +37,7 @@ def ids(outputs: list[TokenOutput]) -> list[int]:
 
 
 def theirs(kind: str, rules: dict[str, Any]) -> list[int]:
-    """What the library generates behind the prompt, or behind the decoder's start token."""
+    """Return what `generate` returns after the prompt, or after the decoder's start token."""
     reference = saved(kind).reference
     settings = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 1, "eos_token_id": None, **rules}
     with torch.inference_mode():
@@ -55,7 +55,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def check(kind: str, folder: Path, rules: dict[str, Any], **params: Any) -> list[TokenOutput]:
-    """Ours equal theirs, and are not what comes without the rules."""
+    """Check that our outputs equal `transformers`' and differ from those without the rules."""
     outputs = ours(kind, folder, rules, **params)
     as_rules = {"min_tokens": "min_new_tokens", "no_repeat_ngram_size": "no_repeat_ngram_size"}
     asked = {name: params[ours] for ours, name in as_rules.items() if ours in params}

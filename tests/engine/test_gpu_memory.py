@@ -22,17 +22,19 @@ LIMITS = BatchLimits(6, 50, 24, 400)
 
 
 class FakeMemory:
-    """A card of which this process holds `weights` and others `strangers`; a pass takes `step` for its time and
-    leaves `context` behind, which is no tensor's."""
+    """A fake GPU: this process holds `weights`, other processes `others` bytes.
 
-    def __init__(self, total: int, weights: int, step: int, *, strangers: int = 0, context: int = 0) -> None:
+    A forward pass allocates `step` bytes while it runs and `context` bytes for good, which belong to no tensor.
+    """
+
+    def __init__(self, total: int, weights: int, step: int, *, others: int = 0, context: int = 0) -> None:
         self.total, self.held, self.step = total, weights, step
-        self.strangers, self.context = strangers, context
+        self.others, self.context = others, context
         self.cached = 0
         self.highest = 0
 
     def gpu_memory(self) -> GpuMemory:
-        return GpuMemory(self.total - self.held - self.cached - self.strangers, self.total)
+        return GpuMemory(self.total - self.held - self.cached - self.others, self.total)
 
     def reserved(self) -> int:
         return self.held + self.cached
@@ -47,7 +49,7 @@ class FakeMemory:
     def run(self) -> None:
         self.cached = self.step  # what an allocator keeps
         self.highest = max(self.highest, self.held + self.step)
-        self.strangers += self.context
+        self.others += self.context
         self.context = 0
 
 
@@ -110,7 +112,7 @@ def test_the_largest_step_fills_every_stack_and_samples_all_rows(kind: str, monk
 
 
 def test_pool_memory_counts_what_the_measured_step_leaves_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = FakeMemory(10 * GIB, 2 * GIB, GIB, strangers=GIB // 2, context=GIB // 4)
+    memory = FakeMemory(10 * GIB, 2 * GIB, GIB, others=GIB // 2, context=GIB // 4)
     Counted(monkeypatch, then=memory.run)
     pool = pool_memory(loaded("llama"), LIMITS, 64, 0.9, memory)
     gathered = 1 + 2 / 2  # two layers, not read in place by the reference backend

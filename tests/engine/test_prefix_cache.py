@@ -287,7 +287,7 @@ def test_switched_off_sequences_of_one_request_share_and_nothing_stays() -> None
 
 
 def encoded(harness: Harness) -> list[str]:
-    """Requests whose source was encoded, in order."""
+    """Return the requests whose source was encoded, in order."""
     steps = (s for step in harness.runner.steps for s in step.scheduled)
     return [s.sequence.request.request_id for s in steps if s.encode_source]
 

@@ -145,7 +145,7 @@ def test_prompt_makes_progress_at_any_cost() -> None:
 
 
 def alone(engine: Texts | Translations) -> int:
-    """What background work gets done by itself."""
+    """Return the background work that is done without other engines."""
     simulate({OTHER: engine})
     return engine.done
 

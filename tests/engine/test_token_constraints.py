@@ -128,7 +128,7 @@ def test_a_forced_end_counts_before_min_tokens_too() -> None:
 
 
 class HistoryRunner(BeamRunner):
-    """Holds the history that every sequence keeps against one made anew."""
+    """Compares the history that every sequence keeps with one from scratch."""
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         sequence = step.sequence

@@ -40,12 +40,12 @@ def variants(seen: dict[str, dict[str, Any]]) -> set[str]:
 
 
 def described(seen: dict[str, dict[str, Any]], keys: set[str]) -> Sequence[Any]:
-    """What a failure shows: the plain numbers of each variant."""
+    """Describe variants by plain numbers, for the message of a failure."""
     return [{name: v for name, v in seen[key].items() if not isinstance(v, Tensor)} for key in keys]
 
 
 def serve(engine: GenerateEngine, lengths: Sequence[tuple[int, int]], kind: str, together: bool) -> None:
-    """Requests of so many prompt and output tokens; to a model with an encoder as sources and decoder prompts."""
+    """Run requests of these prompt and output tokens; with an encoder they are sources and decoder prompts."""
     for number, (length, output) in enumerate(lengths):
         one = request(kind, f"r{number}", length, number, max_tokens=output)
         if one.source is not None:  # which is read whole

@@ -50,7 +50,7 @@ class Case:
 
 @dataclass
 class Problem:
-    """What a backend is given, and what it must find."""
+    """The inputs of a backend and the expected results."""
 
     case: Case
     query: Tensor
@@ -107,7 +107,7 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
 def exact_attention(
     case: Case, query: Tensor, keys: list[Tensor], values: list[Tensor], bias: BucketBias | None
 ) -> Tensor:
-    """One query, head and key at a time, as the definition says; a query that sees nothing gets zeros."""
+    """Compute attention by the definition, one query, head and key at a time; a query without keys gets zeros."""
     out = torch.zeros(query.shape, dtype=torch.float64)
     group = case.heads // case.kv_heads
     row = 0
@@ -170,7 +170,7 @@ def _pages(case: Case, keys: list[Tensor], values: list[Tensor]) -> tuple[LayerC
 
 
 def _dequantised(rows: Tensor) -> Tensor:
-    """What is left of `[S, K, D]` after 8 bits and a scale for each token and head."""
+    """Round `[S, K, D]` to 8 bits with a scale for each token and head."""
     most = rows.float().abs().amax(-1, keepdim=True)
     levels = torch.full_like(most, 127)
     return ((rows.float() * (levels / most)).round() * (most / levels)).double()

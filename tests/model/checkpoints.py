@@ -260,7 +260,7 @@ def _root() -> Path:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
-    """All weights anew, norms around one; sinusoidal tables are no weights and stay."""
+    """Randomise all weights, norms around 1; sinusoidal tables are not changed."""
     computed = {f"{name}.weight" for name, module in model.named_modules() if "Sinusoidal" in type(module).__name__}
     for name, parameter in model.named_parameters():
         if name not in computed:

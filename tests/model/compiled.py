@@ -50,7 +50,7 @@ class Compiler:
         return launch
 
     def described(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """As a launch specialises them: None is a constant, what 16 divides is known to be."""
+        """Return the arguments' specialisation in a launch: None is a constant; divisibility by 16 is known."""
         signature, constexprs, attributes = {}, {}, {}
         for at, parameter in enumerate(self.kernel.params):
             value = arguments[at] if at < len(arguments) else constants[parameter.name]

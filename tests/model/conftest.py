@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Every `torch.empty` is NaN: what a kernel leaves out or reads too much of shows."""
+    """Fill every `torch.empty` with NaN, so that unwritten elements and reads beyond the data show."""
     torch.set_deterministic_debug_mode("warn")
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield

@@ -107,7 +107,7 @@ class TestNorms:
 
     @staticmethod
     def silenced(config: StackConfig) -> Tensor:
-        """What comes out where no sublayer says anything."""
+        """Return the output if every sublayer returns zeros."""
         model = build(config)
         for block in only_stack(model).layers:
             block.attn.out.weight.zero_()
@@ -203,7 +203,7 @@ class TestPositions:
         assert (states(model, tokens) - states(model, tokens[::-1]).flip(0)).abs().max() > 0.1
 
     def test_without_positions_attention_is_permutation_equivariant(self) -> None:
-        """Lee et al. 2019; what makes positions necessary."""
+        """Lee et al. 2019; therefore a Transformer needs positions."""
         model, tokens = build(stack()), ids(9)
         order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
         permuted = states(model, [tokens[at] for at in order])

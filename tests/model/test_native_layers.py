@@ -42,7 +42,7 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {3: lambda x: gelu(x, appro
 
 @dataclass
 class Case:
-    """What one layer is, with weights that its name draws."""
+    """A layer's description, with random weights seeded by its name."""
 
     heads: int = 4
     kv_heads: int = 2

@@ -70,7 +70,7 @@ def test_a_cpu_is_given_the_best_level_that_it_shows_whole(machine: str, cpuinfo
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of one source file, whose folder of libraries this returns, on a CPU of level 4."""
+    """Create a package of one source file on a CPU of level 4; return its folder of libraries."""
     (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
     monkeypatch.setattr(build, "_SOURCES", tmp_path)
     monkeypatch.setattr(build, "_PREBUILT", tmp_path / "prebuilt")

@@ -18,7 +18,7 @@ from model.inspection.anatomy import dissect
 
 @dataclass(frozen=True)
 class Published:
-    """`not_ours`: what the figure counts and we do not."""
+    """`not_ours`: parameters that the published figure counts and we do not."""
 
     parameters: int
     config: str

@@ -116,7 +116,7 @@ def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestKernel:
-    """The one launch of a GPU, in Triton's interpreter, against what is drawn everywhere else."""
+    """The Triton kernel in the interpreter against `sample_rows`."""
 
     pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

@@ -29,7 +29,7 @@ def logits(seed: int = 0, rows: int = 1) -> Tensor:
 
 
 def support(scores: Tensor, params: SamplingParams) -> dict[int, float]:
-    """What may be drawn and how likely, one row at a time, by the definitions."""
+    """Return the probabilities of the tokens, one row at a time, by the definitions."""
     scaled = scores.double().numpy() / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()

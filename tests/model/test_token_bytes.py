@@ -61,7 +61,7 @@ def unigram() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama's: pieces, bytes for what they do not spell, one space less in front."""
+    """A tokenizer like Llama's: pieces, byte fallback, the first space removed."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b", "▁▁"]
     raw = tokenizers.Tokenizer(
         models.BPE({word: at for at, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)

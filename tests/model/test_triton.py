@@ -195,7 +195,7 @@ def test_rows_that_fill_up_are_zeros_and_write_nothing(parts: int | None, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("buckets", [False, True])
 def test_static_buffers_serve_steps_of_other_lengths(buckets: bool, device: torch.device) -> None:
-    """One metadata, filled anew between steps; nothing of it but tensors and bounds is read."""
+    """One metadata object, refilled between steps; only its tensors and bounds are read."""
     kinds = dict(heads=2, kv_heads=1, buckets=buckets)
     steps = [problem(Case(s, **kinds), device, at) for at, s in enumerate([DECODE, ((1, 50), (1, 2), (1, 64))])]
     static, backend = static_step(steps[0], 96), Cut(SMALL)

@@ -121,7 +121,7 @@ print(json.dumps({"before": before, "peak": status("VmHWM"), "weights": loaded.i
 
 
 def peak_of(folder: Path, **settings: object) -> dict[str, int]:
-    """Resident bytes of a process before it loads a model, and at most; what the weights take in the end."""
+    """Measure a process's resident bytes before it loads a model and at most, and the bytes of the loaded weights."""
     arguments = [sys.executable, "-c", _PEAK, str(folder), json.dumps(settings)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ needs_vectors = pytest.mark.skipif(
 
 @cache
 def emulated(old: str = "", new: str = "") -> Library:
-    """With `old` replaced by `new` in amx.h: a CPU whose tiles are wrong in some way."""
+    """Build with `old` replaced by `new` in amx.h, as for a CPU whose tiles are wrong."""
     folder = Path(tempfile.mkdtemp(prefix="tiles-", dir=_objects()))
     text = (build._SOURCES / "amx.h").read_text()
     assert old in text

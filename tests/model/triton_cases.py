@@ -105,7 +105,7 @@ def real_problem(case: Case, device: torch.device) -> Problem:
 
 
 def static_step(given: Problem, max_kv_len: int) -> AttentionMetadata:
-    """The problem's metadata as a captured step has it: buffers and bounds, the lens of nobody."""
+    """The problem's metadata as in a captured step: buffers and bounds, without actual lengths."""
     known = given.metadata.on_device()
     count, width = len(known.kv_lens), -(-max_kv_len // given.case.block_size)
     assert given.metadata.block_tables is not None

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
-    """What every rank's `work` returns; their calls on the group must be the same."""
+    """Return the result of every rank's `work`; all must make the same calls on the group."""
     rendezvous = os.memfd_create("ranks")
 
     def run(rank: int) -> Result:

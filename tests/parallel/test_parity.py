@@ -35,7 +35,7 @@ def outputs(model: Transformer) -> Tensor:
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative to the largest number."""
+    """Return the largest difference, relative to the largest number."""
     assert ours.shape == theirs.shape
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
@@ -134,7 +134,7 @@ def test_control_missing_all_reduce_is_detected(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_rank_holds_its_share() -> None:
-    """Each of two ranks has about half of the parameters of a model, its pool half of the heads."""
+    """Check that each of two ranks has about half of the model's parameters."""
 
     def held(group: Group) -> int:
         return sum(parameter.numel() for parameter in load_rank("llama-gqa", group).parameters())

@@ -41,7 +41,7 @@ SMALL_POOL = 76 << 10  # bytes of each rank: too little for all at once
 
 
 def alone(kind: str, requests: list[Request]) -> list[TokenOutput]:
-    """What one rank makes of the requests."""
+    """Return the outputs of the requests on one rank."""
     engine = load(ModelSpec(kind, str(saved(kind).path), EngineConfig(kv_cache_memory=4 << 20, **SETTINGS))).generate
     assert engine is not None
     for one in requests:
@@ -58,7 +58,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def ranks(engine: AsyncEngine) -> list[int]:
-    """The engine process's rank_processes."""
+    """Return the ids of the engine's rank processes."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
     return [pid for pid in children_of(transport.pid) if b"model.parallel.rank_main" in command(pid)]
@@ -73,7 +73,7 @@ async def gone(pids: list[int], seconds: float = 60.0) -> None:
 
 
 def work(kind: str) -> list[Request]:
-    """Prompts with a common beginning, log-probabilities, seeded sampling, beams, and enough of all to preempt."""
+    """Return requests with common prefixes, log-probabilities, seeds and beams, enough to cause preemption."""
     plain = mixed(kind, 20, logprobs=2, prompt_logprobs=1)
     sampled = [request(kind, f"s{i}", 9 + i, i, temperature=0.8, seed=i, max_tokens=16) for i in range(6)]
     beams = [request(kind, f"b{i}", 20, i, num_beams=3, n=2, max_tokens=10) for i in range(2)]
@@ -81,7 +81,7 @@ def work(kind: str) -> list[Request]:
 
 
 def logprobs(outputs: list[TokenOutput], name: str) -> dict[str, list[float]]:
-    """By request; the first token of a prompt has none."""
+    """Return the log-probabilities by request; a prompt's first token has none."""
     found: dict[str, list[float]] = {}
     for output in outputs:
         entries = getattr(output, name) or ()
@@ -125,7 +125,7 @@ async def test_two_ranks_equal_one_and_a_rank_that_ends_fails_requests_at_once(
 
 
 async def check_prefixes(engine: AsyncEngine) -> None:
-    """Blocks of a prompt that came before are every rank's."""
+    """Check that prefix hits hold on every rank."""
     requests = [request("llama-gqa", f"p{i}", 30, 7) for i in range(3)]
     expected = alone("llama-gqa", requests[:1])
     for one in requests:
@@ -150,7 +150,7 @@ def vector(data: bytes) -> list[float]:
 
 
 async def check_blame(engine: AsyncEngine) -> None:
-    """A token that does not exist ends its own request and leaves the ranks in step."""
+    """Check that an invalid token id ends only its own request and does not break the group."""
     wrong = Request("wrong", "llama-gqa", (VOCAB + 5,), SamplingParams(max_tokens=3))
     right = [request("llama-gqa", f"right{i}", 5 + i, i) for i in range(2)]
     outputs = await collect(engine.submit([right[0], wrong, right[1]]))
