@@ -25,7 +25,7 @@ from model.families.table.helpers import (
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
-# What starts the decoder where the folder does not say.
+# The decoder's start token by default.
 _START = {"bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}
 
 
@@ -53,46 +53,50 @@ def config(
         extra_pos_embeddings=offset if learned else raw.get("extra_pos_embeddings"),
         decoder_vocab_size=raw["vocab_size"],
     )
-    raw.get("num_hidden_layers")  # encoder_layers again
-    longest = raw.get("max_position_embeddings", 1024)
-    position = PositionConfig(positions, max_positions=longest if learned else 0, offset=offset, inclusive=inclusive)
-    norm = NormConfig(NormKind.LAYER, 1e-5)
-    norms = Norms(pre=norm) if pre_norm else Norms(post=norm)
+    raw.get("num_hidden_layers")  # the same as encoder_layers
+    max_positions = raw.get("max_position_embeddings", 1024)
+    position = PositionConfig(
+        positions, max_positions=max_positions if learned else 0, offset=offset, inclusive=inclusive
+    )
     size = raw["d_model"]
     start = raw.get("decoder_start_token_id")
-    has_bias = head_bias and (names is None or "final_logits_bias" in names)  # folders of the bare model lack it
-
-    def stack(side: str) -> StackConfig:
-        heads = raw[f"{side}_attention_heads"]
-        dim = split_width(size, heads)
-        attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True)
-        layer = LayerConfig(
-            mixer=attention,
-            cross=attention if side == "decoder" else None,
-            feed_forward=MLPConfig(raw[f"{side}_ffn_dim"], activation(raw, "activation_function", "gelu")),
-            norms=(norms,) * (3 if side == "decoder" else 2),
-        )
-        return StackConfig(
-            layers=repeat(layer, raw[f"{side}_layers"]),
-            hidden_size=size,
-            causal=side == "decoder",
-            position=position,
-            embed_norm=norm if embed_norm else None,
-            final_norm=norm if pre_norm else None,
-        )
-
+    has_bias = head_bias and (names is None or "final_logits_bias" in names)  # bare models do not have it
     return ModelConfig(
         model_type=raw["model_type"],
         embedding=EmbeddingConfig(raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding") else 1.0),
-        encoder=stack("encoder"),
-        decoder=stack("decoder"),
+        encoder=_stack(raw, "encoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
+        decoder=_stack(raw, "decoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
         head=HeadConfig(tied=tied(raw, names), bias=has_bias),
-        max_positions=longest,
+        max_positions=max_positions,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=ids(raw.get("eos_token_id")),
         pad_token_id=raw.get("pad_token_id"),
         decoder_start_token_id=raw.get(_START.get(raw["model_type"], "pad_token_id")) if start is None else start,
         float16_overflows=float16_overflows,
+    )
+
+
+def _stack(raw: Settings, side: str, position: PositionConfig, *, pre_norm: bool, embed_norm: bool) -> StackConfig:
+    """Build the stack of one side, "encoder" or "decoder"."""
+    is_decoder = side == "decoder"
+    heads = raw[f"{side}_attention_heads"]
+    dim = split_width(raw["d_model"], heads)
+    attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True)
+    norm = NormConfig(NormKind.LAYER, 1e-5)
+    norms = Norms(pre=norm) if pre_norm else Norms(post=norm)
+    layer = LayerConfig(
+        mixer=attention,
+        cross=attention if is_decoder else None,
+        feed_forward=MLPConfig(raw[f"{side}_ffn_dim"], activation(raw, "activation_function", "gelu")),
+        norms=(norms,) * (3 if is_decoder else 2),
+    )
+    return StackConfig(
+        layers=repeat(layer, raw[f"{side}_layers"]),
+        hidden_size=raw["d_model"],
+        causal=is_decoder,
+        position=position,
+        embed_norm=norm if embed_norm else None,
+        final_norm=norm if pre_norm else None,
     )
 
 
@@ -134,7 +138,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 _LEARNED = partial(config, positions=PositionKind.LEARNED, offset=2, embed_norm=True)
-_TABLES = ("*.embed_positions.weight", "*.embed_positions.weights")  # sinusoids are computed, a copy carries nothing
+_TABLES = ("*.embed_positions.weight", "*.embed_positions.weights")  # stored sinusoids are ignored: they are computed
 FAMILIES = {
     "marian": Family(config, rules, "model.", _TABLES),
     "bart": Family(_LEARNED, rules, "model."),

@@ -16,7 +16,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size, heads = raw["dim"], raw["n_heads"]
     dim = split_width(size, heads)
     longest = raw.get("max_position_embeddings", 512)
-    raw.get("sinusoidal_pos_embds")  # says how the table began; it is stored either way
+    raw.get("sinusoidal_pos_embds")  # only the table's initial values; it is stored in either case
     norm = NormConfig(NormKind.LAYER, 1e-12)
     layer = LayerConfig(
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True),

@@ -11,7 +11,7 @@ from model.families import llama
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
-# How Gemma 2 and 3 store the norms before and behind each sublayer.
+# The stored names of Gemma 2's and 3's norms before and after each sublayer.
 SANDWICH_NORMS = {
     "input_layernorm": "attn_norms.pre",
     "post_attention_layernorm": "attn_norms.output",
@@ -24,7 +24,7 @@ def config(raw: Settings, names: Collection[str] | None, *, sandwich: bool = Fal
     """What all Gemmas have; with `sandwich` the output of a sublayer is normalised too (Gemma 2 and 3)."""
     raw = raw.otherwise(max_position_embeddings=8192)
     act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-    # The first folders say "gelu" and mean the tanh approximation, as `transformers` has it.
+    # The first checkpoints have "gelu" for the tanh approximation, which `transformers` uses too.
     act = "gelu_pytorch_tanh" if act == "gelu" else act
     base = llama.config(raw.but(hidden_act=act, head_dim=raw["head_dim"]), names)
     assert base.decoder is not None and base.decoder.final_norm is not None

@@ -12,7 +12,7 @@ from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
-_PERIOD = 2  # every second layer sees all tokens before it
+_PERIOD = 2  # every second layer has full attention
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -15,11 +15,11 @@ from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family
 
-_PERIOD = 6  # every sixth layer sees all tokens before it
+_PERIOD = 6  # every sixth layer has full attention
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    # `transformers` reads attn_logit_softcapping and computes nothing with it.
+    # `transformers` reads attn_logit_softcapping but does not use it.
     refuse_unless(raw, use_bidirectional_attention=False, attn_logit_softcapping=None)
     ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
     base = gemma.config(ropes["full_attention"], names, sandwich=True)

@@ -62,5 +62,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule("lm_head", "head", bias=False)
 
 
-# Old folders carry the causal mask as tensors.
+# Old checkpoints contain the causal mask as tensors.
 FAMILIES = {"gpt2": Family(config, rules, "transformer.", ("h.*.attn.bias", "h.*.attn.masked_bias"))}

@@ -79,7 +79,7 @@ def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def _full_attention(raw: Settings) -> None:
     """Refuse Qwen's sliding windows in some of the layers."""
     refuse_unless(raw, use_sliding_window=False)
-    raw.get("sliding_window"), raw.get("max_window_layers")  # how wide and from where on, if they were on
+    raw.get("sliding_window"), raw.get("max_window_layers")  # without effect while windows are off
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         raise ConfigError(f"layer_types {', '.join(sorted(kinds))} are not served for {raw['model_type']!r}")
@@ -99,7 +99,7 @@ def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    raw.get("original_max_position_embeddings")  # for rope types that `rotary` refuses
+    raw.get("original_max_position_embeddings")  # only used by rope types that `rotary` refuses
     raw = raw.otherwise(max_position_embeddings=4096, rms_norm_eps=1e-5)
     return _with_attention(config(raw, names), window=raw.get("sliding_window"))
 

@@ -39,7 +39,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
             hidden_size=size,
             causal=side == "decoder",
             position=PositionConfig(PositionKind.SINUSOIDAL, interleaved=True),
-            final_norm=norm,  # nn.Transformer norms behind both stacks, whatever norm_first says
+            final_norm=norm,  # nn.Transformer has final norms with either norm_first
         )
 
     return ModelConfig(

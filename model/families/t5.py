@@ -39,11 +39,12 @@ def _stack(raw: Settings, side: str) -> StackConfig:
     projection = raw.get("feed_forward_proj", "relu" if raw["model_type"] == "t5" else "gated-gelu")
     gated = projection.startswith("gated-")
     name = projection.removeprefix("gated-")
-    said = {"feed_forward_proj": "gelu_new" if gated and name == "gelu" else name}  # gated-gelu: the tanh approximation
-    act = activation(said, "feed_forward_proj", "relu")
-    refuse_unless(raw, dense_act_fn=said["feed_forward_proj"], is_gated_act=gated)  # the same again, as it is stored
-    for trained in ("n_positions", "scalable_attention"):
-        raw.get(trained)  # how it was trained: buckets have no end, and `transformers` knows but one attention
+    if gated and name == "gelu":
+        name = "gelu_new"  # gated-gelu is the tanh approximation
+    act = activation({"feed_forward_proj": name}, "feed_forward_proj", "relu")
+    refuse_unless(raw, dense_act_fn=name, is_gated_act=gated)  # derived settings that are stored too
+    for unused in ("n_positions", "scalable_attention"):
+        raw.get(unused)  # of training: buckets do not bound positions, and `transformers` has one kind of attention
     buckets = BucketBiasConfig(
         num_buckets=raw.get("relative_attention_num_buckets", 32),
         max_distance=raw.get("relative_attention_max_distance", 128),
@@ -64,10 +65,10 @@ def _stack(raw: Settings, side: str) -> StackConfig:
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size = raw["d_model"]
     is_tied = tied(raw, names)
-    # Who was trained with a head of its own says so, and was trained without scaling, as mT5 always is. For umT5 the
-    # `transformers` has forgotten it (5.x scales); versions before and the original code have not.
-    says_tied = raw.get("tie_word_embeddings", True) is not False
-    scaled = raw.get("scale_decoder_outputs", says_tied and raw["model_type"] != "mt5")
+    # Models with an untied head, and mT5 always, are trained without scaling. `transformers` 5.x scales umT5, unlike
+    # earlier versions and the original code.
+    tied_by_setting = raw.get("tie_word_embeddings", True) is not False
+    scaled = raw.get("scale_decoder_outputs", tied_by_setting and raw["model_type"] != "mt5")
     start = raw.get("decoder_start_token_id")
     return ModelConfig(
         model_type=raw["model_type"],
@@ -114,6 +115,6 @@ def _mlp(mlp: MLPConfig, here: str, there: str) -> Iterator[Rule]:
     yield from affine(f"{here}.layer_norm", f"{there}.mlp_norms.pre", bias=False)
 
 
-# Early checkpoints carry a bias table for cross attention, which no T5 computes with.
+# Early checkpoints contain a bias table for cross attention, which T5 does not use.
 _FAMILY = Family(config, rules, dropped=("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",))
 FAMILIES = {"t5": _FAMILY, "mt5": _FAMILY, "umt5": _FAMILY}

@@ -39,7 +39,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         layers=repeat(layer, raw["n_layer"]),
         hidden_size=raw["d_model"],
         causal=False,
-        token_types=3,  # two texts, and the classifier's token by itself
+        token_types=3,  # two texts, and the CLS token
     )
     return ModelConfig(
         model_type="xlnet",
@@ -73,5 +73,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from classifier_rules(config)
 
 
-# The mask vector and the language head serve its pre-training.
+# The mask vector and the language head are for pre-training.
 FAMILIES = {"xlnet": Family(config, rules, "transformer.", ("mask_emb", "lm_loss.*"))}
