@@ -1,7 +1,6 @@
-"""Transformer stacks in C for the CPU: compiled for a level of CPUs or for the one at hand, called through a plain C
-interface.
+"""The C library of the CPU: compiled for a level of instructions or for the CPU at hand, called through ctypes.
 
-`levels` says what a CPU can run, `build` finds or compiles a library, `library` declares the C interface, `linear`
-packs weights, `stack` runs all layers of a stack in one call. Nothing here is needed for a right answer: without a
-library torch computes the same.
+`levels` lists what a CPU may have, `build` finds or compiles a library, `structures` and `library` declare what it
+reads and does. `model.linear.native` packs matrices for it, `model.network.native_stack` describes stacks to it. Every
+result can be had without: where there is no library, torch computes the same. docs/kernels.md describes the kernels.
 """

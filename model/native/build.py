@@ -1,11 +1,11 @@
-"""Finds the library that came with the package, or compiles one for this very CPU and keeps it.
+"""Finds the library that came with the package, or compiles one for this CPU and keeps it.
 
-`python -m model.native.build --portable DIR` compiles for each level of this kind of machine, under names made of the
-level, the sources and the flags; the package's own folder is the only one from which such libraries are loaded.
+`python -m model.native.build --portable DIR` compiles a library for each level of instructions of this kind of machine,
+under a name made of the level, the sources and the flags. They are loaded from the package's own folder only.
 
-What is compiled on first use lies in a folder that only its owner may write, under a name made of the sources, the
-compiler, its flags and the CPU: what was built for another machine or version is never loaded. Processes that start at
-once build once.
+A library that is compiled on first use is kept in a cache folder that only its owner may write, under a name made of
+the sources, the compiler, its flags and the CPU: one of another machine or version is never loaded. Processes that
+start at the same time compile it once.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """There is no native library on this machine; the message says why, without paths."""
+    """There is no native library on this machine. The message says why, without paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     path: Path
-    origin: str  # to be shown
+    origin: str  # where it comes from, for people
 
 
 def prebuilt() -> Built | None:
-    """The library of the best level that this CPU runs, if one was made of these very sources."""
+    """Find the packaged library of the best level that this CPU runs; None if none was made of these sources."""
     for level in fitting(_cpuinfo(), platform.machine()):
         path = _PREBUILT / _portable_name(level)
         if path.is_file():
@@ -56,7 +56,7 @@ def prebuilt() -> Built | None:
 
 
 def build() -> Built:
-    """The library for this machine, compiled unless it is there; raises `BuildError`."""
+    """Find the library for this machine in the cache, or compile it. Raises `BuildError`."""
     compiler, version = _compiler()
     flags = (*_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native")
     folder = cache_folder()
@@ -77,7 +77,7 @@ def build() -> Built:
 
 
 def build_portable(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]:
-    """A library in `folder` for each of the levels that is this machine's kind, compiled unless it is there.
+    """Compile a library in `folder` for each level of this kind of machine, unless it is there.
 
     Libraries of these levels from other sources are deleted. Raises `BuildError`.
     """
@@ -96,7 +96,7 @@ def build_portable(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]
 
 
 def cache_folder() -> Path:
-    """A folder of ours that nobody else can write; raises `BuildError` if what lies there is not."""
+    """Find or make a cache folder that only this user can write. Raises `BuildError` if others can."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         base = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
@@ -111,7 +111,7 @@ def cache_folder() -> Path:
 
 
 def _compiler() -> tuple[str, str]:
-    """The path and version of GCC, whose OpenMP runtime is the one that torch brings."""
+    """Find GCC and its version: its OpenMP runtime is the one that torch brings."""
     for name in ("gcc", "cc"):
         path = shutil.which(name)
         version = _run([path, "--version"]) if path else ""
@@ -125,7 +125,7 @@ def _portable_name(level: Level) -> str:
 
 
 def _digest(*others: object) -> str:
-    """Of the sources and what else makes the library."""
+    """Digest the sources and what else makes a library."""
     digest = sha256(repr(others).encode())
     for source in sorted(_SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + source.read_bytes())
@@ -140,7 +140,7 @@ def _cpuinfo() -> str:
 
 
 def _cpu() -> list[str]:
-    """What tells this CPU's instructions from another's."""
+    """The lines of /proc/cpuinfo that tell this CPU's instructions from another's."""
     lines = _cpuinfo().split("\n\n")[0].splitlines()
     return [platform.machine(), *(line for line in lines if line.split("\t")[0].strip() in _CPU_KEYS)]
 
@@ -188,7 +188,7 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Compile ahead of the first start: for this machine, or with `--portable` for others."""
+    """Compile the C library before the first start: for this machine, or with `--portable` for others."""
     parser = argparse.ArgumentParser(prog="python -m model.native.build", description=main.__doc__)
     parser.add_argument(
         "--portable", type=Path, metavar="DIR", help="a library for each level of CPUs, into this folder"

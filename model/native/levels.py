@@ -1,7 +1,7 @@
-"""Levels of machine code that libraries are built for ahead of time, and which of them a CPU can run.
+"""Levels of instructions for which libraries are compiled ahead of time, and which of them a CPU can run.
 
-The x86-64 levels are those of the psABI (https://gitlab.com/x86-psABIs/x86-64-ABI), flags as Linux spells them in
-/proc/cpuinfo.
+The x86-64 levels are those of the psABI (https://gitlab.com/x86-psABIs/x86-64-ABI). CPU flags are spelt as Linux spells
+them in /proc/cpuinfo.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """`flags` tell GCC what to make, `needs` are the CPU's flags without which it does not run."""
+    """A level: `flags` are GCC's, `needs` are the CPU's flags without which its code does not run."""
 
     name: str
     machine: str  # as `platform.machine()` says
@@ -53,7 +53,7 @@ LEVELS = (  # best first
 
 
 def fitting(cpuinfo: str, machine: str) -> list[Level]:
-    """The levels that every processor of this /proc/cpuinfo can run, best first."""
+    """Find the levels that every processor of a /proc/cpuinfo can run, best first."""
     pairs = (line.partition(":")[::2] for line in cpuinfo.splitlines())
     shown = [set(value.split()) for key, value in pairs if key.strip() in ("flags", "Features")]
     common = set.intersection(*shown) if shown else set()

@@ -48,7 +48,7 @@ ACTIVATIONS = {
 }
 
 
-_SCRATCH_CALLS = 256  # after which scratch that none of them wanted is given back
+_SCRATCH_CALLS = 256  # after so many calls, scratch memory that none of them needed is given back
 _NO_TILES = {  # by what `start_tiles` says
     2: "this CPU or its system has none",
     3: "Linux does not permit them",
@@ -57,9 +57,9 @@ _NO_TILES = {  # by what `start_tiles` says
 
 
 class Library:
-    """The compiled functions, with a scratch buffer for each thread that calls them."""
+    """Calls the compiled functions, with a scratch buffer for each thread that calls them."""
 
-    # Functions that return nothing, and those that return a number: all that a library exports.
+    # All that a library exports: functions that return nothing, and those that return a number.
     _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows")
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
@@ -68,11 +68,11 @@ class Library:
     ENTRY_POINTS = (*_ACTIONS, *_NUMBERS)
 
     def __init__(self, built: Built) -> None:
-        """Raises `OSError` where it does not load, or has structures of other sizes than are declared here.
+        """Load a library. Raises `OSError` if that fails, or if its structures have other sizes than are declared here.
 
         Its libgomp.so.1 is torch's, which is in memory by that name.
 
-        Tiles, if it has them, are asked for and tried once: without them, the vectors compute.
+        AMX tiles, if it has them, are requested and checked once; without them vector instructions compute.
         """
         functions = self._functions = ctypes.CDLL(str(built.path))
         self._origin = built.origin
@@ -97,30 +97,30 @@ class Library:
         return self._origin + (f": {' '.join(names)}" if names else "") + missing
 
     def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
-        """All layers over `x` `[T, d]` float32, in place."""
-        given, threads = (ctypes.byref(stack), ctypes.byref(step)), _team()
+        """Run rows `x` `[T, d]`, float32, through layers of a stack, in place."""
+        given, threads = (ctypes.byref(stack), ctypes.byref(step)), _num_threads()
         scratch = self._scratch_of(self._functions.scratch_bytes(*given, threads))
         self._functions.run_stack(*given, _at(x), scratch, threads)
 
     def scratch_bytes(self, stack: Stack, step: Step) -> int:
-        """What `run_stack` will keep for such a step: matrices need only their sizes, the step its rows and lengths."""
+        """Bytes that `run_stack` takes for a step, maybe planned: matrices without data, segments without rows."""
         given, threads = (ctypes.byref(stack), ctypes.byref(step)), c_int64(torch.get_num_threads())
         return _room(self._functions.scratch_bytes(*given, threads))
 
     def run_linear(self, matrix: PackedMatrix, x: Tensor, out: Tensor, softcap: float = 0.0) -> None:
-        """`out = x matrix^T + bias` of float32 rows, held within a softcap if there is one (see `softcap_vec` in C)."""
-        threads, rows = _team(), c_int64(x.shape[0])
+        """Compute `out = x matrix^T + bias` of float32 rows; a softcap makes that `softcap * tanh(out / softcap)`."""
+        threads, rows = _num_threads(), c_int64(x.shape[0])
         needed = self._functions.linear_scratch_bytes(ctypes.byref(matrix), rows, threads)
         given = (ctypes.byref(matrix), _at(x), rows, _at(out), c_float(softcap))
         self._functions.run_linear(*given, self._scratch_of(needed), threads)
 
     def pack_rows(self, matrix: PackedMatrix, first: int, rows: Tensor) -> None:
-        """Lay `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on.
+        """Pack `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on.
 
         Rows of int8 are the integers of a matrix in 8 bits, whose scales are then the caller's to fill.
         """
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
-        threads = _team()
+        threads = _num_threads()
         self._functions.pack_rows(ctypes.byref(matrix), _at(rows), kind, stride, c_int64(first), count, threads)
 
     def run_attention(
@@ -135,7 +135,7 @@ class Library:
         bias: ScoreBias | None = None,
     ) -> None:
         """Write keys and values where `segments` has slots, then attend; `bias` is added to the scores by distance."""
-        threads, rows = _team(), c_int64(query.shape[0])
+        threads, rows = _num_threads(), c_int64(query.shape[0])
         needed = self._functions.attention_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
         attention = Attention(ctypes.pointer(shape), ctypes.pointer(segments), ctypes.pointer(pages))
         attention.queries, attention.query_stride = query.data_ptr(), shape.heads * shape.dim
@@ -145,22 +145,22 @@ class Library:
         given = (ctypes.byref(attention), _at(key), _at(value), rows)
         self._functions.run_attention(*given, self._scratch_of(needed), threads)
 
-    def run_ranking(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of float32 rows `[B, V]` the `count` highest in order, their places, `[B, count]`, and log sum exp, `[B, 1]`.
+    def run_top_k(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Find the `count` largest of float32 rows `[B, V]`, descending, their places, and logsumexp `[B, 1]`.
 
-        A mass is NaN where a row has a NaN or nothing finite; what else is said of that row means nothing.
+        The logsumexp of a row with a NaN, or without a finite number, is NaN; the rest of such a row means nothing.
         """
         rows, size = logits.shape
         values = torch.empty(rows, count)
         tokens = torch.empty(rows, count, dtype=torch.int64)
-        mass = torch.empty(rows, 1)
+        log_sums = torch.empty(rows, 1)
         sizes = (c_int64(rows), c_int64(size), c_int64(count))
-        threads = _team()
-        self._functions.top_k(_at(logits), *sizes, _at(values), _at(tokens), _at(mass), threads)
-        return values, tokens, mass
+        threads = _num_threads()
+        self._functions.top_k(_at(logits), *sizes, _at(values), _at(tokens), _at(log_sums), threads)
+        return values, tokens, log_sums
 
     def _scratch_of(self, needed: int) -> c_void_p:
-        """This thread's scratch, which grows by need, and shrinks once it was twice too large for a while."""
+        """This thread's scratch: it grows when it must, and shrinks after calls that needed less than half of it."""
         mine = self._scratch
         tensor: Tensor | None = getattr(mine, "tensor", None)
         mine.calls, mine.most = getattr(mine, "calls", 0) + 1, max(needed, getattr(mine, "most", 0))
@@ -169,13 +169,13 @@ class Library:
                 tensor = mine.tensor = None
             needed, mine.calls, mine.most = max(needed, mine.most), 0, 0
         if tensor is None or tensor.numel() < needed:
-            mine.tensor = None  # let go before what is larger is there
+            mine.tensor = None  # freed before the larger one is made
             tensor = mine.tensor = torch.empty(_room(needed), dtype=torch.uint8)
         return _at(tensor)
 
 
 def _room(needed: int) -> int:
-    """A little more, so that slowly growing steps do not need a new buffer each."""
+    """A quarter more than is needed, so that slowly growing steps do not need a new buffer each."""
     return needed + needed // 4
 
 
@@ -194,8 +194,8 @@ def _check_structures(functions: ctypes.CDLL) -> None:
 _pool_of: int | None = None  # the process that OpenMP's threads run in
 
 
-def _team() -> c_int64:
-    """How many threads compute.
+def _num_threads() -> c_int64:
+    """The number of threads that compute.
 
     Raises `RuntimeError` in a process that was forked after its parent had computed with several threads: these stay
     with the parent, and OpenMP would wait for them for ever.
@@ -219,7 +219,7 @@ def _at(tensor: Tensor | None) -> c_void_p:
 
 @cache
 def native() -> Library | str:
-    """The library that came with the package, else one compiled here, or why there is none on this machine."""
+    """Find the library that came with the package, else compile one; returns why there is none if that fails."""
     for find in (prebuilt, build):
         try:
             built = find()
@@ -235,6 +235,6 @@ def native() -> Library | str:
 
 
 def loaded() -> Library | None:
-    """The library if this process has it already: what can do without it makes nobody wait for a compiler."""
+    """The library if this process has loaded it: callers that can do without do not wait for a compiler."""
     found = native() if native.cache_info().currsize else None
     return found if isinstance(found, Library) else None

@@ -23,7 +23,7 @@ def top_k_logsumexp(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     library = loaded() if logits.device.type == "cpu" else None
     if library is None:
         return *_stable_top_k(logits, count), _logsumexp(logits)
-    values, tokens, logsumexp = library.run_ranking(logits.contiguous(), max(1, min(count, _MAX_NATIVE)))
+    values, tokens, logsumexp = library.run_top_k(logits.contiguous(), max(1, min(count, _MAX_NATIVE)))
     values, tokens, failed = values[:, :count], tokens[:, :count], logsumexp.isnan()[:, 0]
     if failed.any():  # only these rows are computed again
         logsumexp[failed] = _logsumexp(logits[failed])

@@ -111,11 +111,11 @@ static void must_be_finite(const char *what, const float *x, int64_t count) {
 
 static PackedMatrix packed(int64_t dtype, int64_t n, int64_t k, int biased, int64_t tiles) {
     int64_t padded = round_up(n, PANEL_WIDTH), bytes = padded * padded_k(dtype, k) * element_bytes(dtype);
-    int64_t kind = dtype == BF16 || n % 2 ? BF16 : F32;
+    int64_t kind = dtype == INT8 && n % 3 == 0 ? INT8 : dtype == BF16 || n % 2 ? BF16 : F32;
     PackedMatrix m = {.dtype = dtype, .n = n, .k = k, .data = memset(room(bytes), 0, bytes), .tiles = tiles};
     if (biased) m.bias = floats(padded);
     if (dtype == INT8) {
-        m.scale = memset(room(padded * 4), 0, padded * 4);
+        m.scale = kind == INT8 ? floats(padded) : memset(room(padded * 4), 0, padded * 4);
         m.row_sums = memset(room(padded * 4), 0, padded * 4);
     }
     for (int64_t first = 0, count; first < n; first += count) { /* in pieces, from rows that are further apart than k */
