@@ -42,16 +42,17 @@ class Layer(nn.Module):
         self.mlp = MLP(config.feed_forward, hidden_size, linear.within("mlp"))
 
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
-        norms = self.attn_norms
-        mixed = norms.output(self.attn(norms.pre(x), step, cache, self._score_bias(step)))
+        attn, mlp = self.attn_norms, self.mlp_norms
+        mixed = _output(attn, self.attn(attn.pre(x), step, cache, self._score_bias(step)))
         if self.config.parallel:
-            return x + mixed + self.mlp_norms.output(self.mlp(self.mlp_norms.pre(x)))
-        following = self.mlp_norms if self.cross is None else self.cross_norms
-        x, read = _join(x, mixed, norms.post, following.pre)
-        if self.cross is not None:
-            mixed = self.cross_norms.output(self.cross(read, step, cache))
-            x, read = _join(x, mixed, self.cross_norms.post, self.mlp_norms.pre)
-        return self.mlp_norms.post(x + self.mlp_norms.output(self.mlp(read)))
+            return x + mixed + _output(mlp, self.mlp(mlp.pre(x)))
+        if self.cross is None:
+            x, read = _join(x, mixed, attn.post, mlp.pre)
+        else:
+            x, read = _join(x, mixed, attn.post, self.cross_norms.pre)
+            mixed = _output(self.cross_norms, self.cross(read, step, cache))
+            x, read = _join(x, mixed, self.cross_norms.post, mlp.pre)
+        return mlp.post(x + _output(mlp, self.mlp(read)))
 
     def _score_bias(self, step: StepContext) -> ScoreBias | None:
         """What the layer's positions add to its scores."""
@@ -64,6 +65,11 @@ class Layer(nn.Module):
             return relative.scores(query, group, offset, sinusoids, step.inputs.token_types)
 
         return scores
+
+
+def _output(norms: SublayerNorms, y: Tensor) -> Tensor:
+    """A sublayer's output as it is added to the residual stream."""
+    return norms.output(y) if norms.has_output else y
 
 
 def _join(x: Tensor, mixed: Tensor, norm: nn.Module, following: nn.Module) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ class SublayerNorms(nn.Module):
 
     def __init__(self, config: Norms, size: int) -> None:
         super().__init__()
+        self.has_output = config.output is not None
         self.pre = build_norm(config.pre, size)
         self.output = build_norm(config.output, size)
         self.post = build_norm(config.post, size)
