@@ -33,6 +33,7 @@ class EngineStats:
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of those, found
+    window_usage: dict[int, float] = field(default_factory=dict)  # used share of each further pool, by its window
 
     @property
     def used_blocks(self) -> int:

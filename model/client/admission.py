@@ -67,14 +67,14 @@ class Admission:
     def saturation(self, stats: EngineStats) -> float:
         """The load as a fraction of what can run at once, by sequences or by tokens, whichever is larger.
 
-        Above 1 some requests wait. Tokens are those in KV blocks plus those that wait. Without a KV cache it is the
-        waiting tokens over their bound.
+        Above 1 some requests wait. Tokens are those in KV blocks plus those that wait; layers with a window
+        have a fraction of their own. Without a KV cache it is the waiting tokens over their bound.
         """
         tokens = self.waiting_tokens
         if not stats.total_blocks:
             return tokens / self._max_waiting_tokens
         token_load = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._block_size)
-        return max(token_load, sum(self._sequences.values()) / self._max_running)
+        return max(token_load, *stats.window_usage.values(), sum(self._sequences.values()) / self._max_running)
 
     def mark_started(self, request_id: str) -> None:
         """Stop counting a request's tokens as waiting: it has an output."""

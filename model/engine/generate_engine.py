@@ -248,6 +248,7 @@ class GenerateEngine:
             preemptions=self.scheduler.num_preemptions,
             prefix_queries=self.block_manager.num_queried_tokens,
             prefix_hits=self.block_manager.num_hit_tokens,
+            window_usage=self.block_manager.window_usage,
         )
 
     def check_invariants(self) -> None:

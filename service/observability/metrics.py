@@ -182,6 +182,8 @@ class Metrics:
         self._blocks.labels(stats.model, "cached").set(stats.cached_blocks)
         self._blocks.labels(stats.model, "used").set(stats.used_blocks)
         self._kv_usage.labels(stats.model).set(stats.used_blocks / stats.total_blocks if stats.total_blocks else 0)
+        for window, usage in stats.window_usage.items():
+            self._kv_window_usage.labels(stats.model, str(window)).set(usage)
         self._add(self._preemptions, stats.model, "preemptions", stats.preemptions)
         self._add(self._prefix_queries, stats.model, "prefix_queries", stats.prefix_queries)
         self._add(self._prefix_hits, stats.model, "prefix_hits", stats.prefix_hits)
@@ -257,6 +259,12 @@ class Metrics:
         )
         self._kv_usage = self._gauge(
             "kv_cache_usage_ratio", "Used share of the KV cache's blocks.", over_replicas="max"
+        )
+        self._kv_window_usage = self._gauge(
+            "kv_window_usage_ratio",
+            "Used share of the KV blocks for layers with a window.",
+            "window",
+            over_replicas="max",
         )
         self._blocks = self._gauge("kv_blocks", "Blocks of the KV cache, by state.", "state")
         self._saturation = self._gauge(

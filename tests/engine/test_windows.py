@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from model.api.engine_config import EngineConfig
 from model.api.request import SamplingParams
+from model.api.stats import CachePool, ModelInfo
 from model.config.cache import PoolSize, PoolSpec
 from model.engine.cache_budget import KVLayout
 from model.engine.scheduling.block_manager import BlockManager
@@ -185,3 +186,17 @@ def test_a_real_model_keeps_a_window_of_a_long_context(tmp_path: Path) -> None:
         most = max(most, held(blocks, 1))
     assert tokens == 8
     assert WINDOW // BLOCK < most <= (WINDOW + STEP) // BLOCK + 1
+
+
+def test_what_fits_is_asked_of_every_pool() -> None:
+    info = ModelInfo(*[""] * 3, *[0] * 2, *[""] * 5, 1000, "", *[0] * 4, BLOCK, 100, 6, 0, 0.0)
+    assert info.shortage(2, 800) is None
+    assert info.shortage(2, 801) == (102, 100)
+    info.cache_pools = (CachePool(None, 1, 100, 1), CachePool(WINDOW, 5, 70, 5, 33))
+    assert info.sequence_capacity == 1600
+    assert info.shortage(2, 800) is None
+    assert info.shortage(3, 500) == (96, 70)
+    assert info.shortage(2, 700, source=100) == (73, 70)
+    info.cache_pools = info.cache_pools[1:]
+    assert info.sequence_capacity is None
+    assert info.shortage(2, 10**6) is None

@@ -38,7 +38,9 @@ class Client:
         return Health(live=True, ready=used == 2, reason="")
 
     def stats(self):
-        return {"gen": EngineStats("gen", running=used, total_blocks=10, free_blocks=10 - used, preemptions=used)}
+        usage = {512: used / 5}
+        blocks = dict(total_blocks=10, free_blocks=10 - used, window_usage=usage)
+        return {"gen": EngineStats("gen", running=used, preemptions=used, **blocks)}
 
     def demand(self):
         return {"gen": Demand(used / 4, 100 * used)}
@@ -82,6 +84,7 @@ def test_each_metric_appears_once_for_all_replicas(tmp_path: Path, asked: int) -
     assert shown["triptych_requests_running", "gen"] == 5
     assert shown["triptych_kv_blocks", "gen", "used"] == 5
     assert shown["triptych_kv_cache_usage_ratio", "gen"] == pytest.approx(0.3)  # the fullest
+    assert shown["triptych_kv_window_usage_ratio", "gen", "512"] == pytest.approx(0.6)
     assert shown["triptych_saturation_ratio", "gen"] == 0.75
     assert shown["triptych_tokens_waiting", "gen"] == 500
     assert shown["triptych_engine_restarts_total", "gen"] == 5

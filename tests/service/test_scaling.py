@@ -57,6 +57,8 @@ def test_saturation_counts_running_and_waiting_sequences_and_tokens() -> None:
     for name in ("a", "b", "long", *(f"n{i}" for i in range(5))):
         admission.release(name)
     assert admission.saturation(EngineStats("m", total_blocks=10, free_blocks=10)) == 0.0
+    windowed = EngineStats("m", total_blocks=10, free_blocks=10, window_usage={512: 0.9})
+    assert admission.saturation(windowed) == 0.9
 
 
 def test_saturation_of_an_encoder_counts_its_queue() -> None:

@@ -75,6 +75,11 @@ class BlockManager:
         return self.pools[0].num_cached
 
     @property
+    def window_usage(self) -> dict[int, float]:
+        """The used share of each pool behind the first, by its window."""
+        return {pool.window: 1 - pool.num_free / pool.num_blocks for pool in self.pools[1:] if pool.window is not None}
+
+    @property
     def has_windows(self) -> bool:
         return bool(self._windowed)
 
