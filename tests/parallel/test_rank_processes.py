@@ -29,6 +29,7 @@ from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
 from model.engine.builder import load
 from model.errors import ConfigError, EngineDeadError
+from model.llm import LLM
 from model.parallel import group
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
@@ -322,3 +323,22 @@ async def test_a_rank_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(EngineDeadError, match="RuntimeError in rank 0 of llama-gqa"):
             await asyncio.wait_for(collect(engine.submit([request("llama-gqa", "stuck", 5)])), 10.0)
         await gone([follower], 10.0)
+
+
+def test_ranks_have_tables_for_every_window() -> None:
+    """Prompts in chunks, and a search, whose blocks are copied in both pools."""
+    found = []
+    settings = {"max_model_len": 96, "max_num_batched_tokens": 64, "block_size": 4, "kv_cache_memory": 1 << 20}
+    for size in (1, 2):
+        config = EngineConfig(
+            device="cpu", dtype="float32", attention_backend="sdpa", tensor_parallel_size=size, **settings
+        )
+        llm = LLM(saved("gemma3").path, config)
+        try:
+            assert len(llm.info.cache_pools) == 2
+            for params in (SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=8, num_beams=3)):
+                tokens = [one.token_ids for _, one in llm.stream([prompt(70, 1), prompt(23, 2)], params)]
+                found.append((size, tokens))
+        finally:
+            llm.close()
+    assert [tokens for size, tokens in found if size == 1] == [tokens for size, tokens in found if size == 2]
