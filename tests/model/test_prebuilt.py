@@ -14,7 +14,8 @@ from model.attention.base import AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
 from model.config.layer import AttentionConfig
-from model.linear.native import packed_linear
+from model.linear.base import LinearSpec, Part
+from model.linear.native import Int8RowsLinear, packed_linear
 from model.native import build
 from model.native.build import Built, build_portable, prebuilt
 from model.native.levels import LEVELS, Level, fitting
@@ -179,6 +180,19 @@ def test_products_equal_torchs_whatever_the_neighbours(
     for rows in (1, 2, 3, 4, 5, 7, 17):
         assert torch.equal(packed(x[:rows]), together[:rows])
         assert torch.equal(packed(x[-rows:]), together[-rows:])
+
+
+def test_products_of_stored_integers_are_exact(portable: Library) -> None:
+    """Sums that fill 16 bits twice over, and -128, which our own quantisation never makes."""
+    torch.manual_seed(0)
+    integers = torch.randint(-128, 128, (37, 130), dtype=torch.int8)
+    integers[3], integers[5] = -128, 127
+    linear = Int8RowsLinear(LinearSpec("m", 130, (Part(37),), bias=False), Kind.INT8, torch.float32, portable)
+    linear.fill("m.weight", (slice(0, 37),), integers)
+    linear.fill("m.weight_scale", (slice(0, 37),), torch.ones(37, 1))
+    x = torch.randint(-127, 128, (9, 130)).float()
+    x[:, 0], x[2], x[4] = 127.0, 127.0, -127.0  # each row's scale is 1, so that its integers are itself
+    assert torch.equal(linear(x), x @ integers.float().T)
 
 
 @pytest.mark.parametrize("dim", [8, DIM, 40, 64, 128])
