@@ -29,6 +29,7 @@ _SETTINGS = {
     "quantization_status": "compressed",
     "kv_cache_scheme": None,
 }
+_ABSENT = {"quant_method": None, "strategy": None, "dynamic": False}  # what a setting means that is not there
 _GROUP = {"output_activations": None, "format": "int-quantized"}
 _SYMMETRIC = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "block_structure": None}
 _WEIGHTS = {**_SYMMETRIC, "strategy": "channel", "dynamic": False}
@@ -55,8 +56,9 @@ def _expect(where: str, found: Any, expected: Mapping[str, Any]) -> None:
     if not isinstance(found, Mapping):
         raise ConfigError(f"{where} must be an object, found {found!r}")
     for key, value in expected.items():
-        if found.get(key, value) != value:
-            raise ConfigError(f"{where}.{key}: {found[key]!r} is not served, only {value!r}")
+        actual = found.get(key, _ABSENT.get(key, value))
+        if actual != value:
+            raise ConfigError(f"{where}.{key}: {actual!r} is not served, only {value!r}")
     known = {*expected, *_HARMLESS, *_HOW_FOUND}
     unknown = sorted(key for key, value in found.items() if key not in known and value not in (None, False, {}, []))
     if unknown:

@@ -198,6 +198,15 @@ def test_other_formats_are_refused_by_the_setting_that_differs(
         read_checkpoint(folder)
 
 
+def test_a_setting_that_is_absent_has_the_meaning_of_the_format(tmp_path: Path) -> None:
+    """Activations are static unless they are said to be dynamic."""
+    folder, changed = copied("llama-gqa", tmp_path), deepcopy(QUANTIZATION)
+    del changed["config_groups"]["group_0"]["input_activations"]["dynamic"]
+    describe(folder, changed)
+    with pytest.raises(ConfigError, match=r"input_activations\.dynamic: False is not served, only True"):
+        read_checkpoint(folder)
+
+
 def test_integers_and_scales_are_part_of_the_bijection(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.k_proj"
 
