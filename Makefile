@@ -16,14 +16,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
-	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff mend what it can"
+	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff fix what it can"
 	@echo "make check-native  the C kernels under sanitizers"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
 	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
 	@echo "make audit       ask a vulnerability service about the lock"
-	@echo "make faults      what clients see while something goes wrong; twenty minutes (ARGS='--only killed')"
+	@echo "make faults      inject faults under load, and report what clients see; twenty minutes (ARGS='--only killed')"
 	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
 
 install: .venv/.service

@@ -97,7 +97,7 @@ class Client:
             self._absorb(record, targets.decode(await reply.read()), said, None)
             return
         if not self._settings.streams:  # it may have no length
-            record.error = "a stream that was not asked for"
+            record.error = "an unrequested stream"
             return
         await reply.each(
             self._sink(record, item, said)

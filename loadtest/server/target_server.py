@@ -62,7 +62,7 @@ class Server:
         with self._http.stream("POST", path, content=body, timeout=_PROBE_S) as reply:
             kind = reply.headers.get("content-type", "")
             if reply.status_code == 200 and kind.startswith("text/event-stream"):
-                raise UsageError(f"POST {path}: expected one JSON reply, found a stream that was not asked for")
+                raise UsageError(f"POST {path}: expected one JSON reply, found an unrequested stream")
             for piece in reply.iter_bytes():
                 content += piece
                 if len(content) > _MAX_REPLY_BYTES or time.monotonic() > end:

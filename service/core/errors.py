@@ -98,7 +98,7 @@ def request_too_slow(seconds: float) -> ApiError:
 def engine_refusal(error: QueueFullError | EngineGoneError) -> ApiError:
     """Return the HTTP error for an engine's refusal of new work."""
     if isinstance(error, EngineGoneError):
-        return unavailable("the engine is gone; a new one is being started", "engine_dead")
+        return unavailable("the engine has failed; a new one is starting", "engine_dead")
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
     return ApiError(
         429,
@@ -116,17 +116,15 @@ def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
 
 
 def draining() -> ApiError:
-    return unavailable("the service is draining and takes no new requests", "draining")
+    return unavailable("the service is draining and accepts no new requests", "draining")
 
 
-def internal(
-    message: str = "the service failed; the request id finds it in the log", code: str = "internal"
-) -> ApiError:
+def internal(message: str = "the service failed; its log has the request id", code: str = "internal") -> ApiError:
     return ApiError(500, message, type="server_error", code=code)
 
 
 def engine_failed() -> ApiError:
-    return internal("the engine failed while the request was in it", "engine_failed")
+    return internal("the engine failed while it processed the request", "engine_failed")
 
 
 def deadline_passed() -> ApiError:
@@ -238,7 +236,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return render(not_found("there is no such route; /docs lists them"))
     if error.status_code == 405:
         headers = dict(error.headers or {})
-        message = f"this route does not take {request.method[:16]}"
+        message = f"this route does not accept {request.method[:16]}"
         return render(ApiError(405, message, type="invalid_request_error", code="method_not_allowed", headers=headers))
     if error.status_code < 500:
         return render(ApiError(error.status_code, "refused", type="invalid_request_error", code="refused"))

@@ -37,7 +37,7 @@ def completion_names(body: CompletionBody) -> Mapping[str, str]:
 def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
     """Translate a completion body; raises `ApiError` with native field names."""
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of must be n: choosing among more is not served", "best_of", "not_supported")
+        raise invalid("best_of must be n: choosing among more is not supported", "best_of", "not_supported")
     fields = _sampling(body, served) | {
         "prompt": body.prompt,
         "max_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,

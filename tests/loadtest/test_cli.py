@@ -158,7 +158,7 @@ def foreign(kind: str, body: str, *, ends: bool = True) -> Script:
         (foreign("application/json", '{"choices": "x"}'), 'found application/json: \'{"choices": "x"}\''),
         (foreign("application/json", '{"ok": true}'), "found '{\"ok\": true}'; does it speak --target generate?"),
         (foreign("application/json", '{"error": "not you"}'), "an error with status 200: not you"),
-        (foreign("text/event-stream", "data: {}\n\n", ends=False), "found a stream that was not asked for"),
+        (foreign("text/event-stream", "data: {}\n\n", ends=False), "found an unrequested stream"),
     ],
 )
 def test_a_server_that_is_not_ours_is_one_line(script: Script, said: str) -> None:

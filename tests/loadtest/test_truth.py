@@ -153,7 +153,7 @@ def test_failures_are_errors_by_name(script: Script, code: str) -> None:
 def test_a_stream_that_was_not_asked_for_is_an_error() -> None:
     with serving(Script(unasked=True)) as server:
         run = measured(server.url, requests=3, arrivals=CLOSED, clients=Clients(stream=False))
-    assert run.document["errors"] == [{"status": 200, "code": "a stream that was not asked for", "count": 3}]
+    assert run.document["errors"] == [{"status": 200, "code": "an unrequested stream", "count": 3}]
 
 
 HUNG = Script(stall=(0.25, 60.0))  # from then on it begins answers and ends none

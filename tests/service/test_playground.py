@@ -171,7 +171,7 @@ def test_sampling_controls_and_refusals(browser: Browser, app: App) -> None:
         browser.type("[name=seed]", "1")
         app.script.die_after = 3
         browser.click("#start")
-        eventually(lambda: "the engine failed while the request was in it" in browser.text("#error"))
+        eventually(lambda: "the engine failed while it processed the request" in browser.text("#error"))
         assert _done(browser).startswith("failed")
         app.script.die_after = None
 

@@ -84,11 +84,11 @@ def _error_of_serve(status: int, headers: Headers) -> ApiError | None:
     if status == 404:
         return not_found("there is no such route; /docs lists them")
     if status == 429:
-        message = "too many requests at once; try again after the time in Retry-After"
+        message = "too many requests; try again after the time in Retry-After"
         retry = {"Retry-After": "5"}
         return ApiError(429, message, type="overloaded_error", code="queue_full", headers=retry)
     if status in (502, 503):
-        return unavailable("no replica takes requests at the moment", "not_ready")
+        return unavailable("no replica accepts requests at the moment", "not_ready")
     if status in (408, 504):
         return ApiError(504, "the deadline passed", type="timeout_error", param="timeout_s", code="deadline")
     return internal()

@@ -147,7 +147,7 @@ def _defaults_section(limits: Limits, folder: Path) -> str:
 
 def _write_error_pages(folder: Path, limits: Limits) -> None:
     pages = {
-        _UNREACHABLE_PAGE: unavailable("no replica takes requests at the moment", "not_ready"),
+        _UNREACHABLE_PAGE: unavailable("no replica accepts requests at the moment", "not_ready"),
         _TOO_SLOW_PAGE: request_too_slow(limits.receive_s),
     }
     for name, error in pages.items():

@@ -1,4 +1,4 @@
-"""Chat templates: the reference library's text, and hostile ones held in time, memory and size."""
+"""Chat templates: equal texts to transformers', and limits on the time, memory and size of hostile ones."""
 
 from __future__ import annotations
 
