@@ -18,7 +18,7 @@ from model.engine.builder import load, slow_ways
 from model.engine.execution.model_runner import ModelRunner
 from model.errors import ConfigError
 from model.system import fallbacks
-from tests.model.checkpoints import saved
+from tests.model.checkpoints import native_backends, saved
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 TORCH = Selection(SdpaBackend(), "torch scaled_dot_product_attention: triton does not work here: no compiler")
@@ -81,3 +81,15 @@ def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="slow_fallbacks is refuse, and x"):
         load(ModelSpec("m", str(saved("llama").path), settings))
     assert bool(read) != at_once
+
+
+@pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+def test_what_computes_attention_is_told_with_the_reason() -> None:
+    def told(kind: str) -> tuple[str, str]:
+        spec = ModelSpec(kind, str(saved(kind).path), EngineConfig(device="cpu", dtype="float32", max_model_len=16))
+        info = load(spec).info
+        return info.attention_backend, info.attention_reason
+
+    assert told("gemma3")[0] == "native"
+    reason = "torch scaled_dot_product_attention: the native kernels add no bias that depends on the query"
+    assert told("xlnet") == ("sdpa", reason)
