@@ -140,7 +140,10 @@ class Linear(nn.Module):
     @property
     def nbytes(self) -> int:
         """The memory that it takes once it is filled."""
-        return sum(parameter.numel() for parameter in self.parameters()) * self.dtype.itemsize
+        return sum(self._nbytes(parameter) for parameter in self.parameters())
+
+    def _nbytes(self, parameter: Tensor) -> int:
+        return parameter.numel() * (self.dtype if parameter.is_meta else parameter.dtype).itemsize
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...

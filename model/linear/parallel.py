@@ -53,8 +53,7 @@ class ParallelLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        bias = 0 if self.bias is None else self.bias.numel() * self.dtype.itemsize
-        return self.product.nbytes + bias
+        return self.product.nbytes + (0 if self.bias is None else self._nbytes(self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         whole = self.collective.sum(self.product(x))

@@ -97,6 +97,12 @@ def test_a_rank_takes_what_was_planned_for_it(kind: str) -> None:
     assert plan_weights(checkpoint, linear).total == weight_bytes(model) == held(model)
 
 
+def test_a_network_that_was_converted_takes_what_is_there() -> None:
+    """As the bench converts its random models, whose projections were made in float32."""
+    model = load_model(read_checkpoint(saved("llama").path), SdpaBackend()).bfloat16()
+    assert weight_bytes(model) == held(model)
+
+
 def test_missing_tensors_show_in_the_plan(tmp_path: Path) -> None:
     folder = copied("llama", tmp_path)
     config = folder / "config.json"
