@@ -121,13 +121,14 @@ def assemble(
         normalize=checkpoint.normalize,
         images=checkpoint.images,
     )
-    generate = None
+    generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
         if pool is None:
             pool = _pool_memory(spec.engine, model, context.tokens, device)
         kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits)
         context = fit_context(spec.engine, context, kv, pool)
         pools = kv.divide(pool, context.tokens, limits.max_num_seqs)
+        cache_pools = kv.describe(pools)
         generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pools)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
@@ -141,7 +142,7 @@ def assemble(
             rank_processes.close()
         raise
     info = _info(spec, checkpoint, model, selection, limits, context, generate)
-    info.fallbacks = slow
+    info.fallbacks, info.cache_pools = slow, cache_pools
     return LoadedModel(info, encode, generate, _rank_processes(model))
 
 
@@ -391,22 +392,12 @@ def _info(
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
         kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
-        cache_pools=_cache_pools(spec.engine, config, model.dtype, limits, generate),
         embedding_size=next(iter(config.stacks.values())).hidden_size,
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         recorded_sizes=_recorded_sizes(generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
-
-
-def _cache_pools(
-    engine: EngineConfig, config: ModelConfig, dtype: torch.dtype, limits: BatchLimits, generate: GenerateEngine | None
-) -> tuple[CachePool, ...]:
-    if generate is None:
-        return ()
-    sizes = tuple(PoolSize(pool.num_blocks, pool.window) for pool in generate.block_manager.pools)
-    return KVLayout.of(engine, config, dtype, limits).describe(sizes)
 
 
 def _recorded_sizes(generate: GenerateEngine | None) -> int:

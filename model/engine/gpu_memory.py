@@ -20,6 +20,7 @@ from torch import Tensor
 from model.api.engine_config import BatchLimits
 from model.api.request import SamplingParams
 from model.attention.base import AttentionMetadata
+from model.config.cache import paged_specs, pools_of
 from model.errors import ConfigError
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
@@ -128,7 +129,9 @@ def pool_memory(
         ) from None
     gathered = 0.0
     if model.backend.gathers_pages and model.decoder is not None:
-        gathered = 2 / model.decoder.config.num_layers  # a layer's pages, and a copy in the query's dtype
+        specs = paged_specs(model.decoder.config, "float32")
+        # A layer's pages and a copy in the query's dtype. A windowed layer copies as many, though it has fewer.
+        gathered = 2 * max(spec.token_bytes for spec in specs) / pools_of(specs)[0].token_bytes
     gpus = [memory.gpu_memory(), *others]
     pool = pool_bytes(gpus, utilization, peak, recorded_sizes=recorded_sizes, gathered_layers=gathered)
     logger.info(
