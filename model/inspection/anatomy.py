@@ -116,8 +116,9 @@ def describe_stack(config: StackConfig) -> dict[str, str]:
 
     def attention(layer: LayerConfig) -> str:
         window = f", window {layer.mixer.window}" if layer.mixer.window else ""
+        softcap = f", softcap {layer.mixer.softcap:g}" if layer.mixer.softcap else ""
         cross = " + cross" if layer.cross is not None else ""
-        return ("causal" if config.causal else "bidirectional") + window + cross
+        return ("causal" if config.causal else "bidirectional") + window + softcap + cross
 
     return {
         "layers": f"{config.num_layers}{sharing}",

@@ -147,6 +147,8 @@ def test_what_differs_is_said_of_the_layers_that_have_it() -> None:
     assert words["attention"] == "causal, window 3 (layers 0-4, 6); causal (layer 5)"
     assert words["positions"] == "rotary of base 10000 (layers 0-4, 6); rotary of base 500 (layer 5)"
     assert words["norms"] == "rms pre-norm, final norm"
+    capped = replace(LAYER, mixer=replace(ATTENTION, window=7, softcap=50.0))
+    assert describe_stack(stack(capped))["attention"] == "causal, window 7, softcap 50"
     assert describe_stack(stack(*DIFFERENT[2:4]))["norms"] == (
         "rms pre-norm (layer 0); rms and layer pre and output and post-norm (layer 1), final norm"
     )
