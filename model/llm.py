@@ -107,9 +107,22 @@ class LLM:
                         engine.abort(output.request_id, output.index, FinishReason.STOP)
                 yield position, output
 
-    def encode(self, inputs: Sequence[Prompt]) -> NDArray[np.float32]:
-        """Return pooled vectors `[N, d]`. Raises `ConfigError` and `EngineDeadError`."""
-        requests = [self._encode_request(position, text) for position, text in enumerate(inputs)]
+    def encode(self, inputs: Sequence[Prompt], prompt_name: str | None = None) -> NDArray[np.float32]:
+        """Return pooled vectors `[N, D]`. Raises `ConfigError` and `EngineDeadError`.
+
+        Texts get the checkpoint's prompt of this name, else its default prompt if it has one.
+        """
+        sentences = self.checkpoint.sentences
+        if prompt_name is not None and prompt_name not in sentences.prompts:
+            raise ConfigError(f"no prompt {prompt_name!r}; the model has {', '.join(sentences.prompts) or 'none'}")
+        texts = [sentences.prepare(one, prompt_name) if isinstance(one, str) else one for one in inputs]
+        skipped = 0
+        if self.tokenizer is not None and not sentences.include_prompt:
+            skipped = sentences.prompt_tokens(self.tokenizer, prompt_name)
+        requests = [
+            self._encode_request(position, text, skipped if isinstance(text, str) else 0)
+            for position, text in enumerate(texts)
+        ]
         vectors: dict[str, NDArray[np.float32]] = {}
         try:
             for request in requests:
@@ -126,10 +139,16 @@ class LLM:
                 self._encode.abort(request.request_id, FinishReason.CANCELLED)
         return np.stack([vectors[request.request_id] for request in requests])
 
-    def _encode_request(self, position: int, text: Prompt) -> EncodeRequest:
+    def _encode_request(self, position: int, text: Prompt, skipped: int) -> EncodeRequest:
         ids, types = self._ids(text)
         self._check_length(ids, self.info.max_model_len)
-        return EncodeRequest(str(position), self.info.name, token_source(ids, types), arrival_time=time.monotonic())
+        return EncodeRequest(
+            str(position),
+            self.info.name,
+            token_source(ids, types),
+            prompt_tokens=min(skipped, len(ids) - 1),
+            arrival_time=time.monotonic(),
+        )
 
     def _request(self, position: int, prompt: Prompt, params: SamplingParams) -> Request:
         ids, _ = self._ids(prompt)

@@ -29,6 +29,9 @@ class Pooling(StrEnum):
     MEAN = "mean"
     CLS = "cls"
     LAST = "last"
+    MAX = "max"  # of each dimension
+    MEAN_SQRT_LEN = "mean_sqrt_len"  # the sum over the root of the number of tokens
+    WEIGHTED_MEAN = "weighted_mean"  # token i has the weight i, from 1 up (Muennighoff 2022)
     POOLER = "pooler"
 
 
@@ -110,6 +113,7 @@ class EncodeRequest:
     source: Source
     task: EncodeTask = EncodeTask.EMBEDDING
     pooling: Pooling | None = None  # None: the checkpoint's own
+    prompt_tokens: int = 0  # first tokens, of a prompt, that are not pooled
     normalize: bool | None = None  # None: the checkpoint's own
     dimensions: int | None = None  # keep only the first ones, then normalise again
     arrival_time: float = 0.0

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from model.api.request import Pooling
 from model.checkpoint.generation_config import GENERATION_SETTINGS, not_served, sampling_defaults, token_id_settings
+from model.checkpoint.json_files import read_json
 from model.checkpoint.load_plan import stored_projections
+from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.stored_formats import storage_of
 from model.config.formats import Storage
@@ -37,10 +38,8 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     dtype: str  # of the stored weights by config.json, else float32
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by fields of SamplingParams
-    pooling: Pooling = Pooling.MEAN
-    normalize: bool = False
+    sentences: SentenceSettings = field(default_factory=SentenceSettings)
     images: ImageProcessing | None = None
-    max_input_tokens: int | None = None  # of /encode; None: the number of positions
     not_served: tuple[str, ...] = ()  # ignored settings of generation_config.json that would change outputs
 
 
@@ -63,44 +62,21 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     if storage is not Storage.FLOAT:
         stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
         config = replace(config, stored_as=stored_as)
-    try:
-        pooling, normalize = _pooling(path, config)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{path.name}: modules.json has a value of the wrong kind: {error}") from None
-    limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+    sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size)
+    if not sentences.pooling:
+        sentences = replace(sentences, pooling=(_default_pooling(config),))
     return Checkpoint(
         path=path,
         config=config,
         weight_files=files,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         sampling_defaults=sampling_defaults(generation, config.form == "encoder-decoder"),
-        pooling=pooling,
-        normalize=normalize,
+        sentences=sentences,
         images=read_image_processing(read_json(path / "preprocessor_config.json"), config.image)
         if config.image
         else None,
-        max_input_tokens=limit,
         not_served=not_served(generation) if config.can_generate else (),
     )
-
-
-def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Read the JSON object in `path`; {} if an optional file is absent. Raises `ConfigError`."""
-    if not path.is_file():
-        if required:
-            raise ConfigError(f"{path.parent.name}: {path.name} is missing")
-        return {}
-    value = _parse(path)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.parent.name}: {path.name} must hold an object, found {type(value).__name__}")
-    return value
-
-
-def _parse(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None
 
 
 def tensor_names(files: Iterable[Path]) -> frozenset[str]:
@@ -118,47 +94,11 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _pooling(path: Path, config: ModelConfig) -> tuple[Pooling, bool]:
-    """Return pooling and normalisation by sentence-transformers' modules.json; else `_default_pooling`."""
-    modules = {module.get("type", "").rpartition(".")[2]: module for module in _modules(path)}
-    served = {"Transformer", "Pooling", "Normalize"}
-    if modules.keys() - served:
-        raise ConfigError(
-            f"{path.name}: modules.json asks for {', '.join(sorted(modules.keys() - served))}; served are "
-            f"{', '.join(sorted(served))}"
-        )
-    normalize = "Normalize" in modules
-    if "Pooling" not in modules:
-        return _default_pooling(config), normalize
-    name = modules["Pooling"].get("path", "1_Pooling")
-    modes = read_json(path / name / "config.json", required=True)
-    known = {
-        "pooling_mode_mean_tokens": Pooling.MEAN,
-        "pooling_mode_cls_token": Pooling.CLS,
-        "pooling_mode_lasttoken": Pooling.LAST,
-    }
-    active = [mode for mode, on in modes.items() if mode.startswith("pooling_mode_") and on is True]
-    if len(active) != 1 or active[0] not in known:
-        found = ", ".join(active) or "none"
-        raise ConfigError(f"{path.name}/{name}: exactly one of {', '.join(known)} must be on, found {found}")
-    return known[active[0]], normalize
-
-
 def _default_pooling(config: ModelConfig) -> Pooling:
     """Return the last token for a decoder, which sees the whole text; CLS for a vision model; else the mean."""
     if config.encoder is None:
         return Pooling.LAST
     return Pooling.CLS if config.image is not None else Pooling.MEAN
-
-
-def _modules(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of modules.json; [] if the folder is no sentence-transformers model."""
-    if not (path / "modules.json").is_file():
-        return []
-    modules = _parse(path / "modules.json")
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ConfigError(f"{path.name}: modules.json must hold a list of objects")
-    return modules
 
 
 def _weight_files(path: Path, served: tuple[str, ...]) -> tuple[Path, ...]:

@@ -117,8 +117,7 @@ def assemble(
         device,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        pooling=checkpoint.pooling,
-        normalize=checkpoint.normalize,
+        sentences=checkpoint.sentences,
         images=checkpoint.images,
     )
     generate, cache_pools = None, tuple[CachePool, ...]()
@@ -392,7 +391,7 @@ def _info(
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
         kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
-        embedding_size=next(iter(config.stacks.values())).hidden_size,
+        embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).hidden_size),
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         recorded_sizes=_recorded_sizes(generate),

@@ -22,10 +22,10 @@ from model.api.request import (
     EncodeRequest,
     EncodeTask,
     FinishReason,
-    Pooling,
 )
 from model.api.source import image_source, token_source
 from model.api.stats import StepStats
+from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine.execution.sources import source_input
 from model.engine.fault_isolation import run_isolated
 from model.engine.scheduling.step_budget import (
@@ -33,6 +33,7 @@ from model.engine.scheduling.step_budget import (
     StepBudget,
     StepDemand,
 )
+from model.engine.sentence_head import SentenceHead
 from model.media.images import ImageProcessing
 from model.network.inputs import StackInput
 from model.network.stack import StackPass
@@ -60,8 +61,7 @@ class EncodeEngine:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        pooling: Pooling,
-        normalize: bool,
+        sentences: SentenceSettings,
         images: ImageProcessing | None = None,
     ) -> None:
         self.name = name
@@ -69,8 +69,7 @@ class EncodeEngine:
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.pooling = pooling
-        self.normalize = normalize
+        self._head = SentenceHead(model, sentences, device)
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
@@ -261,23 +260,7 @@ class EncodeEngine:
         if request.task is EncodeTask.LOGITS:
             scores = self.model.classify(hidden).float()
             return scores if self.model.config.classifies_tokens else scores[0]
-        hidden = hidden.float()
-        vectors = hidden if request.task is EncodeTask.TOKENS else self._pool(hidden, request.pooling or self.pooling)
-        if request.dimensions is not None:
-            vectors = vectors[..., : request.dimensions]
-        default = self.normalize and request.task is EncodeTask.EMBEDDING
-        if default if request.normalize is None else request.normalize:
-            vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        return vectors
-
-    def _pool(self, hidden: Tensor, pooling: Pooling) -> Tensor:
-        if pooling is Pooling.MEAN:
-            return hidden.mean(dim=0)
-        if pooling is Pooling.LAST:
-            return hidden[-1]
-        if pooling is Pooling.CLS:
-            return hidden[0]
-        return self.model.pool(hidden[:1].to(self.model.dtype))[0].float()
+        return self._head(request, hidden.float())
 
 
 def _to_outputs(batch: Sequence[EncodeRequest], vectors: Sequence[Tensor], began: float) -> list[EncodeOutput]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.folder import read_json
+from model.checkpoint.json_files import read_json
 from model.errors import ConfigError
 from service.core.errors import ApiError, invalid, scrub
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker

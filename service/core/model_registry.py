@@ -53,6 +53,11 @@ class ServedModel:
         encoder = self.config.encoder
         return 0 if encoder is None else encoder.token_types
 
+    @property
+    def hidden_size(self) -> int:
+        """The width of the hidden states that /encode gives for tokens."""
+        return next(iter(self.config.stacks.values())).hidden_size
+
     def serves(self, task: Task) -> bool:
         if task is Task.GENERATE:
             return self.config.can_generate

@@ -157,8 +157,8 @@ class TextGeneration:
 
 def embed(body: EmbedBody) -> EncodeBody:
     """Translate an embedding body."""
-    fields = _encode_fields(body) | {"input": body.inputs, "dimensions": body.dimensions}
-    return native(EncodeBody, fields | {"normalize": body.normalize is not False})
+    fields = {"input": body.inputs, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
+    return native(EncodeBody, _encode_fields(body) | fields | {"normalize": body.normalize is not False})
 
 
 def embed_reply(plan: EncodePlan, reply: Json) -> object:

@@ -78,7 +78,7 @@ class EmbedBody(_Truncated):
     normalize: bool | None = Field(None, description="Scale vectors to length 1; default: true.", examples=[True])
     dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
     encoding_format: Annotated[Any, Refused("float")] = None
-    prompt_name: NotSupported = None
+    prompt_name: str | None = Field(None, description="As in /encode.", examples=["query"])
     parameters: NotFilled = None
 
 

@@ -28,7 +28,7 @@ def huggingface_info(service: Service) -> Json:
         "max_concurrent_requests": 0 if info is None else info.max_queued_requests + info.max_num_seqs,
         "max_best_of": 1,
         "max_stop_sequences": service.limits.max_stop_strings,
-        "max_input_length": first.checkpoint.max_input_tokens or length,
+        "max_input_length": first.checkpoint.sentences.max_tokens or length,
         "max_input_tokens": max(0, length - 1),
         "max_total_tokens": length,
         "max_batch_tokens": 0 if info is None else info.max_num_batched_tokens,
@@ -45,4 +45,4 @@ def huggingface_info(service: Service) -> Json:
 def _kind(served: ServedModel) -> Json | None:
     if served.config.can_generate:
         return None
-    return {"embedding": {"pooling": served.checkpoint.pooling}}
+    return {"embedding": {"pooling": served.checkpoint.sentences.pooling[0]}}

@@ -91,7 +91,7 @@ def message(one: Message, param: str) -> Json:
 
 def embedding(body: EmbeddingBody) -> EncodeBody:
     """Translate an embedding body."""
-    names = ("model", "input", "encoding_format", "dimensions", "normalize", "timeout_s", "request_id")
+    names = ("model", "input", "encoding_format", "dimensions", "normalize", "prompt_name", "timeout_s", "request_id")
     return native(EncodeBody, {name: getattr(body, name) for name in names})
 
 

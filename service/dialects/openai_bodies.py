@@ -204,4 +204,4 @@ class EmbeddingBody(Extended):
     normalize: bool | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[True])
     add_special_tokens: Annotated[Any, Refused(True)] = None
     truncate_prompt_tokens: NotSupported = None
-    prompt_name: NotSupported = None
+    prompt_name: str | None = Field(None, description="As in /encode. Not OpenAI's.", examples=["query"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.api.request import EncodeRequest, EncodeTask, Pooling
 from model.api.source import Source, image_source, token_source
@@ -82,6 +82,8 @@ class EncodePlanner:
         check_room(self._client, served, len(inputs))
         if served.config.image is not None:
             return await self._plan_images(body, served, inputs, request_id, arrival)
+        prompt = _prompt_name(inputs, body, served)
+        inputs = [_with_prompt(one, served, prompt) for one in inputs]
         self._check_inputs(inputs, served, info, may_cut=body.truncate is not False)
         limit = _token_limit(served, info)
         encoded, truncated = await self._fit(inputs, served, limit, body.truncate or None)
@@ -89,8 +91,20 @@ class EncodePlanner:
         if tokens > self._limits.max_encode_tokens:
             raise encode_too_large(tokens, self._limits.max_encode_tokens)
         types = served.token_types > 1
-        found = [token_source(one.ids, one.type_ids if types else ()) for one in encoded]
-        requests = tuple(self._request(body, served, one, engine_id(request_id), arrival) for one in found)
+        skipped = 0
+        if prompt is not None and not served.checkpoint.sentences.include_prompt:
+            skipped = served.checkpoint.sentences.prompt_tokens(served.require_tokenizer("prompt_name"), prompt)
+        requests = tuple(
+            self._request(
+                body,
+                served,
+                token_source(one.ids, one.type_ids if types else ()),
+                engine_id(request_id),
+                arrival,
+                min(skipped, len(one.ids) - 1) if sent.ids is None else 0,
+            )
+            for sent, one in zip(inputs, encoded, strict=True)
+        )
         return EncodePlan(served, requests, truncated)
 
     async def _plan_images(
@@ -110,7 +124,13 @@ class EncodePlanner:
         return EncodePlan(served, requests, (False,) * len(requests))
 
     def _request(
-        self, body: EncodeBody, served: ServedModel, source: Source, name: str, arrival: float
+        self,
+        body: EncodeBody,
+        served: ServedModel,
+        source: Source,
+        name: str,
+        arrival: float,
+        prompt_tokens: int = 0,
     ) -> EncodeRequest:
         return EncodeRequest(
             request_id=name,
@@ -118,6 +138,7 @@ class EncodePlanner:
             source=source,
             task=EncodeTask(body.output),
             pooling=None if body.pooling == "default" else Pooling(body.pooling),
+            prompt_tokens=prompt_tokens,
             normalize=body.normalize,
             dimensions=body.dimensions,
             arrival_time=arrival,
@@ -153,6 +174,30 @@ class EncodePlanner:
         characters = sum(one.characters for one in inputs)
         found = await self._threads.run(served.name, characters, work) if characters else work()
         return [encoded for encoded, _ in found], tuple(cut for _, cut in found)
+
+
+def _prompt_name(inputs: Sequence[_Input], body: EncodeBody, served: ServedModel) -> str | None:
+    """Return the name of the prompt in front of the texts, None for none; raises a 400 for one that does not apply."""
+    sentences, name = served.checkpoint.sentences, body.prompt_name
+    if name is not None and name not in sentences.prompts:
+        known = ", ".join(sorted(sentences.prompts)) or "none"
+        raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
+    if name is not None and (body.output == "logits" or any(one.pair is not None or one.ids for one in inputs)):
+        raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
+    name = name if name is not None or body.output == "logits" else sentences.default_prompt
+    if name is not None and body.truncate == "left" and not any(one.ids for one in inputs):
+        raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")
+    return name
+
+
+def _with_prompt(one: _Input, served: ServedModel, name: str | None) -> _Input:
+    sentences = served.checkpoint.sentences
+    if one.ids is not None or one.image is not None:
+        return one
+    if one.pair is None and name is not None:
+        return replace(one, text=sentences.prepare(one.text, name))
+    lower = str.lower if sentences.lower_case else str
+    return replace(one, text=lower(one.text), pair=None if one.pair is None else lower(one.pair))
 
 
 def _inputs(body: EncodeBody) -> list[_Input]:
@@ -209,7 +254,7 @@ def _encode(one: _Input, served: ServedModel) -> Encoded:
 
 
 def _token_limit(served: ServedModel, info: ModelInfo) -> int:
-    made_for = served.checkpoint.max_input_tokens
+    made_for = served.checkpoint.sentences.max_tokens
     bounds = [info.max_model_len, info.max_num_batched_tokens]
     return min(bounds if made_for is None else [*bounds, made_for])
 
@@ -219,5 +264,7 @@ def _check_output(body: EncodeBody, served: ServedModel, info: ModelInfo) -> Non
         raise invalid(f"pooling: model {served.name} has no pooler", "pooling")
     if body.output == "logits" and served.config.classifier is None:
         raise invalid(f"output: model {served.name} has no classifier", "output")
-    if body.dimensions is not None and body.dimensions > info.embedding_size:
-        raise invalid(f"dimensions must be at most {info.embedding_size}", "dimensions")
+    own = body.output == "embedding" and body.pooling == "default"
+    size = info.embedding_size if own else served.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid(f"dimensions must be at most {size}", "dimensions")

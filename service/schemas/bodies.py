@@ -275,10 +275,17 @@ class EncodeBody(Body):
         "reply's `labels`.",
         examples=["embedding"],
     )
-    pooling: Literal["default", "mean", "cls", "last", "pooler"] = Field(
+    pooling: Literal["default", "mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean", "pooler"] = Field(
         "default",
-        description="How token vectors are combined into one; `default` is the checkpoint's.",
+        description="How token vectors are combined into one; `default` is the checkpoint's, with its projections.",
         examples=["default", "mean"],
+    )
+    prompt_name: str | None = Field(
+        None,
+        max_length=128,
+        description="Which of the model's prompts is put in front of each text; default: the checkpoint's setting. "
+        "/info lists them.",
+        examples=["query"],
     )
     normalize: bool | None = Field(
         None, description="Scale vectors to length 1; default: the checkpoint's setting.", examples=[True]

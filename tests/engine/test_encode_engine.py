@@ -20,6 +20,7 @@ from model.api.request import (
     Pooling,
 )
 from model.api.source import image_source, token_source
+from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import encode_engine
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
@@ -35,7 +36,12 @@ LENGTHS = (5, 30, 1, 12, 5, 22)
 def engine(kind: str = "bert", *, budget: int = 64, seqs: int = 8, normalize: bool = False) -> EncodeEngine:
     pooling = Pooling.LAST if kind.startswith("llama") else Pooling.MEAN
     return EncodeEngine(
-        kind, loaded(kind), CPU, max_num_seqs=seqs, max_num_batched_tokens=budget, pooling=pooling, normalize=normalize
+        kind,
+        loaded(kind),
+        CPU,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        sentences=SentenceSettings((pooling,), normalize=normalize),
     )
 
 

@@ -18,6 +18,7 @@ from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.cache import PoolSize
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
@@ -92,7 +93,12 @@ def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> No
             serve(engine, alone, kind, together=False)
             serve(engine, [(n, 4) for n in (1, 3, 70, 500, 7, 600, 20, 33, 2, 1)], kind, together=True)
         encode = EncodeEngine(
-            kind, model, CPU, max_num_seqs=8, max_num_batched_tokens=BUDGET, pooling=Pooling.MEAN, normalize=True
+            kind,
+            model,
+            CPU,
+            max_num_seqs=8,
+            max_num_batched_tokens=BUDGET,
+            sentences=SentenceSettings((Pooling.MEAN,), normalize=True),
         )
         for lengths in [(1,), (2,), (12,), (40,), (150,), (600,), (1100,), (3, 9, 200), (600, 500), (1, 1)]:
             for number, length in enumerate(lengths):
@@ -121,8 +127,7 @@ def test_encoders_too(kind: str) -> None:
         CPU,
         max_num_seqs=8,
         max_num_batched_tokens=longest,
-        pooling=Pooling.CLS,
-        normalize=True,
+        sentences=SentenceSettings((Pooling.CLS,), normalize=True),
         images=read_checkpoint(saved(kind).path).images,
     )
     with noted() as seen:

@@ -23,8 +23,10 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from model.api.request import Pooling
 from model.api.stats import ModelInfo, StepStats
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, StackConfig
 from model.text.tokenizer import Encoded, Tokenizer
@@ -94,6 +96,12 @@ def config(form: str) -> ModelConfig:
     return ModelConfig("tiny", embedding, encoder, decoder, HeadConfig(tied=True), decoder_start_token_id=0)
 
 
+# What the encoder's folder says: a length, and prompts of which one is put in front of texts on request.
+SENTENCES = SentenceSettings(
+    (Pooling.MEAN,), include_prompt=False, max_tokens=10, prompts={"query": "w1 w2 "}, similarity="cosine"
+)
+
+
 def served(name: str, form: str, tokenizer: Tokenizer | None, **checkpoint: Any) -> ServedModel:
     return ServedModel(name, Checkpoint(Path("."), config(form), (), "float32", **checkpoint), tokenizer)
 
@@ -150,7 +158,7 @@ def make_app(*extra: str | ServedModel, settings: ServiceSettings | None = None,
     found = [
         served("gen", "decoder-only", byte_level),
         served("seq", "encoder-decoder", byte_level),
-        served("enc", "encoder-only", word_tokenizer(), max_input_tokens=10),
+        served("enc", "encoder-only", word_tokenizer(), sentences=SENTENCES),
     ]
     if "bare" in extra:
         found.append(served("bare", "decoder-only", None))

@@ -57,6 +57,19 @@ def test_settings_reach_the_engine(app: App) -> None:
     assert second.task is EncodeTask.EMBEDDING
 
 
+@pytest.mark.parametrize("path", ["/encode", "/v1/embeddings", "/embed"])
+def test_a_prompt_stands_in_front_of_texts_and_is_not_pooled(app: App, path: str) -> None:
+    field = "inputs" if path == "/embed" else "input"
+    reply = ask(app, "POST", path, json={"model": "enc", field: ["w3", "w4 w5"], "prompt_name": "query"})
+    assert reply.status_code == 200, reply.text
+    tokenizer = word_tokenizer()
+    expected = [tokenizer.encode(f"w1 w2 {text}").ids for text in ("w3", "w4 w5")]
+    assert [one.source.token_ids for one in app.client.encoded] == expected
+    assert [one.prompt_tokens for one in app.client.encoded] == [3, 3]  # [CLS] w1 w2
+    encode(app, input="w3")
+    assert app.client.encoded[-1].prompt_tokens == 0
+
+
 def test_vectors_of_tokens(app: App) -> None:
     [item] = encode(app, output="tokens")["data"]
     assert [len(row) for row in item["tokens"]] == [8, 8, 8, 8]

@@ -17,7 +17,7 @@ from ctranslate2.converters import TransformersConverter
 from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches
-from model.checkpoint.folder import read_json
+from model.checkpoint.json_files import read_json
 
 
 class Engine:

@@ -12,7 +12,7 @@ import transformers
 from loadtest.bench.batches import Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches, padded
-from model.checkpoint.folder import read_json
+from model.checkpoint.json_files import read_json
 
 _AUTO = {"llama": "CausalLM", "gpt2": "CausalLM", "t5": "Seq2SeqLM", "bart": "Seq2SeqLM"}
 

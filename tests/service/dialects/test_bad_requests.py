@@ -164,7 +164,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/embed", {"inputs": "w1 " * 20}, 400, "inputs", "context_length_exceeded"),
     ("/embed", {"inputs": ["w1", ""]}, 400, "inputs[1]", "invalid_value"),
     ("/embed", {"inputs": ["w1"] * 257}, 413, "inputs", "too_many_inputs"),
-    ("/embed", {"prompt_name": "query"}, 400, "prompt_name", NO),
+    ("/embed", {"prompt_name": "passage"}, 400, "prompt_name", "invalid_value"),
     ("/embed", {"truncation_direction": "up"}, 400, "truncation_direction", "invalid_value"),
     ("/rerank", {"texts": []}, 400, "texts", "invalid_value"),
     ("/rerank", {}, 400, "model", "wrong_task"),

@@ -103,8 +103,9 @@ def test_feature_extraction(url: str, path: str) -> None:
     assert both.shape == (2, 8)
     assert both[0].tolist() == client.feature_extraction("w1", normalize=False)[0].tolist()
     assert client.feature_extraction("w1", dimensions=3).shape == (1, 3)
-    with pytest.raises(HfHubHTTPError, match="prompt_name is not supported"):
-        client.feature_extraction("w1", prompt_name="query")
+    assert client.feature_extraction("w1", prompt_name="query").shape == (1, 8)
+    with pytest.raises(HfHubHTTPError, match="model enc has no prompt 'passage'; it has query"):
+        client.feature_extraction("w1", prompt_name="passage")
 
 
 async def _asynchronous(url: str) -> tuple[str, str]:

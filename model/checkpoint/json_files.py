@@ -1,0 +1,28 @@
+"""Reads the JSON files of a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from model.errors import ConfigError
+
+
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Read the JSON object in `path`; {} if an optional file is absent. Raises `ConfigError`."""
+    if not path.is_file():
+        if required:
+            raise ConfigError(f"{path.parent.name}: {path.name} is missing")
+        return {}
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.parent.name}: {path.name} must hold an object, found {type(value).__name__}")
+    return value
+
+
+def read_json_value(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None

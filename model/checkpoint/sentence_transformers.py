@@ -1,0 +1,186 @@
+"""What a sentence-transformers folder says of its vectors: pooling, projections, normalisation, prompts.
+
+`modules.json` lists modules in their order, each with a folder of its own. Served are Transformer, Pooling, any number
+of Dense, Normalize, in this order; all but the first may be absent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from model.api.request import Pooling
+from model.checkpoint.json_files import read_json, read_json_value
+from model.config.layer import Activation
+from model.errors import ConfigError
+
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+_MODES = {  # by the names of `pooling_mode`, and of the switches before it
+    "cls": Pooling.CLS,
+    "max": Pooling.MAX,
+    "mean": Pooling.MEAN,
+    "mean_sqrt_len": Pooling.MEAN_SQRT_LEN,
+    "weightedmean": Pooling.WEIGHTED_MEAN,
+    "lasttoken": Pooling.LAST,
+}
+_ACTIVATIONS = {
+    "Identity": None,
+    "Tanh": Activation.TANH,
+    "GELU": Activation.GELU,
+    "ReLU": Activation.RELU,
+    "SiLU": Activation.SILU,
+}
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+class PromptTokenizer(Protocol):
+    """The part of `model.text.tokenizer.Tokenizer` that tells how long a prompt is."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A projection of pooled vectors: `activation(W x + b)`, plus x itself with `residual`."""
+
+    weights: Path
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: Activation | None
+    residual: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSettings:
+    """How hidden states become one vector; `pooling` is empty where the folder says nothing of it."""
+
+    pooling: tuple[Pooling, ...] = ()  # several are put one behind the other
+    include_prompt: bool = True  # whether a prompt's tokens are pooled too
+    dense: tuple[DenseConfig, ...] = ()
+    normalize: bool = False
+    max_tokens: int | None = None  # of an input, special tokens included
+    lower_case: bool = False  # texts are put in lower case before they are tokenised
+    prompts: dict[str, str] = field(default_factory=dict)  # put in front of texts, by name
+    default_prompt: str | None = None  # the name of the prompt of a request that names none
+    similarity: str | None = None  # the function that the vectors were trained for
+
+    def prepare(self, text: str, prompt_name: str | None = None) -> str:
+        """The text as the model was trained on it, behind a prompt: the named one, else the default one if any."""
+        name = prompt_name if prompt_name is not None else self.default_prompt
+        text = (self.prompts[name] if name is not None else "") + text
+        return text.lower() if self.lower_case else text
+
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt_name: str | None = None) -> int:
+        """The number of a text's first tokens that are its prompt's."""
+        prompt = self.prepare("", prompt_name)
+        if not prompt:
+            return 0
+        whole = tokenizer.encode(prompt).ids
+        plain = tokenizer.encode(prompt, add_special_tokens=False).ids
+        starts = range(len(whole) - len(plain) + 1)
+        start = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)  # behind special tokens
+        return start + len(plain)
+
+    def output_size(self, hidden_size: int) -> int:
+        """The number of dimensions of a vector by default."""
+        return self.dense[-1].outputs if self.dense else hidden_size * max(1, len(self.pooling))
+
+
+def read_sentence_settings(path: Path, hidden_size: int) -> SentenceSettings:
+    """Read the folder's settings, those of a folder without any included. Raises `ConfigError`."""
+    try:
+        return _read(path, hidden_size)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{path.name}: modules.json or a module's config.json is malformed: {error}") from None
+
+
+def _read(path: Path, hidden_size: int) -> SentenceSettings:
+    names = read_json(path / "config_sentence_transformers.json")
+    texts = read_json(path / "sentence_bert_config.json")
+    prompts = names.get("prompts") or {}
+    default = names.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ConfigError(f"{path.name}: default_prompt_name {default!r} is none of its prompts")
+    pooling: tuple[Pooling, ...] = ()
+    include_prompt, normalize, dense = True, False, []
+    size = hidden_size
+    for kind, folder in _modules(path):
+        if kind == "Pooling":
+            config = read_json(path / folder / "config.json", required=True)
+            pooling, include_prompt = _pooling(config, f"{path.name}/{folder}"), config.get("include_prompt", True)
+            size = hidden_size * len(pooling)
+        elif kind == "Dense":
+            dense.append(_dense(path, folder, size))
+            size = dense[-1].outputs
+        elif kind == "Normalize":
+            normalize = True
+    return SentenceSettings(
+        pooling=pooling,
+        include_prompt=include_prompt,
+        dense=tuple(dense),
+        normalize=normalize,
+        max_tokens=texts.get("max_seq_length"),
+        lower_case=bool(texts.get("do_lower_case", False)),
+        prompts={name: text for name, text in prompts.items() if text},
+        default_prompt=default if default is not None and prompts[default] else None,
+        similarity=names.get("similarity_fn_name"),
+    )
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """The kind and folder of each module, in a served order."""
+    found = read_json_value(path / "modules.json") if (path / "modules.json").is_file() else []
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise ConfigError(f"{path.name}: modules.json must hold a list of objects")
+    modules = [(str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))) for module in found]
+    kinds = [kind for kind, _ in modules]
+    unknown = sorted(set(kinds) - set(_ORDER))
+    if unknown:
+        raise ConfigError(f"{path.name}: modules.json has {', '.join(unknown)}; served are {', '.join(_ORDER)}")
+    if kinds != sorted(kinds, key=_ORDER.index) or any(kinds.count(kind) > 1 for kind in _ORDER if kind != "Dense"):
+        raise ConfigError(f"{path.name}: modules.json has the order {', '.join(kinds)}; served is {', '.join(_ORDER)}")
+    if "Dense" in kinds and "Pooling" not in kinds:
+        raise ConfigError(f"{path.name}: modules.json has Dense without Pooling: vectors of tokens are not projected")
+    outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]
+    if outside:
+        raise ConfigError(f"{path.name}: modules.json names folders outside: {', '.join(outside)}")
+    return modules
+
+
+def _pooling(config: dict[str, Any], where: str) -> tuple[Pooling, ...]:
+    """The modes by `pooling_mode`, or by the switches `pooling_mode_NAME_tokens` of older folders."""
+    named = config.get("pooling_mode")
+    if named is not None:
+        modes = [named] if isinstance(named, str) else list(named)
+    else:
+        switches = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
+        modes = [name.removeprefix("pooling_mode_").removesuffix("_token") for name in switches]
+    modes = [mode.removesuffix("_tokens") for mode in modes]
+    unknown = [mode for mode in modes if mode not in _MODES]
+    if unknown or not modes:
+        found = ", ".join(unknown) or "none"
+        raise ConfigError(f"{where}: pooling must be one or more of {', '.join(_MODES)}, found {found}")
+    return tuple(_MODES[mode] for mode in (modes if named is not None else _MODES) if mode in modes)
+
+
+def _dense(path: Path, folder: str, size: int) -> DenseConfig:
+    where = f"{path.name}/{folder}"
+    config = read_json(path / folder / "config.json", required=True)
+    weights = next((path / folder / name for name in _WEIGHTS if (path / folder / name).is_file()), None)
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"{where}: activation {activation!r} is not served; served are {', '.join(_ACTIVATIONS)}")
+    if config["in_features"] != size:
+        raise ConfigError(f"{where}: in_features must be {size}, found {config['in_features']}")
+    names = {config.get(f"module_{side}_name") for side in ("input", "output")} - {None, "sentence_embedding"}
+    if names:
+        raise ConfigError(f"{where}: reads or writes {', '.join(sorted(map(str, names)))}, which is not served")
+    residual = bool(config.get("use_residual", False))
+    if residual and size != config["out_features"]:
+        raise ConfigError(f"{where}: use_residual with another width is not served")
+    if weights is None:
+        raise ConfigError(f"{where}: no {' and no '.join(_WEIGHTS)}")
+    bias = bool(config.get("bias", True))
+    return DenseConfig(weights, size, config["out_features"], bias, _ACTIVATIONS[activation], residual)

@@ -1,0 +1,188 @@
+"""Folders of sentence-transformers: what they say, and the vectors that they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.api.engine_config import EngineConfig
+from model.api.request import Pooling
+from model.checkpoint.folder import read_checkpoint
+from model.errors import CheckpointError, ConfigError
+from model.llm import LLM
+from model.text.tokenizer import Tokenizer
+from tests import checkpoints
+
+SMALL = {"device": "cpu", "dtype": "float32"}
+TEXTS = ["import os", "class Café: price = '12 €'", "for index in range(10): print(index)"]
+PREFIX = "sentence_transformers.models."
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.bert(tmp_path_factory.mktemp("sentences") / "bert")
+
+
+def sentence_folder(
+    plain: Path,
+    into: Path,
+    pooling: dict[str, Any],
+    *modules: str,
+    dense: dict[str, Any] | None = None,
+    **files: dict[str, Any],
+) -> Path:
+    """A copy of the encoder with modules; `files` by name without .json."""
+    into.mkdir()
+    for file in plain.iterdir():
+        (into / file.name).write_bytes(file.read_bytes())
+    kinds = ["Transformer", "Pooling", *modules]
+    listed = [{"idx": at, "path": f"{at}_{kind}" if at else "", "type": PREFIX + kind} for at, kind in enumerate(kinds)]
+    files |= {"modules": listed}  # type: ignore[dict-item]
+    for name, content in files.items():
+        (into / f"{name}.json").write_text(json.dumps(content))
+    for at, kind in enumerate(kinds):
+        if kind in ("Pooling", "Dense"):
+            (into / f"{at}_{kind}").mkdir()
+            (into / f"{at}_{kind}" / "config.json").write_text(json.dumps(pooling if kind == "Pooling" else dense))
+    return into
+
+
+def hidden_states(folder: Path, text: str) -> Tensor:
+    """`[L, d]` by transformers."""
+    model = transformers.AutoModel.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens(folder, text)])).last_hidden_state[0]
+
+
+def tokens(folder: Path, text: str) -> tuple[int, ...]:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    return tokenizer.encode(text).ids
+
+
+def encoded(folder: Path, texts: list[str] = TEXTS, prompt_name: str | None = None) -> np.ndarray:
+    return LLM(folder, EngineConfig(**SMALL)).encode(texts, prompt_name)
+
+
+def assert_close(found: np.ndarray, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found - expected.numpy()).max() < 1e-4
+
+
+def weighted(h: Tensor) -> Tensor:
+    weights = torch.arange(1, len(h) + 1)[:, None]
+    return (h * weights).sum(0) / weights.sum()
+
+
+MODES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
+    "cls": ({"pooling_mode_cls_token": True}, lambda h: h[0]),
+    "max": ({"pooling_mode_max_tokens": True}, lambda h: h.max(0).values),
+    "mean": ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, lambda h: h.mean(0)),
+    "mean_sqrt_len": ({"pooling_mode_mean_sqrt_len_tokens": True}, lambda h: h.sum(0) / len(h) ** 0.5),
+    "weighted mean": ({"pooling_mode_weightedmean_tokens": True}, weighted),
+    "last": ({"pooling_mode_lasttoken": True}, lambda h: h[-1]),
+    "two": (
+        {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+        lambda h: torch.cat((h[0], h.mean(0))),
+    ),
+    "named": ({"pooling_mode": "max"}, lambda h: h.max(0).values),
+    "named two": ({"pooling_mode": ["mean", "cls"]}, lambda h: torch.cat((h.mean(0), h[0]))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pooling_combines_tokens_as_it_is_defined(mode: str, plain: Path, tmp_path: Path) -> None:
+    pooling, expected = MODES[mode]
+    folder = sentence_folder(plain, tmp_path / "s", pooling, "Normalize")
+    for text, found in zip(TEXTS, encoded(folder), strict=True):
+        assert_close(found, torch.nn.functional.normalize(expected(hidden_states(folder, text)), dim=0))
+
+
+@pytest.mark.parametrize("activation", ["Identity", "Tanh", "GELU"])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_projections_follow_the_pooling(activation: str, pickled: bool, plain: Path, tmp_path: Path) -> None:
+    """As EmbeddingGemma, LaBSE and GTR have them."""
+    path = f"torch.nn.modules.{'linear' if activation == 'Identity' else 'activation'}.{activation}"
+    dense = {"in_features": 32, "out_features": 20, "bias": True, "activation_function": path}
+    folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], "Dense", "Normalize", dense=dense)
+    weight, bias = torch.randn(20, 32), torch.randn(20)
+    state = {"linear.weight": weight, "linear.bias": bias}
+    if pickled:
+        torch.save(state, folder / "2_Dense" / "pytorch_model.bin")
+    else:
+        save_file(state, folder / "2_Dense" / "model.safetensors")
+    assert LLM(folder, EngineConfig(**SMALL)).info.embedding_size == 20
+    function = getattr(torch.nn, activation)()
+    for text, found in zip(TEXTS, encoded(folder), strict=True):
+        vector = function(weight @ hidden_states(folder, text).mean(0) + bias)
+        assert_close(found, torch.nn.functional.normalize(vector, dim=0))
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_prompts_stand_in_front_of_texts(included: bool, plain: Path, tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "import os: ", "document": ""}, "default_prompt_name": None}
+    pooling = {**MODES["weighted mean"][0], "include_prompt": included}
+    folder = sentence_folder(plain, tmp_path / "s", pooling, config_sentence_transformers=prompts)
+    skipped = 0 if included else len(tokens(folder, "import os: ")) - 1  # [SEP] is not the prompt's
+    for text, found in zip(TEXTS, encoded(folder, prompt_name="query"), strict=True):
+        hidden = hidden_states(folder, "import os: " + text)
+        weights = torch.arange(1, len(hidden) + 1)[skipped:, None]
+        assert_close(found, (hidden[skipped:] * weights).sum(0) / weights.sum())
+    assert_close(encoded(folder)[0], weighted(hidden_states(folder, TEXTS[0])))
+    with pytest.raises(ConfigError, match="no prompt 'passage'; the model has query"):
+        encoded(folder, prompt_name="passage")
+
+
+def test_a_default_prompt_and_lower_case_apply_to_every_text(plain: Path, tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "Import OS: "}, "default_prompt_name": "query", "similarity_fn_name": "dot"}
+    texts = {"max_seq_length": 40, "do_lower_case": True}
+    folder = sentence_folder(
+        plain, tmp_path / "s", MODES["mean"][0], config_sentence_transformers=prompts, sentence_bert_config=texts
+    )
+    settings = read_checkpoint(folder).sentences
+    assert (settings.default_prompt, settings.similarity, settings.max_tokens) == ("query", "dot", 40)
+    assert_close(encoded(folder, ["CLASS"])[0], hidden_states(folder, "import os: class").mean(0))
+
+
+def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
+    assert read_checkpoint(plain).sentences.pooling == (Pooling.MEAN,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pooling": {"pooling_mode_median_tokens": True}}, "pooling must be one or more of .*, found median"),
+        ({"pooling": {}}, "found none"),
+        ({"modules": ["Normalize", "Dense"]}, "order Transformer, Pooling, Normalize, Dense; served is"),
+        ({"modules": ["LSTM"]}, r"modules\.json has LSTM; served are"),
+        ({"modules": ["Normalize", "Normalize"]}, "order"),
+        ({"dense": {"in_features": 31, "out_features": 4}}, "in_features must be 32, found 31"),
+        ({"dense": {"in_features": 32, "out_features": 4, "activation_function": "my.Own"}}, "'Own' is not served"),
+        ({"dense": {"in_features": 32, "out_features": 4, "module_input_name": "token_embeddings"}}, "not served"),
+        ({"dense": {"in_features": 32, "out_features": 4}}, r"no model\.safetensors and no pytorch_model\.bin"),
+        ({"dense": {"out_features": 4}}, r"a module's config\.json is malformed"),
+        ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "'x' is none of its prompts"),
+    ],
+)
+def test_what_is_not_served_is_named(change: dict[str, Any], message: str, plain: Path, tmp_path: Path) -> None:
+    pooling = change.pop("pooling", MODES["mean"][0])
+    modules = change.pop("modules", ["Dense"] if "dense" in change else [])
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(sentence_folder(plain, tmp_path / "s", pooling, *modules, **change))
+
+
+def test_a_projection_whose_tensors_do_not_fit_is_refused(plain: Path, tmp_path: Path) -> None:
+    dense = {"in_features": 32, "out_features": 20, "bias": False}
+    folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], "Dense", dense=dense)
+    save_file({"linear.weight": torch.randn(20, 31)}, folder / "2_Dense" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2_Dense/model\.safetensors: expected"):
+        encoded(folder)
