@@ -68,26 +68,36 @@ INLINE void pack_values(int kind, const void *values, int64_t stride, int64_t n,
         }
 }
 
-/* Turn the dot products of the query at `position` into exp(score - max), an operand in the place of the scores;
- * returns the inverse of their sum. */
-INLINE float encoder_softmax(int kind, const EncoderTile *t, float *scores, int64_t position) {
-    static const ivec lanes = LANE_INDICES;
+/* Finish the scores of the query at `position` where more than the scale is due: the softcap, then the bias. It has a
+ * loop of its own because the plain one, which most models take, is slower with these branches inside. */
+static void finish_scores(const EncoderTile *t, float *scores, int64_t position) {
     const AttentionShape *a = t->shape;
     const float *bias = t->bias ? t->bias->values + t->head * t->bias->width + t->bias->width / 2 - position : NULL;
-    int finished = bias || a->softcap != 0.0f;
-    float scale = finished ? 1.0f : a->scale; /* otherwise it is part of the exponent */
-    vec most = splat(-__builtin_inff()), sum = splat(0.0f);
     for (int64_t at = 0; at < t->width; at += LANES) {
         vec score = load(scores + at);
         if (a->softcap != 0.0f) {
             score = softcap_vec(score * a->scale, a->softcap);
             if (bias) score += load(bias + at);
-        } else if (bias) {
+        } else {
             score = fma_vec(score, splat(a->scale), load(bias + at));
         }
-        if (at + LANES > t->keys)
-            score = select_vec(lanes + (int32_t)at < (int32_t)t->keys, score, splat(-__builtin_inff()));
-        if (finished || at + LANES > t->keys) store(scores + at, score);
+        store(scores + at, score);
+    }
+}
+
+/* Turn the dot products of the query at `position` into exp(score - max), an operand in the place of the scores;
+ * returns the inverse of their sum. */
+INLINE float encoder_softmax(int kind, const EncoderTile *t, float *scores, int64_t position) {
+    static const ivec lanes = LANE_INDICES;
+    int finished = t->bias || t->shape->softcap != 0.0f;
+    float scale = finished ? 1.0f : t->shape->scale; /* otherwise it is part of the exponent */
+    if (finished) finish_scores(t, scores, position);
+    vec most = splat(-__builtin_inff()), sum = splat(0.0f);
+    int64_t at = 0;
+    for (; at + LANES <= t->keys; at += LANES) most = max_vec(most, load(scores + at));
+    for (; at < t->width; at += LANES) {
+        vec score = select_vec(lanes + (int32_t)at < (int32_t)t->keys, load(scores + at), splat(-__builtin_inff()));
+        store(scores + at, score);
         most = max_vec(most, score);
     }
     vec top = splat(-reduce_max(most) * scale);
