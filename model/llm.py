@@ -115,10 +115,9 @@ class LLM:
         sentences = self.checkpoint.sentences
         if prompt_name is not None and prompt_name not in sentences.prompts:
             raise ConfigError(f"no prompt {prompt_name!r}; the model has {', '.join(sentences.prompts) or 'none'}")
-        texts = [sentences.prepare(one, prompt_name) if isinstance(one, str) else one for one in inputs]
-        skipped = 0
-        if self.tokenizer is not None and not sentences.include_prompt:
-            skipped = sentences.prompt_tokens(self.tokenizer, prompt_name)
+        prompt = sentences.prompt(prompt_name)
+        texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in inputs]
+        skipped = sentences.unpooled_tokens(self.tokenizer, prompt) if self.tokenizer is not None else 0
         requests = [
             self._encode_request(position, text, skipped if isinstance(text, str) else 0)
             for position, text in enumerate(texts)

@@ -66,17 +66,20 @@ class SentenceSettings:
     default_prompt: str | None = None  # the name of the prompt of a request that names none
     similarity: str | None = None  # the function that the vectors were trained for
 
-    def prepare(self, text: str, prompt_name: str | None = None) -> str:
-        """The text as the model was trained on it, behind a prompt: the named one, else the default one if any."""
-        name = prompt_name if prompt_name is not None else self.default_prompt
-        text = (self.prompts[name] if name is not None else "") + text
-        return text.lower() if self.lower_case else text
+    def prompt(self, name: str | None) -> str:
+        """Return the prompt of this name, without a name the default one; empty if there is none."""
+        name = name if name is not None else self.default_prompt
+        return "" if name is None else self.prompts[name]
 
-    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt_name: str | None = None) -> int:
-        """The number of a text's first tokens that are its prompt's."""
-        prompt = self.prepare("", prompt_name)
-        if not prompt:
+    def prepare(self, text: str, prompt: str = "") -> str:
+        """Return the text as the model was trained on it: behind `prompt`, in lower case if it was."""
+        return (prompt + text).lower() if self.lower_case else prompt + text
+
+    def unpooled_tokens(self, tokenizer: PromptTokenizer, prompt: str) -> int:
+        """Return how many first tokens of a text the pooling leaves out, because they are its prompt's."""
+        if self.include_prompt or not prompt:
             return 0
+        prompt = self.prepare(prompt)
         whole = tokenizer.encode(prompt).ids
         plain = tokenizer.encode(prompt, add_special_tokens=False).ids
         starts = range(len(whole) - len(plain) + 1)
@@ -123,8 +126,8 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
         normalize=normalize,
         max_tokens=texts.get("max_seq_length"),
         lower_case=bool(texts.get("do_lower_case", False)),
-        prompts={name: text for name, text in prompts.items() if text},
-        default_prompt=default if default is not None and prompts[default] else None,
+        prompts=dict(prompts),
+        default_prompt=default,
         similarity=names.get("similarity_fn_name"),
     )
 

@@ -79,10 +79,10 @@ class EncodePlanner:
         check_encode(body, self._limits)
         _check_output(body, served, info)
         inputs = _inputs(body)
+        prompt = _prompt(inputs, body, served)
         check_room(self._client, served, len(inputs))
         if served.config.image is not None:
             return await self._plan_images(body, served, inputs, request_id, arrival)
-        prompt = _prompt_name(inputs, body, served)
         inputs = [_with_prompt(one, served, prompt) for one in inputs]
         self._check_inputs(inputs, served, info, may_cut=body.truncate is not False)
         limit = _token_limit(served, info)
@@ -92,8 +92,8 @@ class EncodePlanner:
             raise encode_too_large(tokens, self._limits.max_encode_tokens)
         types = served.token_types > 1
         skipped = 0
-        if prompt is not None and not served.checkpoint.sentences.include_prompt:
-            skipped = served.checkpoint.sentences.prompt_tokens(served.require_tokenizer("prompt_name"), prompt)
+        if prompt:
+            skipped = served.checkpoint.sentences.unpooled_tokens(served.require_tokenizer("prompt_name"), prompt)
         requests = tuple(
             self._request(
                 body,
@@ -176,28 +176,27 @@ class EncodePlanner:
         return [encoded for encoded, _ in found], tuple(cut for _, cut in found)
 
 
-def _prompt_name(inputs: Sequence[_Input], body: EncodeBody, served: ServedModel) -> str | None:
-    """Return the name of the prompt in front of the texts, None for none; raises a 400 for one that does not apply."""
+def _prompt(inputs: Sequence[_Input], body: EncodeBody, served: ServedModel) -> str:
+    """Return the prompt in front of the texts, empty for none; raises a 400 for one that does not apply."""
     sentences, name = served.checkpoint.sentences, body.prompt_name
     if name is not None and name not in sentences.prompts:
         known = ", ".join(sorted(sentences.prompts)) or "none"
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
     if name is not None and (body.output == "logits" or any(one.pair is not None or one.ids for one in inputs)):
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
-    name = name if name is not None or body.output == "logits" else sentences.default_prompt
-    if name is not None and body.truncate == "left" and not any(one.ids for one in inputs):
+    prompt = "" if body.output == "logits" else sentences.prompt(name)
+    if prompt and body.truncate == "left" and not any(one.ids for one in inputs):
         raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")
-    return name
+    return prompt
 
 
-def _with_prompt(one: _Input, served: ServedModel, name: str | None) -> _Input:
-    sentences = served.checkpoint.sentences
+def _with_prompt(one: _Input, served: ServedModel, prompt: str) -> _Input:
+    prepare = served.checkpoint.sentences.prepare
     if one.ids is not None or one.image is not None:
         return one
-    if one.pair is None and name is not None:
-        return replace(one, text=sentences.prepare(one.text, name))
-    lower = str.lower if sentences.lower_case else str
-    return replace(one, text=lower(one.text), pair=None if one.pair is None else lower(one.pair))
+    if one.pair is not None:
+        return replace(one, text=prepare(one.text), pair=prepare(one.pair))
+    return replace(one, text=prepare(one.text, prompt))
 
 
 def _inputs(body: EncodeBody) -> list[_Input]:

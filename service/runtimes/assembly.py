@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -97,19 +97,19 @@ def pin_models(config: ServeConfig) -> ServeConfig:
 
     Downloads what is missing. Raises `ConfigError`.
     """
-    models = tuple(
-        replace(spec, path=hub.pinned(spec.path, pickle=spec.engine.pickle)) if hub.is_hub_name(spec.path) else spec
-        for spec in config.models
-    )
-    return replace(config, models=models, groups=tuple(map(pin_models, config.groups)))
+    pinned = _replace_hub_paths(config, hub.pinned)
+    return replace(pinned, groups=tuple(map(pin_models, config.groups)))
 
 
 def _with_folders(config: ServeConfig) -> ServeConfig:
     """Replace Hub models by their folders in this machine's cache."""
+    return _replace_hub_paths(config, hub.local_folder)
+
+
+def _replace_hub_paths(config: ServeConfig, resolve: Callable[..., object]) -> ServeConfig:
+    """Replace the path of each Hub model by what `resolve(path, pickle=...)` returns."""
     models = tuple(
-        replace(spec, path=str(hub.local_folder(spec.path, pickle=spec.engine.pickle)))
-        if hub.is_hub_name(spec.path)
-        else spec
+        replace(spec, path=str(resolve(spec.path, pickle=spec.engine.pickle))) if hub.is_hub_name(spec.path) else spec
         for spec in config.models
     )
     return replace(config, models=models)

@@ -137,7 +137,8 @@ def test_prompts_stand_in_front_of_texts(included: bool, plain: Path, tmp_path: 
         hidden = hidden_states(folder, "import os: " + text)
         weights = torch.arange(1, len(hidden) + 1)[skipped:, None]
         assert_close(found, (hidden[skipped:] * weights).sum(0) / weights.sum())
-    assert_close(encoded(folder)[0], weighted(hidden_states(folder, TEXTS[0])))
+    for name in (None, "document"):  # no prompt, and an empty one
+        assert_close(encoded(folder, prompt_name=name)[0], weighted(hidden_states(folder, TEXTS[0])))
     with pytest.raises(ConfigError, match="no prompt 'passage'; the model has query"):
         encoded(folder, prompt_name="passage")
 
