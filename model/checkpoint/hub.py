@@ -31,12 +31,12 @@ def is_hub_name(path: str) -> bool:
 
 
 def model_name(path: str) -> str:
-    """The last part of the repository's name, by which the model is served unless it is given another."""
+    """Return the last part of the repository's name, by which the model is served unless it is given another."""
     return _parts(path)[0].rpartition("/")[2]
 
 
 def pinned(path: str, *, pickle: bool = True) -> str:
-    """The same with the commit that its revision is now: whoever resolves it later gets the same files.
+    """Return the name with the commit that its revision is now: whoever resolves it later gets the same files.
 
     Downloads what is missing. Raises `ConfigError`.
     """
@@ -45,7 +45,7 @@ def pinned(path: str, *, pickle: bool = True) -> str:
 
 
 def local_folder(path: str, *, pickle: bool = True) -> Path:
-    """The folder in the cache, after downloading what is missing; raises `ConfigError`."""
+    """Return the folder in the cache, after downloading what is missing; raises `ConfigError`."""
     repository, revision = _parts(path)
     folder = _download(path, repository, revision, (*_SMALL, *_SAFETENSORS))
     weights = any(folder.glob("model*.safetensors"))

@@ -86,7 +86,7 @@ def _are_sizes(*values: object) -> bool:
 
 
 def _call(function: object, arguments: object) -> object:
-    """What a call of one of the known functions stands for."""
+    """Return what a call of a known function stands for; raises `Malformed` for any other."""
     if not isinstance(function, _Global) or not isinstance(arguments, tuple):
         raise Malformed("it calls what is no function")
     name = function.name
@@ -135,7 +135,7 @@ class Program:
         self._memo: dict[int, Any] = {}
 
     def run(self, at: int) -> tuple[object, int]:
-        """The value of the pickle that begins at byte `at`, and where the next one begins."""
+        """Return the value of the pickle that begins at byte `at`, and where the next one begins."""
         self._at, self._stack, self._memo = at, [], {}
         try:
             while True:
@@ -173,7 +173,7 @@ class Program:
         return found
 
     def _from_mark(self) -> list[Any]:
-        """What lies above the last mark, which is taken away."""
+        """Remove and return the values above the last mark, and the mark."""
         at = len(self._stack) - 1
         while self._stack[at] is not _MARK:
             at -= 1

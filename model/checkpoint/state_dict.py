@@ -53,7 +53,7 @@ class SavedTensor:
 
 
 def read_state_dict(path: Path) -> list[SavedTensor]:
-    """The tensors of a file of `torch.save`, in the order of its state dict; raises `CheckpointError`.
+    """Return the tensors of a file of `torch.save`, in the order of its state dict; raises `CheckpointError`.
 
     Tied tensors are one place in the file with several names, of which the first one is given.
     """
@@ -116,7 +116,7 @@ def _from_zip(file: BinaryIO) -> list[SavedTensor]:
 
 
 def _entry_span(file: BinaryIO, entry: zipfile.ZipInfo, file_size: int) -> tuple[int, int]:
-    """First byte and length of an archive's uncompressed entry."""
+    """Return the first byte and the length of an archive's uncompressed entry."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
         raise Malformed(f"{entry.filename} is compressed or encrypted")
     if not 0 <= entry.header_offset < file_size:
@@ -170,7 +170,7 @@ def _from_legacy(file: BinaryIO) -> list[SavedTensor]:
 
 
 def _tensors(state: object) -> dict[str, TensorView]:
-    """The tensors of a state dict; other values (numbers of epochs, settings) are no weights and are left out."""
+    """Return the tensors of a state dict; other values (epochs, settings) are no weights and are left out."""
     if not isinstance(state, dict):
         raise Malformed(f"expected a dictionary of tensors, found {type(state).__name__.lstrip('_').lower()}")
     found = {name: value for name, value in state.items() if isinstance(value, TensorView)}
@@ -182,7 +182,7 @@ def _tensors(state: object) -> dict[str, TensorView]:
 
 
 def _located(state: object, span: Callable[[Storage], tuple[int, int]]) -> list[SavedTensor]:
-    """The state dict's tensors with their places in the file, each within its storage."""
+    """Return the state dict's tensors with their places in the file, each within its storage."""
     found = []
     for name, tensor in _tensors(state).items():
         begin, length = span(tensor.storage)

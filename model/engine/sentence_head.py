@@ -23,7 +23,7 @@ class SentenceHead:
         self._dense = [(config, load_dense(config, device)) for config in settings.dense]
 
     def __call__(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
-        """`[D]` of an input's hidden states `[L, d]`, or `[L, D]` of a request for its tokens' vectors."""
+        """Return the vector `[D]` of hidden states `[L, d]`, or `[L, D]` for a request for tokens' vectors."""
         vectors = hidden if request.task is EncodeTask.TOKENS else self._vector(request, hidden)
         if request.dimensions is not None:
             vectors = vectors[..., : request.dimensions]
@@ -62,7 +62,7 @@ class SentenceHead:
 
 
 def load_dense(config: DenseConfig, device: torch.device) -> nn.Linear:
-    """A projection with its weights in float32; raises `CheckpointError` unless exactly its tensors are there."""
+    """Load a projection with its weights in float32; raises `CheckpointError` unless exactly its tensors are there."""
     where = f"{config.weights.parent.name}/{config.weights.name}"
     stored = read_headers([config.weights])
     wanted: dict[str, tuple[int, ...]] = {"linear.weight": (config.outputs, config.inputs)}

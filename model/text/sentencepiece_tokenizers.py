@@ -18,7 +18,7 @@ Vocabulary = list[tuple[str, float]]  # pieces by id, with their scores
 
 
 def with_specials(tokenizer: Tokenizer, files: Files, tokens: Iterable[AddedToken]) -> Tokenizer:
-    """The tokenizer with special tokens, which get new ids where the vocabulary does not have them."""
+    """Add special tokens, which get new ids where the vocabulary does not have them."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens([token for token in (*tokens, *files.additional()) if token.content not in known])
     return tokenizer
@@ -177,7 +177,7 @@ def pegasus(files: Files) -> Tokenizer:
 
 
 def _merges(pieces: Sequence[Piece], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs of pieces that SentencePiece's BPE joins, in the order of the scores of what they become."""
+    """Return the pairs of pieces that SentencePiece's BPE joins, in the order of the scores of what they become."""
     found: list[tuple[float, int, int, str, str]] = []
     for piece in pieces:
         for cut in range(1, len(piece.text) if piece.kind is PieceKind.NORMAL else 0):

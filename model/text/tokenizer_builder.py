@@ -65,7 +65,7 @@ class PieceTokenizer:
 
 
 def build_tokenizer(folder: Path) -> Tokenizer | PieceTokenizer | None:
-    """The tokenizer of a folder without tokenizer.json; None if it has none of the files of one.
+    """Build the tokenizer of a folder without tokenizer.json; return None if it has none of the files of one.
 
     Raises `ConfigError` for files that are damaged or of a class that is not known.
     """
