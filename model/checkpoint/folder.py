@@ -13,7 +13,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from model.api.request import Pooling
-from model.checkpoint.generation_config import GENERATION_SETTINGS, not_served, sampling_defaults, token_id_settings
+from model.checkpoint.generation_config import (
+    GenerationTask,
+    generation_settings,
+    generation_tasks,
+    not_served,
+    sampling_defaults,
+    token_id_settings,
+)
 from model.checkpoint.json_files import read_json
 from model.checkpoint.load_plan import stored_projections
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
@@ -40,7 +47,8 @@ class Checkpoint:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by fields of SamplingParams
     sentences: SentenceSettings = field(default_factory=SentenceSettings)
     images: ImageProcessing | None = None
-    not_served: tuple[str, ...] = ()  # ignored settings of generation_config.json that would change outputs
+    tasks: dict[str, GenerationTask] = field(default_factory=dict)  # whose settings a request can ask for by name
+    not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
 
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
@@ -55,7 +63,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     newer = read_json(path / "generation_config.json")
     if raw.get("force_bos_token_to_be_generated") and not newer:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
-    generation = {key: raw[key] for key in GENERATION_SETTINGS if key in raw} | newer
+    generation = generation_settings(raw, newer)
     files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
     storage, names = storage_of(raw.pop("quantization_config", None)), tensor_names(files)
     config = config_from_raw({**raw, **token_id_settings(generation)}, names)
@@ -65,17 +73,19 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size)
     if not sentences.pooling:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
+    encoder_decoder = config.form == "encoder-decoder"
     return Checkpoint(
         path=path,
         config=config,
         weight_files=files,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-        sampling_defaults=sampling_defaults(generation, config.form == "encoder-decoder"),
+        sampling_defaults=sampling_defaults(generation, encoder_decoder),
         sentences=sentences,
         images=read_image_processing(read_json(path / "preprocessor_config.json"), config.image)
         if config.image
         else None,
-        not_served=not_served(generation) if config.can_generate else (),
+        tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
+        not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
     )
 
 

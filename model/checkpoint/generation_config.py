@@ -1,7 +1,9 @@
-"""Sampling defaults of generation_config.json, and its settings that are not served."""
+"""Sampling defaults of generation_config.json and of config.json's tasks, and their settings that are not served."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from model.errors import ConfigError
@@ -18,6 +20,7 @@ _ALWAYS_DEFAULTS = (
 )
 # Settings that would change outputs and are not served; without effect at 1, or at 0, null or empty.
 _NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
+_WITHOUT_EFFECT = ("use_cache", "num_return_sequences", "output_scores", "return_dict_in_generate")
 _NOT_SERVED = (
     "constraints",
     "diversity_penalty",
@@ -35,6 +38,14 @@ _NOT_SERVED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationTask:
+    """Holds what config.json's `task_specific_params` say of one task, such as a translation of T5's."""
+
+    prefix: str = ""  # put in front of every prompt
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # instead of the checkpoint's
+
+
 def token_id_settings(generation: dict[str, Any]) -> dict[str, Any]:
     """Return the token id settings, which override config.json's as in `transformers`."""
     names = (
@@ -44,12 +55,20 @@ def token_id_settings(generation: dict[str, Any]) -> dict[str, Any]:
     return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
-def sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dict[str, Any]:
+def generation_settings(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json's settings over those that older folders keep in config.json."""
+    names = (*GENERATION_SETTINGS, *_NOT_SERVED, *_NOT_SERVED_UNLESS_ONE)
+    return {name: config[name] for name in names if name in config} | dict(generation)
+
+
+def sampling_defaults(
+    generation: Mapping[str, Any], encoder_decoder: bool, where: str = "generation_config.json"
+) -> dict[str, Any]:
     """Return defaults for fields of `SamplingParams` that a request omits: greedy unless `do_sample` is set."""
     for name in set(GENERATION_SETTINGS) - {"do_sample", "early_stopping"}:
         value = generation.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"generation_config.json: {name} must be a number, found {value!r}")
+            raise ConfigError(f"{where}: {name} must be a number, found {value!r}")
     sampling = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
     names = (*_ALWAYS_DEFAULTS, *sampling)
     defaults = {name: generation[name] for name in names if generation.get(name) is not None}
@@ -64,8 +83,45 @@ def sampling_defaults(generation: dict[str, Any], encoder_decoder: bool) -> dict
     return defaults
 
 
-def not_served(generation: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of settings that would change outputs and are ignored."""
-    names = {name for name in _NOT_SERVED if generation.get(name)}
-    names |= {name for name in _NOT_SERVED_UNLESS_ONE if generation.get(name) not in (None, 1)}
-    return tuple(sorted(names))
+def generation_tasks(
+    config: Mapping[str, Any], generation: Mapping[str, Any], encoder_decoder: bool
+) -> dict[str, GenerationTask]:
+    """Return the tasks of config.json by name, each with its settings over `generation`.
+
+    A task's prefix overrides the one that config.json has for all tasks, as in the pipelines of `transformers` 4.
+    """
+    tasks = {}
+    for name, settings in _task_settings(config).items():
+        where = f"config.json: task_specific_params.{name}"
+        prefix = settings.get("prefix", config.get("prefix"))
+        if prefix is not None and not isinstance(prefix, str):
+            raise ConfigError(f"{where}: prefix must be a text, found {prefix!r}")
+        defaults = sampling_defaults({**generation, **settings}, encoder_decoder, where)
+        tasks[name] = GenerationTask(prefix or "", defaults)
+    return tasks
+
+
+def not_served(config: Mapping[str, Any], generation: Mapping[str, Any], encoder_decoder: bool) -> tuple[str, ...]:
+    """Return the names of settings that would change outputs and are ignored, a task's behind its name."""
+    names = _ignored(generation, _NOT_SERVED, encoder_decoder)
+    for task, settings in _task_settings(config).items():
+        known = (*GENERATION_SETTINGS, *_WITHOUT_EFFECT, "prefix")
+        others = {name for name in settings if name not in known and settings[name] != generation.get(name)}
+        names += [f"{task}.{name}" for name in _ignored(settings, others, encoder_decoder)]
+    return tuple(names)
+
+
+def _ignored(settings: Mapping[str, Any], names: Collection[str], encoder_decoder: bool) -> list[str]:
+    """Return in order which of `names`, and of those that are off at 1, are set."""
+    found = {name for name in set(names) - set(_NOT_SERVED_UNLESS_ONE) if settings.get(name)}
+    found |= {name for name in _NOT_SERVED_UNLESS_ONE if settings.get(name) not in (None, 1)}
+    if settings.get("min_length") and not encoder_decoder and not settings.get("min_new_tokens"):
+        found.add("min_length")  # there it counts the prompt
+    return sorted(found)
+
+
+def _task_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    tasks = config.get("task_specific_params") or {}
+    if not isinstance(tasks, dict) or not all(isinstance(settings, dict) for settings in tasks.values()):
+        raise ConfigError("config.json: task_specific_params must map names of tasks to their settings")
+    return tasks

@@ -93,7 +93,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:
         logger.warning(
-            "%s: generation_config.json asks for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
+            "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
     linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
     pool = _plan_for_cpu(spec, checkpoint, linear, limits, most) if device.type == "cpu" else None

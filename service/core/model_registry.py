@@ -7,7 +7,7 @@ settings. What the engine determines when it loads (context length, KV blocks) i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from model.api.engine_config import EngineConfig
@@ -16,7 +16,7 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.core.chat_template import ChatTemplate
-from service.core.errors import ApiError, invalid, not_found, unknown_model
+from service.core.errors import ApiError, invalid, not_found, shorten, unknown_model
 
 
 class Task(StrEnum):
@@ -62,6 +62,16 @@ class ServedModel:
         if task is Task.GENERATE:
             return self.config.can_generate
         return task is Task.ENCODE or self.tokenizer is not None
+
+    def for_task(self, name: str | None) -> ServedModel:
+        """Return the model with the sampling defaults of a task of its checkpoint; raises a 400 if it has none such."""
+        if name is None:
+            return self
+        task = self.checkpoint.tasks.get(name)
+        if task is None:
+            known = ", ".join(sorted(self.checkpoint.tasks)) or "none"
+            raise invalid(f"task: model {self.name} has no task {shorten(name)}; it has {known}", "task")
+        return replace(self, checkpoint=replace(self.checkpoint, sampling_defaults=task.sampling_defaults))
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         """Return the tokenizer; raises a 400 that names the field with text, if there is none."""

@@ -105,11 +105,11 @@ class GeneratePlanner:
 
     async def plan(self, body: GenerateBody, request_id: str, arrival: float) -> GeneratePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
-        served = self._registry.resolve(body.model, Task.GENERATE)
+        served = self._registry.resolve(body.model, Task.GENERATE).for_task(body.task)
         info = self._client.models[served.name]
         check_generate(body, self._limits)
         constraint = constraint_of(body, self._limits)
-        prompts = prompt_inputs(body.prompt, "prompt")
+        prompts = _with_prefix(prompt_inputs(body.prompt, "prompt"), body, served)
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
         check_room(self._client, served, len(prompts) * max(body.n, num_beams(body, served)))
@@ -239,6 +239,16 @@ class GeneratePlanner:
             return ""
         skip = body.skip_special_tokens
         return await self._threads.decode(served.tokenizer, source.value, skip_special_tokens=skip)
+
+
+def _with_prefix(prompts: list[PromptInput], body: GenerateBody, served: ServedModel) -> list[PromptInput]:
+    """Return the prompts behind the prefix of `task`; refuses token ids where it has one."""
+    prefix = "" if body.task is None else served.checkpoint.tasks[body.task].prefix
+    if not prefix:
+        return prompts
+    if any(not isinstance(prompt.value, str) for prompt in prompts):
+        raise invalid(f"task: {body.task} puts {prefix!r} in front of texts; send no token ids", "task")
+    return [replace(prompt, value=f"{prefix}{prompt.value}") for prompt in prompts]
 
 
 def _default_max_tokens(served: ServedModel, start: int, otherwise: int) -> int:

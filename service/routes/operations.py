@@ -153,4 +153,5 @@ def _model(service: Service, served: ServedModel) -> Json:
         "default_prompt": served.checkpoint.sentences.default_prompt,
         "similarity": served.checkpoint.sentences.similarity,
         "sampling_defaults": served.checkpoint.sampling_defaults,
+        "tasks": {name: asdict(task) for name, task in sorted(served.checkpoint.tasks.items())},
     }

@@ -86,6 +86,13 @@ class GenerateBody(Body):
         "with `echo`.",
         examples=["2024-", [5, 9]],
     )
+    task: str | None = Field(
+        None,
+        max_length=128,
+        description="A task of the checkpoint's `task_specific_params`, which /info lists: its prefix is put in front "
+        "of each text, and its settings are the defaults of this request. Default: none.",
+        examples=["summarization", "translation_en_to_de"],
+    )
     target_language: str | None = Field(
         None,
         min_length=1,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from model.api.request import Request, SamplingParams
 from model.api.sampling_bounds import check_value
+from model.checkpoint.generation_config import GenerationTask
 from model.errors import ConfigError
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
@@ -85,6 +86,52 @@ def test_checkpoint_defaults_apply_where_the_client_says_nothing() -> None:
     params = the_request(app).params
     assert (params.temperature, params.top_k, params.max_tokens) == (0.7, 9, 3)
     assert reply.json()["usage"]["completion_tokens"] == 3
+
+
+class TestTask:
+    """A task of the checkpoint sets a prefix and the defaults of the request that names it."""
+
+    @pytest.fixture
+    def tasked(self) -> App:
+        app = make_app()
+        beams = {"num_beams": 2, "length_penalty": 2.0, "max_length": 9, "min_tokens": 3}
+        app.served["seq"].checkpoint.tasks["shorten"] = GenerationTask("tl: ", beams)
+        app.served["gen"].checkpoint.tasks["write"] = GenerationTask("", {"temperature": 0.7})
+        app.served["seq"].checkpoint.sampling_defaults.update(num_beams=4, repetition_penalty=1.5)
+        return app
+
+    def test_its_prefix_and_defaults_apply_beneath_the_clients_fields(self, tasked: App) -> None:
+        body = {"model": "seq", "prompt": ["ab", "c"], "task": "shorten", "length_penalty": 0.5}
+        assert ask(tasked, "POST", "/generate", json=body).status_code == 200
+        expected = [byte_tokenizer().encode(text).ids for text in ("tl: ab", "tl: c")]
+        assert [request.source.token_ids for request in tasked.client.submitted if request.source] == expected
+        params = tasked.client.submitted[0].params
+        assert (params.num_beams, params.length_penalty, params.max_tokens, params.min_tokens) == (2, 0.5, 9 - 1, 3)
+        assert params.repetition_penalty == 1.0  # not the checkpoint's
+
+    def test_a_request_without_a_task_has_the_checkpoints_defaults(self, tasked: App) -> None:
+        generate(tasked, model="seq", prompt="ab")
+        params = the_request(tasked).params
+        assert (params.num_beams, params.repetition_penalty) == (4, 1.5)
+
+    def test_a_task_without_a_prefix_takes_token_ids(self, tasked: App) -> None:
+        generate(tasked, prompt=[5, 6], task="write")
+        assert (the_request(tasked).prompt_token_ids, the_request(tasked).params.temperature) == ((5, 6), 0.7)
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            ({"model": "seq", "prompt": "ab", "task": "answer"}, "model seq has no task 'answer'; it has shorten"),
+            ({"model": "seq", "prompt": [5], "task": "shorten"}, "shorten puts 'tl: ' in front of texts"),
+        ],
+    )
+    def test_what_does_not_apply_is_refused(self, tasked: App, body: dict[str, Any], message: str) -> None:
+        error = check_error(ask(tasked, "POST", "/generate", json=body), 400, "task", "invalid_value")
+        assert message in error["message"]
+
+    def test_info_lists_them(self, tasked: App) -> None:
+        shown = {model["name"]: model["tasks"] for model in ask(tasked, "GET", "/info").json()["models"]}
+        assert shown["seq"]["shorten"]["prefix"] == "tl: " and shown["enc"] == {}
 
 
 def test_max_tokens_defaults_to_what_the_context_leaves(app: App) -> None:
