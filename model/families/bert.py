@@ -1,13 +1,15 @@
 """BERT and its variants: learned positions and segments, LayerNorm post-norm, GELU (Devlin et al. 2019).
 
-RoBERTa and XLM-RoBERTa count positions from the padding id + 1 and have one segment (Liu et al. 2019). ELECTRA may have
-narrower embeddings (Clark et al. 2020).
+RoBERTa, CamemBERT and XLM-RoBERTa count positions from the padding id + 1 and have one segment (Liu et al. 2019).
+XLM-RoBERTa-XL is one of them with pre-norm (Goyal et al. 2021). ELECTRA may have narrower embeddings (Clark et al.
+2020).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
@@ -15,6 +17,9 @@ from model.families.table.classifiers import classifier, classifier_rules, has_p
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+
+_POST_NORMS = {"attention.output.LayerNorm": "attn_norms.post", "output.LayerNorm": "mlp_norms.post"}
+_XL_NORMS = {"attention.self_attn_layer_norm": "attn_norms.pre", "LayerNorm": "mlp_norms.pre"}
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -57,19 +62,32 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, encoder=replace(base.encoder, position=position), max_positions=longest)
 
 
+def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build XLM-RoBERTa-XL: pre-norm, a last norm, and none behind the embeddings."""
+    base = roberta(raw.otherwise(layer_norm_eps=1e-5, type_vocab_size=1), names)
+    assert base.encoder is not None
+    norm = base.encoder.embed_norm
+    encoder = base.encoder.with_layers(lambda layer: replace(layer, norms=(Norms(pre=norm),) * 2))
+    return replace(base, encoder=replace(encoder, embed_norm=None, final_norm=norm))
+
+
 def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
     width = raw.get("embedding_size", 128)
     return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False)
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
+def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterator[Rule]:
+    """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.encoder is not None
     yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
     yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
     if config.encoder.token_types:
         yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
-    yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+    if config.encoder.embed_norm is not None:
+        yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+    if config.encoder.final_norm is not None:
+        yield from affine("encoder.LayerNorm", "encoder.final_norm")
     if config.embedding.embedding_size != config.encoder.hidden_size:
         yield LinearRule("embeddings_project", "encoder.project")
     for i, layer in enumerate(config.encoder.layers):
@@ -77,10 +95,10 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         parts = ("self.query", "self.key", "self.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
         yield from self_attention(layer.mixer, f"{there}.attn", *names)
-        yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_norms.post")
         yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
         yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
-        yield from affine(f"{here}.output.LayerNorm", f"{there}.mlp_norms.post")
+        for stored, norm in norms.items():
+            yield from affine(f"{here}.{stored}", f"{there}.{norm}")
     if config.pooler:
         yield LinearRule("pooler.dense", "pooler")
     yield from classifier_rules(config)
@@ -92,6 +110,8 @@ _ROBERTA = Family(roberta, rules, "roberta.", _DROPPED)
 FAMILIES = {
     "bert": Family(config, rules, "bert.", _DROPPED),
     "roberta": _ROBERTA,
+    "camembert": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    "xlm-roberta-xl": Family(roberta_xl, partial(rules, norms=_XL_NORMS), "roberta.", _DROPPED),
     "electra": Family(electra, rules, "electra.", _DROPPED),
 }

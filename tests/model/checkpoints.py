@@ -120,7 +120,8 @@ GPT2 = dict(
     vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
 )
 BERT = dict(**_SIZES, max_position_embeddings=64, type_vocab_size=2)
-ROBERTA = dict(**_SIZES, max_position_embeddings=64, type_vocab_size=1)
+ROBERTA = dict(**_SIZES, max_position_embeddings=66, type_vocab_size=1)  # two rows are no position's
+MPNET = dict(**_SIZES, max_position_embeddings=66, pad_token_id=1)
 DISTILBERT = dict(vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64)
 XLNET = dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48)
 VIT = dict(
@@ -204,6 +205,9 @@ _ENCODERS: Rows = {
     "bert-no-pooler": _model("BertForMaskedLM", BERT),
     "roberta": _model("RobertaModel", ROBERTA),
     "xlm-roberta": _model("XLMRobertaModel", ROBERTA),
+    "camembert": _model("CamembertModel", ROBERTA),
+    "xlm-roberta-xl": _model("XLMRobertaXLModel", ROBERTA),
+    "mpnet": _model("MPNetModel", MPNET),
     "distilbert": _model("DistilBertModel", DISTILBERT),
     "albert": _model("AlbertModel", BERT, embedding_size=12),
     "electra": _model("ElectraModel", BERT, embedding_size=12),
@@ -216,6 +220,8 @@ _CLASSIFIERS: Rows = {
     "bert-token": _model("BertForTokenClassification", BERT, **_LABELS),
     "roberta-sequence": _model("RobertaForSequenceClassification", ROBERTA, **_LABELS),
     "roberta-token": _model("RobertaForTokenClassification", ROBERTA, **_LABELS),
+    "xlm-roberta-xl-sequence": _model("XLMRobertaXLForSequenceClassification", ROBERTA, **_LABELS),
+    "mpnet-sequence": _model("MPNetForSequenceClassification", MPNET, **_LABELS),
     "distilbert-sequence": _model("DistilBertForSequenceClassification", DISTILBERT, **_LABELS),
     "distilbert-token": _model("DistilBertForTokenClassification", DISTILBERT, **_LABELS),
     "albert-sequence": _model("AlbertForSequenceClassification", BERT, embedding_size=12, **_LABELS),

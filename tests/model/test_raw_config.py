@@ -27,7 +27,8 @@ LLAMA: dict[str, Any] = {
 CLASSES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2", "GPTNeoX"),
     *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
-    *("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
+    *("Bert", "Roberta", "Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert"),
+    *("XLNet", "ViT"),
 )
 
 

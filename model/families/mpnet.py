@@ -1,0 +1,51 @@
+"""MPNet: BERT with T5's bucketed biases of the distance beside learned positions (Song et al. 2020).
+
+All layers share one table of biases. Positions begin behind row 1, the padding's; there are no segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from model.config.layer import BucketBiasConfig
+from model.config.model import ModelConfig
+from model.families import bert
+from model.families.table.classifiers import classifier_rules
+from model.families.table.helpers import affine, refuse_unless, self_attention
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+
+_PAD = 1  # for the positions, whatever pad_token_id says
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, relative_attention_num_buckets=32)  # `transformers` computes with 32 whatever the file says
+    base = bert.roberta(raw.but(type_vocab_size=0, pad_token_id=_PAD), names)
+    assert base.encoder is not None
+    buckets = BucketBiasConfig(num_buckets=32, max_distance=128)
+    encoder = base.encoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, position=buckets)))
+    return replace(base, encoder=encoder, pad_token_id=raw.get("pad_token_id", _PAD))
+
+
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    assert config.encoder is not None
+    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
+    yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+    yield TensorRule("encoder.relative_attention_bias.weight", "encoder.bias.weight")
+    for i, layer in enumerate(config.encoder.layers):
+        here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
+        names = (f"{here}.attention.attn.{part}" for part in "qkvo")
+        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_norms.post")
+        yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
+        yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
+        yield from affine(f"{here}.output.LayerNorm", f"{there}.mlp_norms.post")
+    if config.pooler:
+        yield LinearRule("pooler.dense", "pooler")
+    yield from classifier_rules(config)
+
+
+# The pre-training head is not served by /encode.
+FAMILIES = {"mpnet": Family(config, rules, "mpnet.", ("embeddings.position_ids", "lm_head.*"))}
