@@ -136,27 +136,13 @@ def xlm_roberta(files: Files) -> Tokenizer:
 
 
 def mbart(files: Files) -> Tokenizer:
-    """mBART: `A </s> LANGUAGE`, the language of the source."""
-    tokenizer, tokens = _fairseq(files, MBART_LANGUAGES, normalize=False)
-    language = AddedToken(files.setting("src_lang", "en_XX"))
-    e, code = tokens["eos"].content, _known(files, tokenizer, language)
-    set_template(tokenizer, f"$A {e} {code}", f"$A $B {e} {code}", (tokens["eos"], language))
-    return tokenizer
+    """mBART, whose languages stand behind the pieces; `model.text.source_languages` puts one beside every text."""
+    return _fairseq(files, MBART_LANGUAGES, normalize=False)[0]
 
 
 def mbart50(files: Files) -> Tokenizer:
-    """mBART-50: `LANGUAGE A </s>`."""
-    tokenizer, tokens = _fairseq(files, MBART50_LANGUAGES, words=False)
-    language = AddedToken(files.setting("src_lang", "en_XX"))
-    e, code = tokens["eos"].content, _known(files, tokenizer, language)
-    set_template(tokenizer, f"{code} $A {e}", f"{code} $A $B {e}", (tokens["eos"], language))
-    return tokenizer
-
-
-def _known(files: Files, tokenizer: Tokenizer, language: AddedToken) -> str:
-    if tokenizer.token_to_id(language.content) is None:
-        raise ConfigError(f"{files.folder.name}: src_lang {language.content!r} is no language of its tokenizer")
-    return str(language.content)
+    """mBART-50, likewise."""
+    return _fairseq(files, MBART50_LANGUAGES, words=False)[0]
 
 
 def pegasus(files: Files) -> Tokenizer:
@@ -237,7 +223,7 @@ def _around(
 
 
 def nllb(files: Files) -> Tokenizer:
-    """NLLB: BPE in fairseq's order and the languages behind it; `LANGUAGE A </s>`."""
+    """NLLB: BPE in fairseq's order and the languages behind it."""
     model = files.sentencepiece()
     names = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
     tokens = {name: files.special(f"{name}_token", text) for name, text in names.items()}
@@ -252,10 +238,4 @@ def nllb(files: Files) -> Tokenizer:
     if not languages:
         raise ConfigError(f"{files.folder.name}: additional_special_tokens must list NLLB's languages")
     tokenizer.add_special_tokens([*tokens.values(), *languages, files.special("mask_token", "<mask>")])
-    language = AddedToken(files.setting("src_lang", "eng_Latn"))
-    e, code = tokens["eos"].content, _known(files, tokenizer, language)
-    if files.setting("legacy_behaviour", False):
-        set_template(tokenizer, f"$A {e} {code}", f"$A $B {e} {code}", (tokens["eos"], language))
-    else:
-        set_template(tokenizer, f"{code} $A {e}", f"{code} $A $B {e}", (tokens["eos"], language))
     return tokenizer

@@ -16,7 +16,9 @@ import tokenizers
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
+from model.text.source_languages import SourceLanguages, source_languages
 from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
+from model.text.tokenizer_files import Files
 
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
@@ -38,7 +40,8 @@ class Tokenizer:
     Encoding, and decoding of many ids, use the library's batch calls: only those release the interpreter's lock.
     """
 
-    def __init__(self, built: tokenizers.Tokenizer | PieceTokenizer) -> None:
+    def __init__(self, built: tokenizers.Tokenizer | PieceTokenizer, languages: SourceLanguages | None = None) -> None:
+        self.source_languages = languages
         self._pieces = built if isinstance(built, PieceTokenizer) else None
         tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built
         tokenizer.no_truncation()
@@ -54,14 +57,9 @@ class Tokenizer:
 
         Such a model takes token ids only. Raises `ConfigError` for invalid files.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            built = build_tokenizer(folder)
-            return None if built is None else cls(built)
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{folder.name}: tokenizer.json cannot be read: {error}") from None
+        files, path = Files(folder), folder / "tokenizer.json"
+        built = _read(path) if path.is_file() else build_tokenizer(files)
+        return None if built is None else cls(built, source_languages(built, files))
 
     @property
     def vocab_size(self) -> int:
@@ -121,6 +119,13 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Decode one token alone; bytes of a split character become replacement characters."""
         return self.decode([token_id], skip_special_tokens=False)
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{path.parent.name}: tokenizer.json cannot be read: {error}") from None
 
 
 class Detokenizer:

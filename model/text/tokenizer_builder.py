@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -64,22 +63,21 @@ class PieceTokenizer:
         return [*self.before, *found, *self.after] if add_special_tokens else found
 
 
-def build_tokenizer(folder: Path) -> Tokenizer | PieceTokenizer | None:
+def build_tokenizer(files: Files) -> Tokenizer | PieceTokenizer | None:
     """Build the tokenizer of a folder without tokenizer.json; return None if it has none of the files of one.
 
     Raises `ConfigError` for files that are damaged or of a class that is not known.
     """
-    files = Files(folder)
+    folder = files.folder
     marks = ("vocab.txt", "vocab.json", "source.spm", *SENTENCEPIECE_NAMES)
     if not any(files.has(name) for name in marks):
         return None
-    name = str(files.config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
-    model_type = str(files.object("config.json").get("model_type"))
-    build = _KINDS.get(name) or _KINDS.get(_BY_MODEL_TYPE.get(model_type, ""))
+    name = files.tokenizer_class
+    build = _KINDS.get(name) or _KINDS.get(_BY_MODEL_TYPE.get(files.model_type, ""))
     if build is None:
         raise ConfigError(
-            f"{folder.name}: a tokenizer of class {name or model_type!r} needs tokenizer.json; built from other files "
-            f"are {', '.join(sorted(_KINDS))}"
+            f"{folder.name}: a tokenizer of class {name or files.model_type!r} needs tokenizer.json; "
+            f"built from other files are {', '.join(sorted(_KINDS))}"
         )
     built = build(files)
     tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built

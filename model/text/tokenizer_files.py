@@ -26,6 +26,16 @@ class Files:
     def config(self) -> dict[str, Any]:
         return self.object("tokenizer_config.json")
 
+    @cached_property
+    def tokenizer_class(self) -> str:
+        """The name of the tokenizer's class, without "Tokenizer" and "Fast"; empty if no file says it."""
+        name = self.config.get("tokenizer_class") or self.object("config.json").get("tokenizer_class") or ""
+        return str(name).removesuffix("Fast").removesuffix("Tokenizer")
+
+    @cached_property
+    def model_type(self) -> str:
+        return str(self.object("config.json").get("model_type"))
+
     def setting(self, name: str, default: Any) -> Any:
         found = self.config.get(name)
         return default if found is None else found

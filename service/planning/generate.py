@@ -20,6 +20,7 @@ from service.core.errors import ApiError, engine_refusal, invalid
 from service.core.model_registry import Registry, ServedModel, Task
 from service.core.request_context import current
 from service.planning.body_limits import check_generate, check_logprobs
+from service.planning.languages import source_language, target_language
 from service.planning.response_format import GrammarChecker, OutputConstraint, constraint_of
 from service.planning.sampling import num_beams, sampling_params
 from service.planning.tokenization import (
@@ -113,8 +114,8 @@ class GeneratePlanner:
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
         check_room(self._client, served, len(prompts) * max(body.n, num_beams(body, served)))
-        ids = await self._tokenise(prompts, served, info)
-        forced = await self._decoder_ids(prefix, _language(body, served), served, info)
+        ids = await self._tokenise(prompts, served, info, language=source_language(body, served))
+        forced = await self._decoder_ids(prefix, target_language(body, served), served, info)
         if constraint is not None:
             _check_end(body, served, constraint)
             await self._grammars.check(constraint, served)
@@ -172,9 +173,18 @@ class GeneratePlanner:
         return PromptInput(body.decoder_prompt, "decoder_prompt")
 
     async def _tokenise(
-        self, prompts: list[PromptInput], served: ServedModel, info: ModelInfo, *, special: bool = True
+        self,
+        prompts: list[PromptInput],
+        served: ServedModel,
+        info: ModelInfo,
+        *,
+        special: bool = True,
+        language: int | None = None,
     ) -> list[tuple[int, ...]]:
-        """Return the ids of each prompt, checked to be not empty and within the vocabulary."""
+        """Return the ids of each prompt, checked to be not empty and within the vocabulary.
+
+        `language` is the token of the texts' language, None for the folder's.
+        """
         characters = 0
         for prompt in prompts:
             if isinstance(prompt.value, str):
@@ -185,7 +195,7 @@ class GeneratePlanner:
                 characters += len(prompt.value)
 
         def work() -> list[tuple[int, ...]]:
-            return [_ids(prompt, served, special) for prompt in prompts]
+            return [_ids(prompt, served, special, language) for prompt in prompts]
 
         found = await self._threads.run(served.name, characters, work) if characters else work()
         for prompt, ids in zip(prompts, found, strict=True):
@@ -259,29 +269,19 @@ def _default_max_tokens(served: ServedModel, start: int, otherwise: int) -> int:
     return int(defaults["max_length"]) - start if "max_length" in defaults else otherwise
 
 
-def _language(body: GenerateBody, served: ServedModel) -> tuple[int, ...]:
-    """Return the token of `target_language`, which the decoder then starts with; none if it is not given."""
-    code = body.target_language
-    if code is None:
-        return ()
-    tokenizer = served.require_tokenizer("target_language")
-    token = next((t for form in (code, f"__{code}__") if (t := tokenizer.special_token_id(form)) is not None), None)
-    ends = {served.config.bos_token_id, served.config.pad_token_id, *served.config.eos_token_ids}
-    if not served.is_encoder_decoder or token is None or token in ends:
-        raise invalid(f"target_language: model {served.name} has no such language token", "target_language")
-    return (token,)
-
-
 def _pool_room(served: ServedModel, info: ModelInfo, start: int) -> int:
     """Return by how many tokens a decoder-only sequence can grow in an empty KV cache; 0: none or unknown."""
     capacity = None if served.is_encoder_decoder else info.sequence_capacity
     return max(0, capacity - start) if capacity is not None else 0
 
 
-def _ids(prompt: PromptInput, served: ServedModel, special: bool) -> tuple[int, ...]:
-    if isinstance(prompt.value, str):
-        return served.require_tokenizer(prompt.param).encode(prompt.value, add_special_tokens=special).ids
-    return tuple(prompt.value)
+def _ids(prompt: PromptInput, served: ServedModel, special: bool, language: int | None) -> tuple[int, ...]:
+    if not isinstance(prompt.value, str):
+        return tuple(prompt.value)
+    tokenizer = served.require_tokenizer(prompt.param)
+    ids = tokenizer.encode(prompt.value, add_special_tokens=special).ids
+    languages = tokenizer.source_languages
+    return ids if language is None or languages is None else languages.mark(ids, language)
 
 
 def _check_ids(body: GenerateBody, vocab_size: int) -> None:

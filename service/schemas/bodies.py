@@ -93,6 +93,14 @@ class GenerateBody(Body):
         "of each text, and its settings are the defaults of this request. Default: none.",
         examples=["summarization", "translation_en_to_de"],
     )
+    source_language: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        description="Models whose sources name their language (NLLB, mBART, M2M-100): the texts' language, as the "
+        "tokenizer's code. Default: `src_lang` of the checkpoint.",
+        examples=["deu_Latn", "de_DE", "de"],
+    )
     target_language: str | None = Field(
         None,
         min_length=1,

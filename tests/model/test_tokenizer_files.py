@@ -79,6 +79,52 @@ def test_nllbs_languages_stand_behind_the_pieces_and_the_mask_behind_them(tmp_pa
             assert list(tokenizer.encode(text).ids[1:]) == library(text).input_ids[1:], repr(text)
 
 
+LANGUAGES = {"mbart": "ro_RO", "mbart-50": "gl_ES", "m2m-100": "de"}
+LEGACY = {"legacy_behaviour": True}
+
+
+def sources(folder: Path, code: str, count: int) -> None:
+    """Compare sources in the language `code`, and in the folder's, with the reference library's."""
+    ours, reference = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours is not None and ours.source_languages is not None
+    token = ours.source_languages.token(code)
+    assert token == ours.special_token_id(code if len(code) > 2 else f"__{code}__")
+    texts = [*strings(count), ""]
+    encoded = [ours.encode(text).ids for text in texts]
+    assert [list(ids) for ids in encoded] == [reference(text).input_ids for text in texts]
+    assert token is not None
+    reference.src_lang = code
+    marked = [list(ours.source_languages.mark(ids, token)) for ids in encoded]
+    assert marked == [reference(text).input_ids for text in texts]
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_a_source_is_marked_with_any_language(root: Path, name: str) -> None:
+    sources(made(root, name), LANGUAGES[name], 100)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("mbart", {}), ("mbart-50", {}), ("nllb", {}), ("nllb", LEGACY)])
+def test_tokenizer_json_has_the_template_of_its_class(
+    root: Path, name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Published ones have others, which the library replaces."""
+    files = write_nllb(tmp_path / name) if name == "nllb" else made(root, name)
+    folder = tmp_path / "json"
+    transformers.AutoTokenizer.from_pretrained(files).save_pretrained(folder)
+    settings = {**json.loads((folder / "tokenizer_config.json").read_text()), **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["post_processor"]["single"] = raw["post_processor"]["single"][::-1]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    sources(folder, LANGUAGES.get(name, "ace_Arab"), 50)
+
+
+def test_other_tokenizers_mark_no_language(root: Path) -> None:
+    for name in ("marian", "t5", "bart", "xlm-roberta"):
+        tokenizer = Tokenizer.from_folder(made(root, name))
+        assert tokenizer is not None and tokenizer.source_languages is None
+
+
 def spoiled(root: Path, name: str, into: Path) -> Path:
     folder = into / name
     folder.mkdir()
@@ -96,6 +142,7 @@ def spoiled(root: Path, name: str, into: Path) -> Path:
         ("marian", "vocab.json", b"[]", r"vocab\.json must hold an object, found list"),
         ("marian", "vocab.json", b'{"a": 0}', r"vocab\.json has no <unk>"),
         ("m2m-100", "tokenizer_config.json", b'{"src_lang": "xx"}', "src_lang 'xx' is no language"),
+        ("mbart", "tokenizer_config.json", b'{"src_lang": "xx"}', "src_lang 'xx' is no language"),
         ("gpt2", "merges.txt", b"a b c\n", r"merges\.txt must have two tokens in a line"),
         ("gpt2", "merges.txt", b"q qqqq\n", r"vocab\.json and merges\.txt do not fit"),
         ("gpt2", "vocab.json", b'{"a": "b"}', r"vocab\.json must map tokens to ids"),

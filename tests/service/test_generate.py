@@ -14,6 +14,7 @@ from model.api.request import Request, SamplingParams
 from model.api.sampling_bounds import check_value
 from model.checkpoint.generation_config import GenerationTask
 from model.errors import ConfigError
+from model.text.source_languages import SourceLanguages
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
 from service.settings.service_settings import Limits, ServiceSettings
@@ -28,6 +29,7 @@ from tests.service.support import (
     make_app,
     opened,
     run,
+    served,
     until,
 )
 from tests.service.test_bad_requests import check_error
@@ -413,6 +415,53 @@ class TestTargetLanguage:
         reply = ask(app, "POST", "/generate", json={"model": "seq", "prompt": "ab", "target_language": code})
         error = check_error(reply, 400, "target_language", "invalid_value")
         assert "seq has no such language token" in error["message"]
+
+
+class TestSourceLanguage:
+    """The source is marked with the language's token, by the tokenizer's own code or as M2M-100 writes it."""
+
+    @pytest.fixture
+    def many(self) -> App:
+        tokenizer = byte_tokenizer()
+        tokenizer.source_languages = SourceLanguages({"fr_XX": 257, "__de__": 258}, in_front=True)
+        return make_app(served("many", "encoder-decoder", tokenizer))
+
+    @pytest.mark.parametrize(("code", "token"), [("fr_XX", 257), ("__de__", 258), ("de", 258)])
+    def test_every_source_has_the_languages_token(self, many: App, code: str, token: int) -> None:
+        generate(many, model="many", prompt=["ab", "c"], source_language=code, target_language="fr_XX")
+        found = [request.source.token_ids for request in many.client.submitted[-2:] if request.source]
+        assert [ids[0] for ids in found] == [token, token]
+        assert [ids[1:] for ids in found] == [byte_tokenizer().encode(text).ids[1:] for text in ("ab", "c")]
+        assert many.client.submitted[-1].prompt_token_ids == (0, 257)
+
+    def test_a_decoder_prompt_is_not_marked(self, many: App) -> None:
+        generate(many, model="many", prompt="ab", source_language="de", decoder_prompt="c")
+        plain = byte_tokenizer().encode("c", add_special_tokens=False).ids
+        assert many.client.submitted[-1].prompt_token_ids == (0, *plain)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"source_language": "es"}, "model many has no language 'es'; it has fr_XX, de"),
+            ({"source_language": "__fr_XX__"}, "has no language '__fr_XX__'"),
+            ({"source_language": "de", "prompt": [5, 6]}, "token ids are taken as they are"),
+            ({"source_language": "de", "model": "seq"}, "model seq does not mark the language of a source"),
+            ({"source_language": "de", "model": "gen"}, "model gen does not mark the language of a source"),
+        ],
+    )
+    def test_what_does_not_apply_is_refused(self, many: App, fields: dict[str, Any], message: str) -> None:
+        body = {"model": "many", "prompt": "ab", **fields}
+        error = check_error(ask(many, "POST", "/generate", json=body), 400, "source_language", "invalid_value")
+        assert message in error["message"]
+
+    def test_few_of_many_languages_are_named(self, many: App) -> None:
+        many.served["many"].require_tokenizer("").source_languages = SourceLanguages(
+            {f"l{number}": number for number in range(9)}, in_front=True
+        )
+        for field in ("source_language", "target_language"):
+            body = {"model": "many", "prompt": "ab", field: "es"}
+            error = check_error(ask(many, "POST", "/generate", json=body), 400, field, "invalid_value")
+            assert error["message"].endswith("it has l0, l1, l2, l3, l4, l5 and 3 more")
 
 
 def test_no_repeat_ngram_size_is_the_clients_or_the_checkpoints(app: App) -> None:

@@ -1,0 +1,74 @@
+"""The token beside every source of a translation model that says in which language it is.
+
+mBART, mBART-50, NLLB and M2M-100 have such tokens. A folder names one of them, and a request may name another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import AddedToken
+
+from model.errors import ConfigError
+from model.text.languages import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES
+from model.text.sentencepiece_tokenizers import set_template
+from model.text.tokenizer_builder import PieceTokenizer
+from model.text.tokenizer_files import Files
+
+_NLLB_LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLanguages:
+    """The languages of a tokenizer, and whether a source's stands in front of its text or behind it."""
+
+    tokens: dict[str, int]  # their ids, by the tokens' texts
+    in_front: bool
+
+    @property
+    def codes(self) -> list[str]:
+        """The names of the languages: the tokens' texts, without the underscores of M2M-100."""
+        return [text.removeprefix("__").removesuffix("__") for text in self.tokens]
+
+    def token(self, code: str) -> int | None:
+        """Return the token of a code, which may also be given as the token's text; None if there is none."""
+        return self.tokens.get(code, self.tokens.get(f"__{code}__"))
+
+    def mark(self, ids: tuple[int, ...], token: int) -> tuple[int, ...]:
+        """Replace the language of an encoded source with special tokens."""
+        return (token, *ids[1:]) if self.in_front else (*ids[:-1], token)
+
+
+def source_languages(tokenizer: tokenizers.Tokenizer | PieceTokenizer, files: Files) -> SourceLanguages | None:
+    """Put the folder's language beside every text, as its tokenizer's class does; None for a class without languages.
+
+    The class decides also where tokenizer.json has a template of its own, as in `transformers`. Raises `ConfigError`.
+    """
+    if isinstance(tokenizer, PieceTokenizer):  # has its own already
+        texts = (f"__{code}__" for code in M2M100_LANGUAGES)
+        tokens = {text: tokenizer.ids[text] for text in texts if text in tokenizer.ids}
+        return SourceLanguages(tokens, in_front=True) if tokens else None
+    name = files.tokenizer_class or {"mbart": "MBart"}.get(files.model_type, "")
+    if name == "Nllb":
+        special = sorted(tokenizer.get_added_tokens_decoder().items())
+        codes = [token.content for _, token in special if _NLLB_LANGUAGE.fullmatch(token.content)]
+        return _put(tokenizer, files, codes, "eng_Latn", in_front=not files.setting("legacy_behaviour", False))
+    if name == "MBart50":
+        return _put(tokenizer, files, MBART50_LANGUAGES, "en_XX", in_front=True)
+    return _put(tokenizer, files, MBART_LANGUAGES, "en_XX", in_front=False) if name == "MBart" else None
+
+
+def _put(
+    tokenizer: tokenizers.Tokenizer, files: Files, codes: Iterable[str], default: str, *, in_front: bool
+) -> SourceLanguages:
+    """Let the tokenizer's template put the folder's language and the end token around a text."""
+    tokens = {code: token for code in codes if (token := tokenizer.token_to_id(code)) is not None}
+    code, end = files.setting("src_lang", default), files.special("eos_token", "</s>")
+    if code not in tokens:
+        raise ConfigError(f"{files.folder.name}: src_lang {code!r} is no language of its tokenizer")
+    before, after = (f"{code} ", end.content) if in_front else ("", f"{end.content} {code}")
+    set_template(tokenizer, f"{before}$A {after}", f"{before}$A $B {after}", (end, AddedToken(code)))
+    return SourceLanguages(tokens, in_front)
