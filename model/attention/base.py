@@ -139,8 +139,8 @@ class SegmentGroup:
 class ScoreBias(Protocol):
     """What is added to the scaled scores."""
 
-    def __call__(self, query: Tensor, group: SegmentGroup) -> Tensor:
-        """Queries `[B, Q, H, D]` of a group to `[B, H, Q, S]`."""
+    def __call__(self, query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
+        """Queries `[B, Q, H, D]` and keys `[B, S, K, D]` of a group to `[B, H, Q, S]`."""
 
 
 @runtime_checkable

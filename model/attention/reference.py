@@ -66,6 +66,6 @@ class ReferenceBackend:
         if config.softcap is not None:
             scores = softcapped(scores, config.softcap)
         if bias is not None:
-            scores = scores + bias(q[None], group)[0].float()
+            scores = scores + bias(q[None], k[None], group)[0].float()
         mask = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
         return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)

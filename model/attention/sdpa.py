@@ -79,22 +79,25 @@ def _attend(
     plain = bias is None and not group.ragged and (config.window is None or config.window >= group.kv_len)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before length
     if config.softcap is not None:
-        mixed = _capped(q, k, v, config, config.softcap, _mask(q, group, causal, config, bias))
+        mixed = _capped(q, k, v, config, config.softcap, _mask(q, k, group, causal, config, bias))
     elif plain and (group.q_len == 1 or not causal):
         mixed = _sdpa(q, k, v, config, None, False)
     elif plain and group.q_len == group.kv_len:
         mixed = _sdpa(q, k, v, config, None, True)
     else:
-        mixed = _sdpa(q, k, v, config, _mask(q, group, causal, config, bias), False)
+        mixed = _sdpa(q, k, v, config, _mask(q, k, group, causal, config, bias), False)
     return mixed.transpose(1, 2)
 
 
-def _mask(q: Tensor, group: SegmentGroup, causal: bool, config: AttentionConfig, bias: ScoreBias | None) -> Tensor:
+def _mask(
+    q: Tensor, k: Tensor, group: SegmentGroup, causal: bool, config: AttentionConfig, bias: ScoreBias | None
+) -> Tensor:
     """`[B, 1, Q, S]` of bool, or `[B, H, Q, S]` of scores to add."""
     seen = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
     if bias is None:
         return seen[:, None]
-    return bias(q.transpose(1, 2), group).to(q.dtype).masked_fill(~seen[:, None], float("-inf"))
+    scores = bias(q.transpose(1, 2), k.transpose(1, 2), group).to(q.dtype)
+    return scores.masked_fill(~seen[:, None], float("-inf"))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor | None, causal: bool) -> Tensor:

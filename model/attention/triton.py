@@ -25,7 +25,7 @@ from model.attention.base import (
 from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
 from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig, XLNetRelativeConfig
+from model.config.layer import AttentionConfig, DisentangledConfig, XLNetRelativeConfig
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -61,7 +61,7 @@ class TritonBackend:
             return f"heads of {layer.head_dim} are wider than the Triton kernels' {_MAX_DIM}"
         if group > _MAX_GROUP[dtype.itemsize]:
             return f"{group} heads of a key head are more than the Triton kernels' {_MAX_GROUP[dtype.itemsize]}"
-        if isinstance(layer.position, XLNetRelativeConfig):
+        if isinstance(layer.position, XLNetRelativeConfig | DisentangledConfig):
             return "the Triton kernels add no bias that depends on the query"
         if cache is not None and cache.dtype not in (name, "int8"):
             return f"the Triton kernels read no {cache.dtype} pages for {name} queries"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from model.config.formats import STORED_TENSORS, Storage
 from model.config.model import ModelConfig
 from model.errors import CheckpointError
-from model.families.table.rules import Family, LinearRule, Shape, TensorRule
+from model.families.table.rules import Family, LinearRule, Shape, TensorRule, ZeroRule
 
 
 def plan_load(
@@ -17,7 +17,7 @@ def plan_load(
 
     `sources` are the stored tensors' shapes, `targets` the parameters'.
     """
-    stored = {family.canonical(name): name for name in sources if not family.drops(family.canonical(name))}
+    stored = {family.canonical(name): name for name in sources}  # a rule may take what is dropped otherwise
     rules = list(family.tensor_rules(config))
     present = [rule for rule in rules if rule.source in stored]
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
@@ -28,7 +28,7 @@ def plan_load(
         for rule in present
         if sources[stored[rule.source]] != (wanted := wanted_shape(rule, targets))
     ]
-    unfilled = _unfilled([rule for rule in rules if not rule.duplicate], targets)
+    unfilled = _unfilled([*(rule for rule in rules if not rule.duplicate), *family.zero_rules(config)], targets)
     extra += _unread(present)
     _raise_all({"missing": missing, "extra": extra, "misshaped": shapes, "parameters without a rule": unfilled})
     return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
@@ -54,7 +54,7 @@ def wanted_shape(rule: TensorRule, targets: Mapping[str, Shape]) -> Shape:
     return shape[::-1] if rule.transpose else shape
 
 
-def _unfilled(rules: Iterable[TensorRule], targets: Mapping[str, Shape]) -> list[str]:
+def _unfilled(rules: Iterable[TensorRule | ZeroRule], targets: Mapping[str, Shape]) -> list[str]:
     rows = dict.fromkeys(targets, 0)
     for rule in rules:
         rows[rule.target] += rule.rows[1] - rule.rows[0] if rule.rows else targets[rule.target][0]

@@ -90,6 +90,31 @@ class XLNetRelativeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DisentangledConfig:
+    """Scores from contents and from relative positions, which have vectors of their own (He et al. 2021, section 3.1).
+
+    A query at i and a key at j add `q_i . K(i - j)` (content to position) and `k_j . Q(i - j)` (position to content),
+    where K and Q are projections of the stack's table of relative positions.
+    """
+
+    span: int  # rows of the table before distance 0; as many are from it on
+    max_distance: int | None = None  # beyond span / 2, rows are logarithmic buckets up to it; None: a row a distance
+    content_to_position: bool = True
+    position_to_content: bool = True
+    shared: bool = False  # the matrices of the layer's keys and queries project the table too
+    key_bias: bool = True  # of the table's own projection to keys
+
+    def __post_init__(self) -> None:
+        require_positive(self, span=self.span)
+        if self.max_distance is not None and self.max_distance <= self.span // 2 + 1:
+            raise ConfigError(
+                f"buckets up to distance {self.max_distance} do not reach beyond {self.span // 2} exact ones"
+            )
+        if not (self.content_to_position or self.position_to_content):
+            raise ConfigError("disentangled attention needs one kind of scores from positions")
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """Multi-head attention: `num_kv_heads` < `num_heads` is grouped-query, 1 multi-query.
 
@@ -103,7 +128,8 @@ class AttentionConfig:
     scale: float
     qkv_bias: bool = False
     out_bias: bool = False
-    position: RotaryConfig | BucketBiasConfig | XLNetRelativeConfig | None = None  # None: none of its own
+    # None: none of its own
+    position: RotaryConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig | None = None
     window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, as many behind it
     softcap: float | None = None  # scores stay between -softcap and softcap
     qk_norm: NormConfig | None = None  # of each head's query and key (Qwen3, Gemma 3)
@@ -136,7 +162,7 @@ class AttentionConfig:
     @property
     def has_score_bias(self) -> bool:
         """Whether positions are added to the scores."""
-        return isinstance(self.position, BucketBiasConfig | XLNetRelativeConfig)
+        return isinstance(self.position, BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from model.config.formats import Storage
 from model.config.layer import (
     Activation,
     BucketBiasConfig,
+    DisentangledConfig,
     LayerConfig,
     NormConfig,
     RopeScaling,
@@ -91,6 +92,23 @@ class PositionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionConfig:
+    """A convolution over the tokens of a sequence, beside the first layer (DeBERTa-v2).
+
+    `x_1 = norm(layer(x_0) + act(conv(x_0)))`, with zeros beyond both ends of a sequence.
+    """
+
+    width: int  # tokens that an output sees, itself in the middle
+    activation: Activation
+    norm: NormConfig
+
+    def __post_init__(self) -> None:
+        require_positive(self, width=self.width)
+        if self.width % 2 == 0:
+            raise ConfigError(f"a convolution sees as many tokens on both sides, found a width of {self.width}")
+
+
+@dataclass(frozen=True, slots=True)
 class StackConfig:
     """One stack: what its layers are, and what is before and behind them."""
 
@@ -101,6 +119,10 @@ class StackConfig:
     embed_norm: NormConfig | None = None  # over the sum of token, position and segment embeddings
     final_norm: NormConfig | None = None
     token_types: int = 0  # segments that are told apart (BERT 2)
+    embed_norm_last: bool = False  # behind the projection of narrower embeddings, not before it
+    project_bias: bool = True  # of that projection
+    relative_norm: NormConfig | None = None  # over the table of relative positions (DeBERTa-v2)
+    convolution: ConvolutionConfig | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
@@ -111,6 +133,9 @@ class StackConfig:
         biased = [layer.mixer for layer in self.layers if _has_shared_bias(layer)]
         if len({(mixer.position, mixer.num_heads) for mixer in biased}) > 1:
             raise ConfigError("layers that share a table of bucketed biases must agree on its heads and buckets")
+        positions = [layer.mixer.position for layer in self.layers]
+        if len({position.span for position in positions if isinstance(position, DisentangledConfig)}) > 1:
+            raise ConfigError("layers that share a table of relative positions must agree on its span")
         sinusoids = self.position.kind is PositionKind.SINUSOIDAL or self.has_xlnet_layers
         if self.hidden_size % 2 and sinusoids:
             raise ConfigError(f"sinusoidal positions come in pairs of dimensions, found {self.hidden_size}")
@@ -147,6 +172,12 @@ class StackConfig:
     def has_xlnet_layers(self) -> bool:
         """Whether segments are told apart by scores, not by an embedding."""
         return any(isinstance(layer.mixer.position, XLNetRelativeConfig) for layer in self.layers)
+
+    @property
+    def relative_span(self) -> int | None:
+        """The span of the table of relative positions; None: no layer reads one."""
+        positions = (layer.mixer.position for layer in self.layers)
+        return next((position.span for position in positions if isinstance(position, DisentangledConfig)), None)
 
     @property
     def shared_bias(self) -> LayerConfig | None:

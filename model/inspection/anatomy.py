@@ -13,6 +13,7 @@ from model.config.cache import cached_elements
 from model.config.layer import (
     AttentionConfig,
     BucketBiasConfig,
+    DisentangledConfig,
     LayerConfig,
     MLPConfig,
     RotaryConfig,
@@ -25,6 +26,7 @@ _POSITIONS = {
     RotaryConfig: "rotary",
     BucketBiasConfig: "t5 buckets",
     XLNetRelativeConfig: "xlnet relative",
+    DisentangledConfig: "disentangled",
 }
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

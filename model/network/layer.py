@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.paged import LayerCache
-from model.config.layer import BucketBiasConfig, LayerConfig, XLNetRelativeConfig
+from model.config.layer import BucketBiasConfig, DisentangledConfig, LayerConfig, XLNetRelativeConfig
 from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
+from model.network.disentangled import DisentangledBias
 from model.network.fused_ops import add_norm
 from model.network.mlp import MLP
 from model.network.norms import SublayerNorms
@@ -31,9 +32,11 @@ class Layer(nn.Module):
         if isinstance(position, BucketBiasConfig) and not position.shared:
             self.bias = BucketBias(position, config.mixer.num_heads, bidirectional=not causal)
         self.shares_bias = isinstance(position, BucketBiasConfig) and position.shared
-        self.relative: RelativeBias | None = None
+        self.relative: RelativeBias | DisentangledBias | None = None
         if isinstance(position, XLNetRelativeConfig):
             self.relative = RelativeBias(config.mixer, hidden_size, linear.within("relative"))
+        if isinstance(position, DisentangledConfig):
+            self.relative = DisentangledBias(config.mixer, hidden_size, linear.within("relative"))
         self.cross: CrossAttention | None = None
         if config.cross is not None:
             self.cross_norms = SublayerNorms(next(norms), hidden_size)
@@ -57,10 +60,12 @@ class Layer(nn.Module):
     def _score_bias(self, step: StepContext) -> ScoreBias | None:
         """What the layer's positions add to its scores."""
         relative, offset = self.relative, self.attn.offset
+        if isinstance(relative, DisentangledBias):
+            return relative.vectors(step.relative_table, self.attn.qkv)
         if relative is None or offset is None:
             return step.shared_bias if self.shares_bias else self.bias
 
-        def scores(query: Tensor, group: SegmentGroup) -> Tensor:
+        def scores(query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
             sinusoids = step.sinusoids(group.kv_len, self.hidden_size, query.dtype)
             return relative.scores(query, group, offset, sinusoids, step.inputs.token_types)
 

@@ -20,6 +20,7 @@ from model.config.cache import pool_of_layers
 from model.config.formats import NumberFormat, NumberKind
 from model.config.layer import (
     BucketBiasConfig,
+    DisentangledConfig,
     LayerConfig,
     NormConfig,
     NormKind,
@@ -204,6 +205,8 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
     if isinstance(layer.mixer.position, XLNetRelativeConfig):
         return "XLNet's relative positions"
+    if isinstance(layer.mixer.position, DisentangledConfig):
+        return "scores between contents and positions"
     return None
 
 

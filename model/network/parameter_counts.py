@@ -15,6 +15,7 @@ _SUBLAYERS = {
     "mlp": "MLP",
     "bias": "position bias",
 }
+_BESIDE = {"relative": "position table", "convolution": "convolution"}  # the layers
 
 
 def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[str, int]:
@@ -42,7 +43,7 @@ def part_of(name: str) -> str:
     if path[0] not in ("encoder", "decoder"):
         return {"tokens": "token table", "patches": "patch embedding"}.get(path[0], path[0])
     if path[1] != "layers":
-        return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms"}.get(path[1], "embeddings")
+        return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms", **_BESIDE}.get(path[1], "embeddings")
     sublayer = path[3]
     if "norm" in name:
         return f"{path[0]} norms"

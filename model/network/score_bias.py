@@ -27,7 +27,7 @@ class BucketBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_buckets, num_heads))
         self._near: Tensor | None = None  # buckets of the distances that differ
 
-    def forward(self, query: Tensor, group: SegmentGroup) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
         buckets = self.bucket(group.k_positions[None, None, :] - group.q_positions[:, :, None])  # [B, Q, S]
         return self.weight[buckets].permute(0, 3, 1, 2)  # [B, H, Q, S]
 
@@ -63,9 +63,9 @@ class StepBias:
         self._known: dict[int, tuple[SegmentGroup, Tensor]] = {}
         self._by_distance: Tensor | None = None
 
-    def __call__(self, query: Tensor, group: SegmentGroup) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
         if id(group) not in self._known:
-            self._known[id(group)] = (group, self._bias(query, group))
+            self._known[id(group)] = (group, self._bias(query, key, group))
         return self._known[id(group)][1]
 
     def by_distance(self) -> Tensor | None:

@@ -12,6 +12,8 @@ from model.config.layer import BucketBiasConfig
 from model.config.model import EmbeddingConfig, PositionKind, StackConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
+from model.network.convolution import Convolution
+from model.network.disentangled import RelativeTable
 from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
 from model.network.inputs import CrossInput, StackInput
 from model.network.layer import Layer
@@ -46,11 +48,17 @@ class Stack(nn.Module):
         self.positions = _added_positions(config, size)
         added = config.token_types and not config.has_xlnet_layers
         self.types = TokenTable(config.token_types, size) if added else None
-        self.embed_norm = build_norm(config.embed_norm, size)
+        self.embed_norm = build_norm(config.embed_norm, config.hidden_size if config.embed_norm_last else size)
         self.project: nn.Module = nn.Identity()
         if size != config.hidden_size:
-            self.project = linear(LinearSpec("project", size, (Part(config.hidden_size),)))
+            self.project = linear(LinearSpec("project", size, (Part(config.hidden_size),), config.project_bias))
         self.bias = _shared_bias(config)
+        self.relative: RelativeTable | None = None
+        if config.relative_span is not None:
+            self.relative = RelativeTable(config.relative_span, config.relative_norm, config.hidden_size)
+        self.convolution: Convolution | None = None
+        if config.convolution is not None:
+            self.convolution = Convolution(config.convolution, config.hidden_size, linear.within("convolution"))
         self.layers = nn.ModuleList(
             Layer(layer, config.hidden_size, linear.within(f"layers.{index}"), causal=config.causal)
             for index, layer in enumerate(config.distinct_layers)
@@ -77,6 +85,8 @@ class Stack(nn.Module):
         if self.types is not None:
             types = inputs.token_types
             tokens = tokens + (self.types.weight[0] if types is None else self.types(types))
+        if self.config.embed_norm_last:
+            return self.embed_norm(self.project(tokens))
         return self.project(self.embed_norm(tokens))
 
     def forward(
@@ -107,7 +117,7 @@ class StackPass:
         x = stack.embed(tokens, inputs)
         self._runner = stack.runner if stack.runner is not None and stack.runner.covers(cache, cross) else None
         self._x = x if self._runner is None else x.float().contiguous()
-        self._step = StepContext(inputs, backend, cross, self._x.dtype, stack.bias)
+        self._step = StepContext(inputs, backend, cross, self._x.dtype, stack.bias, stack.relative)
 
     @property
     def layers_left(self) -> int:
@@ -136,7 +146,9 @@ class StackPass:
         if index > 0 and stack.positions is not None and stack.config.position.every_layer:
             self._x = self._x + stack.positions(step.inputs.positions).to(self._x.dtype)
         cache = self._cache.layers[index] if self._cache is not None else None
-        self._x = stack.layer(index)(self._x, step, cache)
+        x, self._x = self._x, stack.layer(index)(self._x, step, cache)
+        if index == 0 and stack.convolution is not None:
+            self._x = stack.convolution(x, self._x, step.inputs.metadata)
 
 
 def _shared_bias(config: StackConfig) -> BucketBias | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend
 from model.config.layer import RotaryConfig
+from model.network.disentangled import RelativeTable
 from model.network.inputs import CrossInput, StackInput
 from model.network.rotary import rotary_tables, sinusoids_of_distances
 from model.network.score_bias import BucketBias, StepBias
@@ -22,13 +25,22 @@ class StepContext:
         cross: CrossInput | None,
         dtype: torch.dtype,
         shared_bias: BucketBias | None = None,
+        relative: RelativeTable | None = None,
     ) -> None:
-        """`dtype` is that of the rows, `shared_bias` the stack's table of bucketed biases."""
+        """`dtype` is that of the rows; `shared_bias` and `relative` are the stack's tables of positions."""
         self.inputs, self.backend, self.cross = inputs, backend, cross
         self.shared_bias = StepBias(shared_bias) if shared_bias is not None else None
+        self._relative = relative
         self._dtype = dtype
         self._rotaries: dict[RotaryConfig, tuple[Tensor, Tensor]] = {}
         self._sinusoids: dict[int, Tensor] = {}
+
+    @cached_property
+    def relative_table(self) -> Tensor:
+        """`[2 span, d]` of relative positions (DeBERTa)."""
+        assert self._relative is not None
+        table: Tensor = self._relative()
+        return table
 
     def rotary(self, config: RotaryConfig) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[T, 1, R]` of the rows' positions, for `model.network.rotary.rotate`."""

@@ -61,6 +61,9 @@ def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
         for name, rule in plan:
             _fill(filler, reader, name, rule, shapes[rule.target], slices[rule.target])
             progress.read(name)
+    for zero in FAMILIES[config.model_type].zero_rules(config):
+        for _, into in cuts(shapes[zero.target], zero.rows, slices[zero.target]):
+            filler.put(zero.target, into, torch.zeros([index.stop - index.start for index in into]))
     filler.finish()
     return model.requires_grad_(False).eval()
 

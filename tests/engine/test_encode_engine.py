@@ -182,7 +182,7 @@ def test_packed_input_numbers_each_segment_from_zero() -> None:
     assert packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize("kind", ["bert", "albert", "llama-gqa", "t5-relu", "xlnet", "vit"])
+@pytest.mark.parametrize("kind", ["bert", "albert", "llama-gqa", "t5-relu", "xlnet", "deberta-v2-convolution", "vit"])
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits(kind: str, backend: str) -> None:
     """A stream beside it is served meanwhile."""

@@ -122,6 +122,15 @@ GPT2 = dict(
 BERT = dict(**_SIZES, max_position_embeddings=64, type_vocab_size=2)
 ROBERTA = dict(**_SIZES, max_position_embeddings=66, type_vocab_size=1)  # two rows are no position's
 MPNET = dict(**_SIZES, max_position_embeddings=66, pad_token_id=1)
+# Buckets narrower than the inputs, so that some are logarithmic, and inputs beyond their longest distance.
+DEBERTA: dict[str, Any] = dict(**BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16)
+DEBERTA_V2: dict[str, Any] = {
+    **DEBERTA,
+    **dict(type_vocab_size=0, position_biased_input=False, position_buckets=6, norm_rel_ebd="layer_norm"),
+    **dict(share_att_key=True),
+}
+_UNSHARED = dict(share_att_key=False, type_vocab_size=2, position_biased_input=True, embedding_size=12)
+_CONVOLVED = dict(conv_kernel_size=3, conv_act="gelu", num_hidden_layers=3, attention_head_size=8)
 DISTILBERT = dict(vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64)
 XLNET = dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48)
 VIT = dict(
@@ -212,6 +221,11 @@ _ENCODERS: Rows = {
     "albert": _model("AlbertModel", BERT, embedding_size=12),
     "electra": _model("ElectraModel", BERT, embedding_size=12),
     "xlnet": _model("XLNetModel", XLNET),
+    "deberta": _model("DebertaModel", DEBERTA),
+    "deberta-p2c": _model("DebertaModel", DEBERTA, pos_att_type=["p2c"], max_relative_positions=-1),
+    "deberta-v2": _model("DebertaV2Model", DEBERTA_V2),
+    "deberta-v2-convolution": _model("DebertaV2Model", DEBERTA_V2, **_CONVOLVED, pos_att_type="c2p"),
+    "deberta-v2-unshared": _model("DebertaV2Model", DEBERTA_V2, **_UNSHARED),
     "vit": _model("ViTModel", VIT),
 }
 _LABELS = dict(num_labels=3)
@@ -228,6 +242,11 @@ _CLASSIFIERS: Rows = {
     "albert-token": _model("AlbertForTokenClassification", BERT, embedding_size=12, **_LABELS),
     "electra-sequence": _model("ElectraForSequenceClassification", BERT, embedding_size=12, **_LABELS),
     "electra-token": _model("ElectraForTokenClassification", BERT, embedding_size=12, **_LABELS),
+    "deberta-sequence": _model("DebertaForSequenceClassification", DEBERTA, **_LABELS),
+    "deberta-v2-sequence": _model(
+        "DebertaV2ForSequenceClassification", DEBERTA_V2, pooler_hidden_act="tanh", **_LABELS
+    ),
+    "deberta-v2-token": _model("DebertaV2ForTokenClassification", DEBERTA_V2, **_LABELS),
     "xlnet-sequence": _model("XLNetForSequenceClassification", XLNET, **_LABELS),
     "llama-sequence": _model("LlamaForSequenceClassification", LLAMA, **_LABELS),
     "llama-token": _model("LlamaForTokenClassification", LLAMA, **_LABELS),

@@ -34,7 +34,18 @@ BACKENDS = (ReferenceBackend(), SdpaBackend(), *native_backends())
 IN_BF16 = (
     *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "gpt-neox"),
     *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
-    *("bert", "albert", "mpnet", "xlnet", "vit", "bert-token", "roberta-sequence", "llama-sequence", "vit-image"),
+    *(
+        "bert",
+        "albert",
+        "mpnet",
+        "xlnet",
+        "vit",
+        "deberta-v2-unshared",
+        "bert-token",
+        "roberta-sequence",
+        "llama-sequence",
+        "vit-image",
+    ),
 )
 # bfloat16 keeps 8 bits: 2^-9 of relative rounding in each of some dozens of roundings on the way through 2-3 layers,
 # on logits of magnitude ~2-5. A wrong weight or position is off by the logits' own spread, an order of magnitude more.

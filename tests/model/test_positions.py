@@ -84,14 +84,14 @@ def test_a_learned_table_is_read_behind_its_offset() -> None:
 def test_a_step_bias_is_computed_once_for_the_same_positions() -> None:
     calls = []
 
-    def bias(query: torch.Tensor, group: SegmentGroup) -> torch.Tensor:
+    def bias(query: torch.Tensor, key: torch.Tensor, group: SegmentGroup) -> torch.Tensor:
         calls.append(group)
         return group.k_positions + 0
 
     first, second = (AttentionMetadata((length,), (length,), causal=True).groups[0] for length in (2, 5))
     step, query = StepBias(bias), torch.zeros(1, 2, 1, 1)
-    assert step(query, first) is step(query, first)
-    assert len(step(query, second)) == 5
+    assert step(query, query, first) is step(query, query, first)
+    assert len(step(query, query, second)) == 5
     assert calls == [first, second]
 
 
@@ -99,4 +99,4 @@ def test_a_step_bias_makes_one_table_by_distance_where_its_bias_has_one() -> Non
     bias = BucketBias(BucketBiasConfig(), 2, bidirectional=False)
     step = StepBias(bias)
     assert step.by_distance() is step.by_distance()
-    assert StepBias(lambda query, group: query).by_distance() is None
+    assert StepBias(lambda query, key, group: query).by_distance() is None

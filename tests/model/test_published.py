@@ -36,6 +36,21 @@ def _bert(**changes: object) -> str:
     return json.dumps(base | changes)
 
 
+def _deberta(**changes: object) -> str:
+    base = json.loads(
+        """{"attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768,
+        "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-07, "max_position_embeddings": 512,
+        "max_relative_positions": -1, "num_attention_heads": 12, "num_hidden_layers": 12, "pos_att_type": "p2c|c2p",
+        "position_biased_input": false, "relative_attention": true, "type_vocab_size": 0}"""
+    )
+    return json.dumps(base | changes)
+
+
+_DEBERTA_V2 = dict(
+    model_type="deberta-v2", norm_rel_ebd="layer_norm", position_buckets=256, share_att_key=True, vocab_size=128100
+)
+
+
 def _gpt2(size: int, layers: int, heads: int) -> str:
     return f"""{{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
         "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -398,6 +413,25 @@ PUBLISHED = {
             num_hidden_groups=1,
             num_memory_blocks=0,
             vocab_size=30000,
+        ),
+    ),
+    "deberta-base": Published(
+        138_601_728,
+        _deberta(model_type="deberta", padding_idx=0, pos_att_type="c2p|p2c", vocab_size=50265),
+        -12 * 768,  # biases of keys, which are zeros here and absent there
+    ),
+    "deberta-v3-base": Published(183_831_552, _deberta(**_DEBERTA_V2)),
+    "deberta-v2-xlarge": Published(
+        884_593_152,
+        _deberta(
+            **_DEBERTA_V2,
+            attention_head_size=64,
+            conv_act="gelu",
+            conv_kernel_size=3,
+            hidden_size=1536,
+            intermediate_size=6144,
+            num_attention_heads=24,
+            num_hidden_layers=24,
         ),
     ),
     "xlnet-base-cased": Published(

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.base import AttentionMetadata, SegmentGroup
 from model.attention.triton import TritonBackend
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig, BucketBiasConfig, RotaryConfig, XLNetRelativeConfig
+from model.config.layer import AttentionConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig, XLNetRelativeConfig
 from model.network.score_bias import BucketBias, StepBias
 from tests.model.triton_cases import CPU
 
@@ -60,6 +60,7 @@ def paged(config: AttentionConfig, dtype: str) -> PagedSpec:
         (AttentionConfig(66, 1, 16, 1.0), torch.bfloat16, None, "66 heads of a key head are more than"),
         (AttentionConfig(4, 2, 16, 1.0), torch.float64, None, "do not compute in float64"),
         (AttentionConfig(4, 2, 16, 1.0, position=XLNetRelativeConfig()), torch.float32, None, "depends on the query"),
+        (AttentionConfig(4, 4, 16, 1.0, position=DisentangledConfig(8)), torch.float32, None, "depends on the query"),
         (AttentionConfig(4, 2, 16, 1.0), torch.bfloat16, "float32", "read no float32 pages for bfloat16 queries"),
     ],
 )

@@ -18,7 +18,20 @@ from tests.parallel.ranks import load_rank, on_ranks
 
 QUICK = (
     *("llama-gqa", "llama-mqa-head-dim", "llama-tied", "phi3", "qwen3", "gemma", "gpt2", "gpt-neox"),
-    *("marian", "bart", "t5-relu", "t5-gated-untied", "umt5", "bert", "albert", "xlnet", "vit-image", "bert-token"),
+    *(
+        "marian",
+        "bart",
+        "t5-relu",
+        "t5-gated-untied",
+        "umt5",
+        "bert",
+        "albert",
+        "xlnet",
+        "deberta",
+        "deberta-v2",
+        "vit-image",
+        "bert-token",
+    ),
 )
 RELATIVE = 1e-5
 

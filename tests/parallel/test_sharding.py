@@ -26,7 +26,19 @@ from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
 
 KV_HEADS = {"llama-gqa": 2, "llama-mqa-head-dim": 1}  # of 4 heads
-SPLIT_KINDS = ("llama-gqa", "llama-mqa-head-dim", "gpt2", "t5-gated-untied", "umt5", "bart", "xlnet", "albert", "vit")
+SPLIT_KINDS = (
+    "llama-gqa",
+    "llama-mqa-head-dim",
+    "gpt2",
+    "t5-gated-untied",
+    "umt5",
+    "bart",
+    "xlnet",
+    "deberta",
+    "deberta-v2",
+    "albert",
+    "vit",
+)
 
 
 def config_of(kind: str) -> ModelConfig:

@@ -17,6 +17,7 @@ from model.families.table.rules import ClassifierTable, LinearRule
 _MAX_LABELS = 1_000_000  # a larger number is an error in the file
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
+_DEBERTA = ClassifierTable("classifier", _FIRST, "pooler.dense", Activation.GELU)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
 
 _SCORING = (
@@ -34,6 +35,8 @@ _SCORING = (
 _SEQUENCE: dict[str, ClassifierTable] = {
     "albert": ClassifierTable("classifier", _POOLER),
     "bert": ClassifierTable("classifier", _POOLER),
+    "deberta": _DEBERTA,
+    "deberta-v2": _DEBERTA,
     "distilbert": ClassifierTable("classifier", _FIRST, "pre_classifier", Activation.RELU),
     "electra": ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.GELU),
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet"), _ROBERTA),

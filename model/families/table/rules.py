@@ -71,7 +71,15 @@ class LinearRule:
             )
 
 
-Rule = TensorRule | LinearRule
+@dataclass(frozen=True, slots=True)
+class ZeroRule:
+    """The `rows` of `target` are stored nowhere: they are zeros (the bias of DeBERTa's keys, fused with others)."""
+
+    target: str
+    rows: tuple[int, int]
+
+
+Rule = TensorRule | LinearRule | ZeroRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,12 @@ class Family:
         for rule in self.rules(config):
             if isinstance(rule, TensorRule):
                 yield rule
-            else:
+            elif isinstance(rule, LinearRule):
                 yield from rule.tensors(config.stored_as.get(rule.target, Storage.FLOAT))
+
+    def zero_rules(self, config: ModelConfig) -> list[ZeroRule]:
+        """Every part of a parameter that is zero whatever the checkpoint."""
+        return [rule for rule in self.rules(config) if isinstance(rule, ZeroRule)]
 
     def canonical(self, name: str) -> str:
         """Without the prefix; the gain and shift of a norm were once called gamma and beta."""

@@ -1,0 +1,40 @@
+"""A convolution over the tokens of each sequence, beside the first layer of a stack (DeBERTa-v2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.base import AttentionMetadata
+from model.config.model import ConvolutionConfig
+from model.linear.base import LinearSpec, Part
+from model.linear.factory import LinearFactory
+from model.network.mlp import ACTIVATIONS
+from model.network.norms import build_norm
+
+
+class Convolution(nn.Module):
+    """`norm(y + act(W [x_{t - r}; ...; x_{t + r}] + b))` of packed rows; rows of other sequences read as zeros."""
+
+    def __init__(self, config: ConvolutionConfig, size: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.config = config
+        self.project = linear(LinearSpec("project", size * config.width, (Part(size),)))
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = build_norm(config.norm, size)
+
+    def forward(self, x: Tensor, y: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`[T, d]` of what a layer reads `[T, d]` and what it gives `[T, d]`."""
+        seen = self._neighbours(x, metadata).transpose(1, 2).flatten(1)  # [T, d * width], as Conv1d stores its weight
+        output: Tensor = self.norm(y + self.activation(self.project(seen)))
+        return output
+
+    def _neighbours(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`[T, width, d]` of each row, the rows before it and the rows behind it."""
+        lens = torch.tensor(metadata.q_lens, device=x.device)
+        first = torch.tensor(metadata.cu_seqlens_q[:-1], device=x.device).repeat_interleave(lens)[:, None]
+        last = torch.tensor(metadata.cu_seqlens_q[1:], device=x.device).repeat_interleave(lens)[:, None] - 1
+        rows, reach = torch.arange(len(x), device=x.device)[:, None], self.config.width // 2
+        seen = rows + torch.arange(-reach, reach + 1, device=x.device)  # [T, width]
+        outside = (seen < first) | (seen > last)
+        return x[seen.clamp(0, len(x) - 1)].masked_fill(outside[..., None], 0.0)
