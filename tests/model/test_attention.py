@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 
-def bias_of(query: Tensor, group: SegmentGroup) -> Tensor:
+def bias_of(query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
     """Of the distance and of the query itself: `[B, Q, H, D]` to `[B, H, Q, S]`."""
     distance = (group.k_positions[None, None, :] - group.q_positions[:, :, None]).float()  # [B, Q, S]
     by_head = torch.stack([distance * 0.05 * (head + 1) for head in range(HEADS)], dim=1)

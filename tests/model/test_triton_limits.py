@@ -34,7 +34,7 @@ def test_the_table_by_distance_is_the_bias(buckets: int, far: int, bidirectional
     assert torch.equal(table[:, distance.clamp(-far, far) + far], expected)
 
 
-def of_the_query(query: Tensor, group: SegmentGroup) -> Tensor:
+def of_the_query(query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
     """A bias as XLNet's: of the query and the key's position, `[B, Q, H, D]` to `[B, H, Q, S]`."""
     return query[..., 0].transpose(1, 2)[..., None] * group.k_positions
 
