@@ -1,11 +1,14 @@
 """The exceptions that the package raises.
 
-ConfigError            a configuration that cannot be served (a `ValueError`)
-`- CheckpointError     tensors that do not fit their configuration
-EngineError            an engine client could not answer a request
-|- QueueFullError    refused before any work: try again after `retry_after_s` seconds
-`- EngineDeadError   the engine failed while the request was in it
-   `- EngineGoneError  no engine was running: refused before any work
+ConfigError               a configuration that cannot be served (a `ValueError`)
+|- CheckpointError        tensors that do not fit their configuration
+`- MemoryShortageError    a model that does not fit into the memory that it may take
+EngineError               an engine client could not do what was asked
+|- QueueFullError         refused before any work: try again after `retry_after_s` seconds
+|- ModelNotLoadedError    refused before any work: no such model is loaded, or it is being unloaded
+|- LoadFailedError        a model could not be loaded for a reason that is not its configuration
+`- EngineDeadError        the engine failed while the request was in it
+   `- EngineGoneError     no engine was running: refused before any work
 """
 
 from __future__ import annotations
@@ -19,6 +22,15 @@ class CheckpointError(ConfigError):
     """A checkpoint's tensors do not fit its configuration."""
 
 
+class MemoryShortageError(ConfigError):
+    """A model does not fit: by its plan it needs `needed_bytes`, of `available_bytes` that it may take."""
+
+    def __init__(self, message: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
 class EngineError(Exception):
     """Base of the exceptions that an engine client raises."""
 
@@ -30,6 +42,14 @@ class QueueFullError(EngineError):
         super().__init__(reason)
         self.reason = reason  # "queue_requests" or "queue_tokens"
         self.retry_after_s = retry_after_s
+
+
+class ModelNotLoadedError(EngineError):
+    """No model of this name is loaded, or it is being unloaded."""
+
+
+class LoadFailedError(EngineError):
+    """A model could not be loaded though nothing is wrong with its configuration; what is served is not affected."""
 
 
 class EngineDeadError(EngineError):

@@ -6,6 +6,7 @@ The same frames travel through a queue to a thread or over a socket to a child p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from model.api.engine_config import EngineConfig
@@ -20,6 +21,7 @@ class ModelSpec:
     name: str
     path: str
     engine: EngineConfig = field(default_factory=EngineConfig)
+    memory: int | None = None  # bytes that it may take in all, on all ranks; None: what is free on the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +34,52 @@ class Abort:
     reason: FinishReason
 
 
+class FailureKind(StrEnum):
+    """Why a model could not be loaded."""
+
+    CONFIG = "config"  # its folder or its settings
+    MEMORY = "memory"  # it does not fit by its plan
+    ERROR = "error"  # anything else
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """A model that was not loaded, of which nothing is left."""
+
+    model: str
+    kind: FailureKind
+    message: str
+    needed_bytes: int = 0  # with `MEMORY`
+    available_bytes: int = 0
+
+
 @dataclass(slots=True)
 class Commands:
-    """A frame from the front to the loop. The first frame has `load`; `close` ends the loop."""
+    """A frame from the front to the loop. The first frame has `start`; `close` ends the loop.
 
+    Models of `start` are loaded before anything is served, in this order. A failure to load one of them ends the loop,
+    unless it is also in `optional`. Models of `load` are loaded beside serving, one after the other.
+    """
+
+    start: list[ModelSpec] | None = None
+    optional: list[str] = field(default_factory=list)
     load: list[ModelSpec] = field(default_factory=list)
+    unload: list[str] = field(default_factory=list)  # ends what they compute; one that is being loaded is given up
     generate: list[Request] = field(default_factory=list)
     encode: list[EncodeRequest] = field(default_factory=list)
     abort: list[Abort] = field(default_factory=list)
     close: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.load or self.generate or self.encode or self.abort or self.close)
+        asked = (self.load, self.unload, self.generate, self.encode, self.abort)
+        return self.start is not None or self.close or any(asked)
 
 
 @dataclass(slots=True)
 class Events:
     """A frame from the loop to the front, sent after every round of steps and every second while idle (heartbeat).
 
-    A frame with `failure` is the last one: the loop could not load (`invalid`: a configuration error) or broke.
+    A frame with `failure` is the last one: the loop could not start (`invalid`: a configuration error) or broke.
     """
 
     tokens: list[TokenOutput] = field(default_factory=list)
@@ -58,7 +87,9 @@ class Events:
     steps: list[StepStats] = field(default_factory=list)
     stats: list[EngineStats] = field(default_factory=list)
     loaded: list[ModelInfo] = field(default_factory=list)
-    ready: bool = False  # every model is loaded
+    load_failures: list[LoadFailure] = field(default_factory=list)
+    unloaded: list[str] = field(default_factory=list)  # their memory is given back
+    ready: bool = False  # every model of `start` is loaded
     failure: str | None = None
     invalid: bool = False
 

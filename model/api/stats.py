@@ -89,6 +89,7 @@ class ModelInfo:
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)
     cache_pools: tuple[CachePool, ...] = ()  # the first has `num_blocks`; empty: a single one without a window
+    memory_bytes: int = 0  # weights, KV cache and planned scratch, on all ranks
 
     @property
     def limits(self) -> BatchLimits:

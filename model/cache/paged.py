@@ -88,6 +88,11 @@ class KVCache:
             scales = list(zip(key_scales, value_scales, strict=True))
         return [LayerCache(*pages, pool) for pages in zip(keys, values, scales, strict=True)]
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of all pools."""
+        return sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
+
     def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Fill whole blocks of a pool with others of it, all read before any is written."""
         target, source = (device_tensor(list(blocks), self.device, torch.int64) for blocks in (targets, sources))

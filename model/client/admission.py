@@ -57,6 +57,11 @@ class Admission:
             raise QueueFullError("queue_tokens", self._retry_after(1))
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any admitted request has not ended."""
+        return bool(self._sequences)
+
+    @property
     def waiting_tokens(self) -> int:
         """The tokens of prompts and inputs that have no output yet."""
         return sum(self._waiting_tokens.values())

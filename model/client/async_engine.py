@@ -4,7 +4,8 @@ Requests go to the loop as token ids; outputs come back as token ids and get the
 a reader. Each accepted request ends exactly once: by the engine's last output, by its deadline (also checked here, in
 case the engine hangs), by `cancel`, by closing its stream, or by an error when the engine is lost.
 
-A lost engine is restarted, at most `_MAX_RESTARTS` times within `_RESTART_WINDOW` seconds. An engine that sends
+Models can be loaded and unloaded while others are served (`model_table`). A lost engine is restarted with the models
+that were served last, at most `_MAX_RESTARTS` times within `_RESTART_WINDOW` seconds. An engine that sends
 nothing for `stall_seconds` is killed, if the transport can do that, and counts as lost.
 Not thread-safe: everything runs on one event loop.
 """
@@ -21,8 +22,8 @@ from typing import Protocol
 from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.client.admission import Admission
 from model.client.generation_stream import GenerationStream
+from model.client.model_table import FrontModel, ModelTable
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
 from model.system.fault_limit import FaultLimit
 from model.text.tokenizer import Tokenizer
@@ -65,33 +66,31 @@ class AsyncEngine:
         """`stall_seconds`: a loop that sends no frame for this long counts as hung and is replaced.
         `max_unread_bytes`: bound on the output buffered for one stream. `stream_interval`: seconds between deliveries
         (`GenerationStream`)."""
-        self._specs = list(specs)
+        self._table = ModelTable(specs, tokenizers)
         self._new_transport = transport
         self._transport: Transport | None = None
-        self._tokenizers = tokenizers
         self._stall_seconds = stall_seconds
         self._max_unread_bytes = max_unread_bytes
         self._stream_interval = stream_interval
-        self._models: dict[str, ModelInfo] = {}
-        self._stats: dict[str, EngineStats] = {spec.name: EngineStats(spec.name) for spec in specs}
-        self._admission = {spec.name: Admission(spec.engine) for spec in specs}
         self._streams: dict[str, GenerationStream] = {}
         self._encodes: dict[str, tuple[EncodeRequest, asyncio.Future[EncodeOutput]]] = {}
         self._observers: list[Callable[[StepStats], None]] = []
         self._pending = Commands()
         self._unready_reason = "not started"  # empty when ready
         self._started: asyncio.Future[None] | None = None
+        self._started_with: set[str] = set()  # names of models
         self._last_events_time = time.monotonic()
         self._kill_reason = ""  # why the loop was killed; empty once it is gone
         self._restarts = 0
         self._restart_limit = FaultLimit(_MAX_RESTARTS, _RESTART_WINDOW)
         self._restarts_paused = False
         self._background: set[asyncio.Task[None]] = set()
+        self._unloads: set[asyncio.Task[None]] = set()  # which end by themselves when the engine is closed
         self._closed = False
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        return self._models
+        return {name: model.info for name, model in self._table.served.items() if model.info is not None}
 
     @property
     def restarts(self) -> int:
@@ -103,9 +102,31 @@ class AsyncEngine:
         return self._transport
 
     async def start(self) -> None:
-        """Load every model; raises `ConfigError` or `EngineDeadError`."""
+        """Load the models that are served from the start; raises `ConfigError` or `EngineDeadError`."""
         await self._start_transport()
         self._spawn(self._watch())
+
+    async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
+        """Load a model beside those that are served, as `service.core.engine_client.EngineClient.load` says."""
+        self._check_ready()
+        future = self._table.begin_load(spec, tokenizer)
+        self._next_commands().load.append(spec)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._table.give_up(spec.name):
+                self._next_commands().unload.append(spec.name)
+            elif spec.name in self._table.served:  # it was loaded at the same time
+                self._begin_unload(spec.name, 0.0)
+            raise
+
+    async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
+        """Unload a model; return when its memory is given back. Raises `ModelNotLoadedError`.
+
+        It takes no requests from now on; what still runs after `drain_seconds` ends as cancelled. Cancelling this
+        call does not stop the unloading.
+        """
+        await asyncio.shield(self._begin_unload(name, drain_seconds))
 
     async def close(self) -> None:
         """Fail the unfinished requests and close the transport. Idempotent."""
@@ -121,19 +142,17 @@ class AsyncEngine:
     def check_room(self, model: str, sequences: int = 1) -> None:
         """Raise as `submit` and `encode` do where they would refuse this number of sequences of `model`."""
         self._check_ready()
-        self._admission[model].check_room(sequences)
+        self._table[model].admission.check_room(sequences)
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
         """Accept all requests (of one model) or none; raises `QueueFullError` or `EngineGoneError` before any work."""
         self._check_ready()
-        model = requests[0].model
-        self._admission[model].admit(
+        model = self._table[requests[0].model]
+        model.admission.admit(
             {r.request_id: r.num_tokens for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
         )
-        stream = GenerationStream(
-            self, requests, self._tokenizers.get(model), self._max_unread_bytes, self._stream_interval
-        )
+        stream = GenerationStream(self, requests, model.tokenizer, self._max_unread_bytes, self._stream_interval)
         for request in requests:
             self._streams[request.request_id] = stream
         self._next_commands().generate.extend(requests)
@@ -143,7 +162,7 @@ class AsyncEngine:
         """Return one output a request (all of one model), in order. Raises as `submit` does; cancelling aborts."""
         self._check_ready()
         loop = asyncio.get_running_loop()
-        self._admission[requests[0].model].admit({r.request_id: r.source.num_positions for r in requests})
+        self._table[requests[0].model].admission.admit({r.request_id: r.source.num_positions for r in requests})
         futures: list[asyncio.Future[EncodeOutput]] = []
         for request in requests:
             futures.append(loop.create_future())
@@ -179,11 +198,11 @@ class AsyncEngine:
         return Health(live=True, ready=not self._unready_reason, reason=self._unready_reason)
 
     def stats(self) -> dict[str, EngineStats]:
-        return self._stats
+        return {name: model.stats for name, model in self._table.served.items()}
 
     def demand(self) -> dict[str, Demand]:
         """Return the demand of each model, by name."""
-        return {name: admission.demand(self._stats[name]) for name, admission in self._admission.items()}
+        return {name: model.admission.demand(model.stats) for name, model in self._table.served.items()}
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         """Call `observe` with the statistics of every step from now on."""
@@ -197,8 +216,33 @@ class AsyncEngine:
         """Remove a request that has ended: it no longer counts in admission control and gets no more outputs."""
         self._streams.pop(request_id, None)
         self._encodes.pop(request_id, None)
-        for admission in self._admission.values():
-            admission.release(request_id)
+        self._table.release(request_id)
+
+    # -- models that go
+
+    def _begin_unload(self, name: str, drain_seconds: float) -> asyncio.Task[None]:
+        model, gone = self._table.begin_unload(name)
+        task = asyncio.get_running_loop().create_task(self._unload(model, gone, drain_seconds))
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
+        return task
+
+    async def _unload(self, model: FrontModel, gone: asyncio.Future[None], drain_seconds: float) -> None:
+        """Wait for a model's requests, end the rest, and have the engine free it."""
+        name = model.spec.name
+        if self._unready_reason:  # no engine has it; one that is being started frees it
+            self._table.unloaded(name)
+            return
+        drained = asyncio.ensure_future(model.drained.wait())
+        await asyncio.wait((drained, gone), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        if not gone.done():
+            for stream in {stream for stream in self._streams.values() if stream.model == name}:
+                stream.end(FinishReason.CANCELLED, abort_engine=True)
+            for encode in [encode for encode, _ in self._encodes.values() if encode.model == name]:
+                self.cancel(encode.request_id)
+            self._next_commands().unload.append(name)
+        await gone
 
     # -- commands to the loop
 
@@ -229,20 +273,22 @@ class AsyncEngine:
     def _on_events(self, events: Events) -> None:
         self._last_events_time = time.monotonic()
         for info in events.loaded:
-            self._models[info.name] = info
-            self._admission[info.name].set_limits(info.limits)
-            logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
+            self._table.loaded(info)
+        for failure in events.load_failures:
+            self._table.load_failed(failure)
+        for name in events.unloaded:
+            self._table.unloaded(name)
         if events.ready or events.failure is not None:
             self._finish_start(events)
         for stats in events.stats:
-            self._stats[stats.model] = stats
+            self._table.set_stats(stats)
         for step in events.steps:
             for observe in self._observers:
                 observe(step)
         for output in events.tokens:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                self._admission[stream.model].mark_started(output.request_id)
+                self._table.mark_started(stream.model, output.request_id)
                 stream.push(output)
         for encoded in events.encoded:
             self._end_encode(encoded)
@@ -257,6 +303,8 @@ class AsyncEngine:
     def _finish_start(self, events: Events) -> None:
         if events.failure is None:
             self._unready_reason = ""
+            # Models that were to be unloaded while the engine loaded them.
+            self._next_commands().unload.extend(sorted(self._started_with - self._table.served.keys()))
             if self._started is not None and not self._started.done():
                 self._started.set_result(None)
             return
@@ -286,7 +334,7 @@ class AsyncEngine:
             self.release(request_id)
             if not future.done():
                 future.set_exception(error)
-        self._stats = {name: EngineStats(name) for name in self._stats}
+        self._table.lost(error)
 
     # -- start, restart and supervision
 
@@ -296,7 +344,10 @@ class AsyncEngine:
         self._transport = self._new_transport()
         try:
             await self._transport.start(self._on_events, self._on_lost)
-            self._transport.send(Commands(load=self._specs))
+            specs = list(self._table.specs())
+            self._started_with = {spec.name for spec, _ in specs}
+            optional = [spec.name for spec, optional in specs if optional]
+            self._transport.send(Commands(start=[spec for spec, _ in specs], optional=optional))
             await self._started
         except Exception as error:  # also OSError: no descriptors or memory for a process
             self._unready_reason = str(error)

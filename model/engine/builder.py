@@ -28,7 +28,7 @@ from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
-from model.engine.memory_plan import plan_memory, plan_pool
+from model.engine.memory_plan import plan_memory, plan_pool, plan_share
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import warm_up
@@ -73,9 +73,12 @@ class LoadedModel:
             self.rank_processes.check()
 
     def close(self) -> None:
-        """End what was started for it; the model computes nothing any more then."""
-        if self.rank_processes is not None:
-            self.rank_processes.close()
+        """End what was started for it, and break reference cycles, so that its memory is free with the last reference.
+
+        The model computes nothing any more then. The garbage collector need not find its cycles: it looks at nothing
+        that is there when the engine process has started.
+        """
+        _close(self.encode.model)
 
 
 def load(spec: ModelSpec) -> LoadedModel:
@@ -96,9 +99,18 @@ def load(spec: ModelSpec) -> LoadedModel:
             "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
     linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
-    pool = _plan_for_cpu(spec, checkpoint, linear, limits, most) if device.type == "cpu" else None
+    pool, scratch = None, 0
+    if device.type == "cpu":
+        pool, scratch = _plan_for_cpu(spec, checkpoint, linear, limits, most)
+    elif spec.memory is not None:
+        plan_share(spec, checkpoint, linear)
     model = _load_model(spec, checkpoint, selection, linear, most)
-    loaded = assemble(spec, checkpoint, model, selection, pool)
+    try:
+        loaded = assemble(spec, checkpoint, model, selection, pool)
+    except BaseException:
+        _close(model)
+        raise
+    loaded.info.memory_bytes += scratch
     loaded.info.load_seconds = time.monotonic() - began
     return loaded
 
@@ -124,6 +136,8 @@ def assemble(
     if checkpoint.config.can_generate:
         if pool is None:
             pool = _pool_memory(spec.engine, model, context.tokens, device)
+            if spec.memory is not None:
+                pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weight_bytes(model)))
         kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits)
         context = fit_context(spec.engine, context, kv, pool)
         pools = kv.divide(pool, context.tokens, limits.max_num_seqs)
@@ -134,12 +148,7 @@ def assemble(
     slow = slow_ways(spec.engine, selection, generate, device)
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
-    try:
-        _check_fallbacks(spec.engine, slow)
-    except ConfigError:
-        if (rank_processes := _rank_processes(model)) is not None:
-            rank_processes.close()
-        raise
+    _check_fallbacks(spec.engine, slow)
     info = _info(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks, info.cache_pools = slow, cache_pools
     return LoadedModel(info, encode, generate, _rank_processes(model))
@@ -215,14 +224,17 @@ def _select(engine: EngineConfig, config: ModelConfig, device: torch.device, dty
 
 def _plan_for_cpu(
     spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory, limits: BatchLimits, context: int
-) -> int:
-    """Bytes of each rank's KV pool; raises `ConfigError` where the model does not fit, before a weight is read."""
+) -> tuple[int, int]:
+    """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
     scratch = 0
     if linear.library is not None:
         kind, rows = Kind.INT8 if linear.quantized else None, limits.max_num_batched_tokens
         config, dtype = checkpoint.config, linear.dtype
         scratch = planned_scratch(linear.library, config, dtype, kind, rows=rows, context=context)
-    return plan_memory(spec.name, spec.engine, checkpoint, linear, limits, available_memory(), scratch)
+    available = available_memory()
+    if spec.memory is not None:
+        available = min(available, spec.memory)
+    return plan_memory(spec.name, spec.engine, checkpoint, linear, limits, available, scratch), scratch
 
 
 def _load_model(
@@ -232,6 +244,14 @@ def _load_model(
     if linear.collective is None:
         return load_model(checkpoint, selection.backend, linear)
     return load_rank0(spec.name, checkpoint, selection, linear, max_model_len=max_model_len)
+
+
+def _close(model: Transformer) -> None:
+    for stack in (model.encoder, model.decoder):
+        if stack is not None:
+            stack.runner = None  # which refers to the stack
+    if (rank_processes := _rank_processes(model)) is not None:
+        rank_processes.close()
 
 
 def _rank_processes(model: Transformer) -> RankProcesses | None:
@@ -395,8 +415,16 @@ def _info(
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         recorded_sizes=_recorded_sizes(generate),
+        memory_bytes=_memory_bytes(spec.engine, model, generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
+
+
+def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:
+    """Weights and KV caches of all ranks."""
+    runner = generate.runner if generate is not None else None
+    cache = runner.cache.nbytes if isinstance(runner, ModelRunner) else 0
+    return engine.tensor_parallel_size * (weight_bytes(model) + cache)
 
 
 def _recorded_sizes(generate: GenerateEngine | None) -> int:

@@ -146,6 +146,11 @@ def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) 
     return Context(engine.max_model_len, "asked for")
 
 
+def least_context(engine: EngineConfig, most: Context) -> int:
+    """The tokens that the pools must hold at least."""
+    return most.tokens if engine.max_model_len is not None else min(MIN_CONTEXT, most.tokens)
+
+
 def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) -> Context:
     """The context that pools of `memory` bytes serve: `most`, or less where it is not said how much.
 
@@ -154,9 +159,9 @@ def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) 
     fits = kv.context_in(memory)
     if fits >= most.tokens:
         return most
-    if engine.max_model_len is None and fits >= min(MIN_CONTEXT, most.tokens):
+    if engine.max_model_len is None and fits >= least_context(engine, most):
         return Context(fits, f"what the KV pool holds; the model takes {most.tokens}")
-    least = most.tokens if engine.max_model_len is not None else min(MIN_CONTEXT, most.tokens)
+    least = least_context(engine, most)
     size = f"{kv.bytes_for(least) / 2**20:.0f} MiB"
     if len(kv.pools) == 1:
         room = f"{memory // (kv.token_bytes * kv.block_size)} blocks"

@@ -4,6 +4,9 @@
 handles neither text nor sockets. State that may be corrupt is not used again: an exception in one model's engine ends
 that model's sequences and resets the engine. More than `MAX_FAULTS` of them, or an exception in the model's smallest
 forward pass, end the loop with a `failure` frame.
+
+Models come and go while others are served: a thread loads them (`background_loader`), and only the finished model
+reaches the loop. One that cannot be loaded changes nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from model.api.messages import Abort, Channel, Commands, Events
+from model.api.messages import Abort, Channel, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
+from model.engine.background_loader import BackgroundLoader, FreeJob, load_failure
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling.step_budget import StepBudget, StepDemand
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
@@ -24,6 +28,7 @@ from model.errors import ConfigError, EngineDeadError
 from model.system.fault_limit import FaultLimit
 
 HEARTBEAT_SECONDS = 1.0
+LOAD_POLL_SECONDS = 0.02  # between looks whether a model is loaded or freed, while nothing else is to be done
 GRAMMAR_POLL_SECONDS = 0.002  # while all requests wait for grammars to be compiled
 DEADLINE_CHECK_SECONDS = 0.02  # between checks of the engines whose turn it is not
 MAX_FAULTS = 3  # of one model within `FAULT_SECONDS`
@@ -62,12 +67,13 @@ class EngineLoop:
     """Runs the engines of all models of one process, connected to the front by one channel."""
 
     def __init__(self, channel: Channel, on_loaded: Callable[[], object] = lambda: None) -> None:
-        """`on_loaded` is called once, when all models are loaded, before the front is told."""
+        """`on_loaded` is called when the models of the start are loaded, before the front is told."""
         self.channel = channel
         self._on_loaded = on_loaded
         self.models: dict[str, LoadedModel] = {}
         self._faults: dict[str, FaultLimit] = {}
         self._engines: dict[EngineKey, Engine] = {}
+        self._loader = BackgroundLoader()
         self._pacer = StepPacer()
         self._last_engine: EngineKey | None = None  # which computed the last step
         self._last_deadline_check = 0.0
@@ -87,6 +93,7 @@ class EngineLoop:
             logger.exception("the engine loop broke")
             self._fail(f"{type(error).__name__} in the engine", invalid=False)
         finally:
+            self._loader.close()
             for model in self.models.values():
                 model.close()
 
@@ -101,6 +108,7 @@ class EngineLoop:
                     return
                 self._apply(commands, events)
                 commands = self.channel.receive(0)
+            self._take_job(events)
             self._step(events)
             for model in self.models.values():
                 model.check()
@@ -112,7 +120,7 @@ class EngineLoop:
         """The seconds to wait for commands before the next round."""
         busy = [engine for engine in self._engines.values() if engine.has_work]
         if not busy:
-            return HEARTBEAT_SECONDS
+            return LOAD_POLL_SECONDS if self._loader.is_busy else HEARTBEAT_SECONDS
         return GRAMMAR_POLL_SECONDS if all(engine.waits_for_grammars for engine in busy) else 0
 
     @property
@@ -120,10 +128,12 @@ class EngineLoop:
         return any(engine.has_work for engine in self._engines.values())
 
     def _apply(self, commands: Commands, events: Events) -> None:
-        if commands.load:
-            self._load(commands)
-            self._on_loaded()
-            events.ready = True
+        if commands.start is not None:
+            self._start(commands.start, set(commands.optional), events)
+        for name in commands.unload:
+            self._unload(name, events)
+        for spec in commands.load:
+            self._loader.load(spec)
         for request in commands.generate:
             try:
                 engine = self.models[request.model].generate
@@ -143,21 +153,64 @@ class EngineLoop:
                 events.encoded.append(EncodeOutput(encode.request_id, finish_reason=FinishReason.ERROR))
         self._abort(commands.abort, events)
 
-    def _load(self, commands: Commands) -> None:
-        for spec in commands.load:
-            self.models[spec.name] = load(spec)
-            self.channel.send(Events(loaded=[self.models[spec.name].info]))
-        for name, model in self.models.items():
-            self._engines[name, "encode"] = model.encode
-            if model.generate is not None:
-                self._engines[name, "generate"] = model.generate
-        gpu = any(model.info.device != "cpu" for model in self.models.values())
-        weights = {spec.name: spec.engine.model_weight for spec in commands.load}
-        self._pacer = StepPacer(weights, MIN_GPU_TOKENS if gpu else MIN_TOKENS)
+    def _start(self, specs: Iterable[ModelSpec], optional: set[str], events: Events) -> None:
+        """Load models before any is served; raises what prevents it, but for those that the front can do without."""
+        for spec in specs:
+            try:
+                self._add(load(spec), spec.engine.model_weight)
+            except Exception as error:
+                if spec.name not in optional:
+                    raise
+                events.load_failures.append(load_failure(spec.name, error))
+            else:
+                self.channel.send(Events(loaded=[self.models[spec.name].info]))
+        self._on_loaded()
+        events.ready = True
+
+    def _add(self, model: LoadedModel, weight: float) -> None:
+        name = model.info.name
+        self.models[name] = model
+        self._engines[name, "encode"] = model.encode
+        if model.generate is not None:
+            self._engines[name, "generate"] = model.generate
+        self._pacer.add(name, weight, MIN_TOKENS if model.info.device == "cpu" else MIN_GPU_TOKENS)
+
+    def _take_job(self, events: Events) -> None:
+        """Serve a model that was loaded beside others, or tell why it was not; or tell that one is freed."""
+        job = self._loader.take()
+        if job is None:
+            return
+        if isinstance(job, FreeJob) or (job.given_up and not isinstance(job.result, LoadedModel)):
+            events.unloaded.append(job.name)
+        elif job.given_up and isinstance(job.result, LoadedModel):  # after it was loaded
+            self._loader.free(job.result)
+        elif isinstance(job.result, LoadedModel):
+            self._add(job.result, job.spec.engine.model_weight)
+            events.loaded.append(job.result.info)
+        elif job.result is not None:
+            events.load_failures.append(job.result)
+
+    def _unload(self, name: str, events: Events) -> None:
+        """End what a model still computes and free it, or stop loading it; an unknown name counts as unloaded."""
+        if self._loader.give_up(name):
+            return
+        model = self.models.pop(name, None)
+        if model is None:
+            events.unloaded.append(name)
+            return
+        for key in [key for key in self._engines if key[0] == name]:
+            if key == self._last_engine:
+                self._last_engine = None
+            del self._engines[key]
+        self._pacer.remove(name)
+        self._faults.pop(name, None)
+        self._loader.free(model)
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:
-            model = self.models[abort.model]
+            model = self.models.get(abort.model)
+            if model is None:
+                continue  # its requests ended with it
             with self._isolate_faults(model, events):
                 events.encoded += model.encode.abort(abort.request_id, abort.reason)
                 if model.generate is not None:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.messages import ModelSpec
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_files import read_headers
 from model.config.model import ModelConfig
-from model.engine.cache_budget import KVLayout, fit_context, max_context
+from model.engine.cache_budget import KVLayout, fit_context, least_context, max_context
 from model.engine.dtypes import choose_dtype
-from model.errors import ConfigError
+from model.errors import ConfigError, MemoryShortageError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import build_model, plain_parameters, tensor_shapes
@@ -31,6 +32,7 @@ from model.network.weights import TOKEN_TABLE, kept_table_dtype, largest_in_flig
 from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
+_POOL_SHARE = 4  # of what the weights leave; so a model that is loaded later finds memory too
 _NATIVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1 << 30
 
@@ -72,7 +74,7 @@ def plan_pool(engine: EngineConfig, left: int) -> int:
     """Bytes of each rank's KV pool where the weights of all of them leave `left` of a CPU's memory."""
     if engine.kv_cache_memory is not None:
         return engine.kv_cache_memory
-    return max(0, min(DEFAULT_POOL, left // 4)) // engine.tensor_parallel_size
+    return max(0, min(DEFAULT_POOL, left // _POOL_SHARE)) // engine.tensor_parallel_size
 
 
 def plan_memory(
@@ -86,31 +88,51 @@ def plan_memory(
 ) -> int:
     """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits.
 
-    `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`).
+    `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`). What more
+    memory would mend is a `MemoryShortageError`.
     """
     config, ranks = checkpoint.config, engine.tensor_parallel_size
     weights = plan_weights(checkpoint, linear)
-    if ranks * (weights.total + weights.buffer) > available:
-        raise ConfigError(
+    loading, serving = ranks * (weights.total + weights.buffer), ranks * weights.total + scratch
+    if loading > available:
+        raise MemoryShortageError(
             f"{name}: its weights take {gib(ranks * weights.total)} as {linear}, "
-            f"of {gib(available)} that are available; " + _formats_that_fit(checkpoint, linear, available // ranks)
+            f"of {gib(available)} that are available; " + _formats_that_fit(checkpoint, linear, available // ranks),
+            loading,
+            available,
         )
-    left = max(0, available - ranks * weights.total - scratch)
+    left = max(0, available - serving)
     pool = plan_pool(engine, left)
     if not config.can_generate:
         return 0
-    kv = KVLayout.of(engine, config, linear.dtype, limits)
+    kv, most = KVLayout.of(engine, config, linear.dtype, limits), max_context(engine, config, limits)
     try:
-        context = fit_context(engine, max_context(engine, config, limits), kv, pool)
+        context = fit_context(engine, most, kv, pool)
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        if engine.kv_cache_memory is not None:
+            raise ConfigError(f"{name}: {error}") from None
+        needed = serving + _POOL_SHARE * ranks * kv.bytes_for(least_context(engine, most))
+        raise MemoryShortageError(f"{name}: {error}", max(loading, needed), available) from None
     used = ranks * min(pool, kv.bytes_for(context.tokens, limits.max_num_seqs))
     if used > left:
-        raise ConfigError(
+        raise MemoryShortageError(
             f"{name}: a KV pool of {gib(used)} does not fit beside weights of {gib(ranks * weights.total)}: "
-            f"{gib(left)} are left, for a context of {kv.context_in(left // ranks)} at most; lower kv_cache_memory"
+            f"{gib(left)} are left, for a context of {kv.context_in(left // ranks)} at most; lower kv_cache_memory",
+            max(loading, serving + used),
+            available,
         )
     return pool
+
+
+def plan_share(spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory) -> None:
+    """Raise `MemoryShortageError` where the weights alone take more than `spec.memory` of the GPUs."""
+    needed = spec.engine.tensor_parallel_size * plan_weights(checkpoint, linear).total
+    if spec.memory is not None and needed > spec.memory:
+        raise MemoryShortageError(
+            f"{spec.name}: its weights take {gib(needed)} as {linear}, of {gib(spec.memory)} that it may take",
+            needed,
+            spec.memory,
+        )
 
 
 def _formats_that_fit(checkpoint: Checkpoint, linear: LinearFactory, available: int) -> str:

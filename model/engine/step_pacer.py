@@ -132,14 +132,18 @@ class _FairQueue:
         """Add to a key's virtual time; `seconds` are divided by its weight already."""
         self._virtual_time[key] = self._virtual_time.get(key, 0.0) + seconds
 
+    def remove(self, key: str) -> None:
+        self._virtual_time.pop(key, None)
+        self._active.discard(key)
+
 
 class StepPacer:
     """Divides the compute time of a process among its engines, a step at a time."""
 
     def __init__(self, weights: Mapping[str, float] | None = None, min_chunk_tokens: int = MIN_TOKENS) -> None:
-        """`weights`: by model, 1 by default; `min_chunk_tokens`: the smallest prefill chunk."""
+        """`weights`: by model, 1 by default; `min_chunk_tokens`: the smallest prefill chunk of models not in `add`."""
         self._weights = dict(weights or {})
-        self._min_chunk_tokens = min_chunk_tokens
+        self._min_chunks = defaultdict[str, int](lambda: min_chunk_tokens)
         self._costs: defaultdict[EngineKey, _EngineCosts] = defaultdict(_EngineCosts)
         self._streams = _FairQueue()  # of models
         self._background = _FairQueue()  # of models
@@ -149,6 +153,21 @@ class StepPacer:
         self._pause = 0.0  # seconds of background work since that step
         self._anything_decodes = False
         self._planned = defaultdict[EngineKey, deque[float]](lambda: deque(maxlen=2))  # charges of unobserved steps
+
+    def add(self, model: str, weight: float, min_chunk_tokens: int) -> None:
+        """Set a model's weight and its smallest prefill chunk."""
+        self._weights[model], self._min_chunks[model] = weight, min_chunk_tokens
+
+    def remove(self, model: str) -> None:
+        """Forget a model, whose name may be another one's later."""
+        self._weights.pop(model, None)
+        self._min_chunks.pop(model, None)
+        self._background_kinds.pop(model, None)
+        for queue in (self._streams, self._background):
+            queue.remove(model)
+        for known in (self._costs, self._planned):
+            for engine in [engine for engine in known if engine[0] == model]:
+                del known[engine]
 
     def next(self, demands: Mapping[EngineKey, StepDemand]) -> Turn | None:
         """Return the engine of the next step and its budget; None without any demand."""
@@ -190,7 +209,7 @@ class StepPacer:
         engine, _ = self._next_background(demands, [])
         costs, demand = self._costs[engine].alone, demands[engine]
         prompt, whole = (
-            cost.tokens_within(MAX_STEP_SECONDS, self._min_chunk_tokens, explore=False)
+            cost.tokens_within(MAX_STEP_SECONDS, self._min_chunks[engine[0]], explore=False)
             if cost.is_known
             else FIRST_TOKENS
             for cost in (costs.prompt, costs.whole)
@@ -233,7 +252,9 @@ class StepPacer:
             return None  # prompts of a streaming engine run in its decode steps, when their turn comes
         prefill = costs.prefill(engine in streaming)
         min_cost = (
-            costs.decode.seconds or 0.0 if kind == "decode" else prefill.min_seconds(demand, self._min_chunk_tokens)
+            costs.decode.seconds or 0.0
+            if kind == "decode"
+            else prefill.min_seconds(demand, self._min_chunks[engine[0]])
         )
         self._credit = min(self._credit, min_cost + self._step_credit)  # bounded, but a rest of the last step's is kept
         max_pause = _MAX_PAUSE * self._step_credit
@@ -245,7 +266,7 @@ class StepPacer:
             self._charge(engine, kind, min_cost)
             return Turn(engine, DECODES_ONLY)
         seconds = min(self._credit, max(min_cost, max_pause - self._pause))
-        prompt, whole = prefill.tokens_within(seconds, demand, self._min_chunk_tokens)
+        prompt, whole = prefill.tokens_within(seconds, demand, self._min_chunks[engine[0]])
         self._plan(engine, prefill.seconds(demand, prompt, whole))
         if engine in streaming:
             self._add_credit(engine, demands, streaming)

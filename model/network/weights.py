@@ -30,6 +30,7 @@ from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
 from model.network.transformer import Transformer
+from model.system.background_work import give_way
 
 TOKEN_TABLE = "tokens.weight"
 PROGRESS_SECONDS = 5.0  # between two words of how far loading is
@@ -61,6 +62,7 @@ def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
         for name, rule in plan:
             _fill(filler, reader, name, rule, shapes[rule.target], slices[rule.target])
             progress.read(name)
+            give_way()
     for zero in FAMILIES[config.model_type].zero_rules(config):
         for _, into in cuts(shapes[zero.target], zero.rows, slices[zero.target]):
             filler.put(zero.target, into, torch.zeros([index.stop - index.start for index in into]))

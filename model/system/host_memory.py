@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _CGROUP_FILES = (  # limit, usage, statistics and its field of file cache, for cgroup versions 2 and 1
@@ -23,6 +25,12 @@ def available_memory(root: Path = Path("/")) -> int:
     if machine is None:
         return min([os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *of_groups])
     return min([machine * 1024, *of_groups])
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the system that the C library would keep for later, where it is glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _left_to_cgroup(root: Path, limit_file: str, usage_file: str, stat_file: str, cache_field: str) -> int | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from model.api.messages import ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, Request, TokenOutput
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
+from model.text.tokenizer import Tokenizer
 
 
 class GenerationStream(Protocol):
@@ -33,23 +35,44 @@ class EngineClient(Protocol):
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """The loaded models by name; empty until `start` has returned."""
+        """The models that take requests, by name; empty until `start` has returned."""
 
     @property
     def restarts(self) -> int:
         """The number of times that failed engines were restarted, over all models."""
 
     async def start(self) -> None:
-        """Load every model; raises `ConfigError` or `EngineDeadError`."""
+        """Load the models that are served from the start, if any; raises `ConfigError` or `EngineDeadError`."""
+
+    async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
+        """Load a model beside those that are served; it takes requests once this returns.
+
+        Models are loaded one after the other, in the order of the calls. After any exception nothing has changed.
+        Raises `ConfigError` for what cannot be served or a name that is in use, also while it is being loaded or
+        unloaded; `MemoryShortageError` where the model does not fit by its plan; `LoadFailedError` for whatever else
+        prevents it; `EngineGoneError` where no engine runs, `EngineDeadError` if it is lost meanwhile. Cancelling
+        gives the model up.
+        """
+
+    async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
+        """Unload a model; return when its memory is given back.
+
+        It takes no requests from now on. Running ones get `drain_seconds` to end; then they end with
+        `FinishReason.CANCELLED`. Raises `ModelNotLoadedError`. Cancelling this call does not stop the unloading. If the
+        engine is lost meanwhile, the model is unloaded with it.
+        """
 
     async def close(self) -> None:
         """Fail whatever still runs and release the engines. Idempotent."""
 
     def check_room(self, model: str, sequences: int = 1) -> None:
-        """Raise what `submit` and `encode` would raise for so many sequences, before any preparation."""
+        """Raise what `submit` and `encode` would raise for so many sequences, before any preparation.
+
+        That is `ModelNotLoadedError`, `QueueFullError` or `EngineGoneError`.
+        """
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
-        """Queue all of `requests` at once, or raise `QueueFullError` or `EngineGoneError` with none queued."""
+        """Queue all of `requests` (of one model) at once, or raise as `check_room` does with none queued."""
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
         """One output for each request, in order. Raises as `submit` does before any work, `EngineDeadError` later;

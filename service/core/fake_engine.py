@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from model.api.messages import ModelSpec
 from model.api.request import (
     EncodeOutput,
     EncodeRequest,
@@ -23,7 +24,7 @@ from model.api.request import (
     TokenOutput,
 )
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.errors import EngineDeadError, EngineGoneError, QueueFullError
+from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError, QueueFullError
 from model.text.tokenizer import Detokenizer, Tokenizer
 
 _CRASH = "/usr/lib/secret 0xdeadbeef canary"  # text of an exception, which must reach no client and no log
@@ -44,6 +45,9 @@ class Script:
     live: bool = True
     ready: bool = True
     reason: str = ""
+    load_delay_s: float = 0.0  # of every `load`
+    load_error: Exception | None = None  # raised by every `load`, after the delay
+    unload_delay_s: float = 0.0  # of every `unload`, beside the time that running requests take
 
 
 @dataclass
@@ -55,15 +59,24 @@ class _Sequence:
 
 
 class FakeEngineClient:
-    """Implements `EngineClient`; records the requests (`submitted`, `encoded`) and those ended early (`aborted`)."""
+    """Implements `EngineClient`; records the requests (`submitted`, `encoded`) and those ended early (`aborted`).
+
+    It has `models` from the start and knows others, `loadable`, that `load` adds; `loaded` and `unloaded` record that.
+    """
 
     def __init__(
         self,
         models: Sequence[ModelInfo],
         tokenizers: Mapping[str, Tokenizer | None] | None = None,
         script: Script | None = None,
+        loadable: Sequence[ModelInfo] = (),
     ) -> None:
-        self._loadable = {info.name: info for info in models}
+        self._from_start = {info.name: info for info in models}
+        self._loadable = {info.name: info for info in (*models, *loadable)}
+        self._changing: set[str] = set()  # names that are being loaded or unloaded
+        self._model_of: dict[str, str] = {}  # of every request
+        self.loaded: list[ModelSpec] = []
+        self.unloaded: list[str] = []
         self._tokenizers = dict(tokenizers or {})
         self.script = script or Script()
         self.models: dict[str, ModelInfo] = {}
@@ -77,26 +90,61 @@ class FakeEngineClient:
         self._observers: list[Callable[[StepStats], None]] = []
 
     async def start(self) -> None:
-        self.models = dict(self._loadable)
+        self.models = dict(self._from_start)
         self._closed = False
 
     async def close(self) -> None:
         self._closed = True
 
+    async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
+        self._check_alive()
+        if spec.name in self.models or spec.name in self._changing:
+            raise ConfigError(f"a model named {spec.name} is there already")
+        self._changing.add(spec.name)
+        try:
+            await asyncio.sleep(self.script.load_delay_s)
+            if self.script.load_error is not None:
+                raise self.script.load_error
+            if spec.name not in self._loadable:
+                raise ConfigError(f"{spec.path} holds no model")
+        finally:
+            self._changing.discard(spec.name)
+        self.loaded.append(spec)
+        self._tokenizers[spec.name] = tokenizer
+        self.models[spec.name] = self._loadable[spec.name]
+        return self.models[spec.name]
+
+    async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
+        if self.models.pop(name, None) is None:
+            raise ModelNotLoadedError(f"no model named {name} is loaded")
+        self._changing.add(name)
+        deadline = time.monotonic() + drain_seconds
+        while self._requests_of(name) and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        self.cancelled |= self._requests_of(name)
+        await asyncio.sleep(self.script.unload_delay_s)
+        self._changing.discard(name)
+        self.unloaded.append(name)
+
+    def _requests_of(self, model: str) -> set[str]:
+        return {request_id for request_id in self.running if self._model_of[request_id] == model}
+
     def check_room(self, model: str, sequences: int = 1) -> None:
-        self._admit()
+        self._admit(model)
 
     def submit(self, requests: Sequence[Request]) -> FakeStream:
-        self._admit()
+        self._admit(requests[0].model)
         self.submitted.extend(requests)
         self.running.update(request.request_id for request in requests)
+        self._model_of |= {request.request_id: request.model for request in requests}
         return FakeStream(self, [one for request in requests for one in self._sequences(request)])
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        self._admit()
+        self._admit(requests[0].model)
         self.encoded.extend(requests)
         ids = [request.request_id for request in requests]
         self.running.update(ids)
+        self._model_of |= dict.fromkeys(ids, requests[0].model)
         try:
             if self.script.die_after is not None:
                 raise EngineDeadError("scripted death")
@@ -133,9 +181,14 @@ class FakeEngineClient:
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         self._observers.append(observe)
 
-    def _admit(self) -> None:
+    def _check_alive(self) -> None:
         if self.script.dead or self._closed:
             raise EngineGoneError("scripted death")
+
+    def _admit(self, model: str) -> None:
+        self._check_alive()
+        if model not in self.models:
+            raise ModelNotLoadedError(f"no model named {model} is loaded")
         if self.script.queue_full is not None:
             raise QueueFullError(self.script.queue_full, self.script.retry_after_s)
 
@@ -159,7 +212,7 @@ class FakeEngineClient:
             return EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR)
         if request.deadline is not None and time.monotonic() > request.deadline:
             return EncodeOutput(request.request_id, finish_reason=FinishReason.DEADLINE)
-        size = request.dimensions or self.models[request.model].embedding_size
+        size = request.dimensions or self._loadable[request.model].embedding_size
         rows = [[(token + column) / 8 for column in range(size)] for token in request.source.token_ids]
         if request.task is EncodeTask.TOKENS:
             flat = [value for row in rows for value in row]

@@ -214,7 +214,7 @@ def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytes
     frames = FrameSocket(ours)
     before = gc.get_freeze_count()
     try:
-        frames.send(msgspec.msgpack.encode(Commands(load=[spec])))
+        frames.send(msgspec.msgpack.encode(Commands(start=[spec])))
         engine_main.main()
         assert gc.get_threshold()[0] > thresholds[0]
         assert len(ready) == 1 and ready[0] > before + 10_000

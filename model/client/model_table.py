@@ -1,0 +1,159 @@
+"""The models of one engine as the front knows them: served, being loaded or being unloaded. No torch.
+
+A name is in use from the call that loads it until the engine says that its memory is given back. What takes requests
+is `served`; whatever an engine process loads when it is started again is made of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from model.api.messages import FailureKind, LoadFailure, ModelSpec
+from model.api.stats import EngineStats, ModelInfo
+from model.client.admission import Admission
+from model.errors import ConfigError, EngineDeadError, LoadFailedError, MemoryShortageError, ModelNotLoadedError
+from model.text.tokenizer import Tokenizer
+
+_Result = TypeVar("_Result")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FrontModel:
+    """One model and the work that it has."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    admission: Admission
+    stats: EngineStats
+    optional: bool = False  # it was loaded beside others, so an engine may be started again without it
+    info: ModelInfo | None = None  # once it is loaded
+    drained: asyncio.Event = field(default_factory=asyncio.Event)  # while it is unloaded: it has no requests left
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tokenizer: Tokenizer | None, *, optional: bool) -> FrontModel:
+        return cls(spec, tokenizer, Admission(spec.engine), EngineStats(spec.name), optional)
+
+    def has_loaded(self, info: ModelInfo) -> None:
+        self.info = info
+        self.admission.set_limits(info.limits)
+        logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
+
+
+class ModelTable:
+    """Models by name, and who waits for them to come or go."""
+
+    def __init__(self, specs: Sequence[ModelSpec], tokenizers: Mapping[str, Tokenizer | None]) -> None:
+        self.served = {
+            spec.name: FrontModel.of(spec, tokenizers.get(spec.name), optional=False) for spec in specs
+        }  # also while their engine is started
+        self._loading: dict[str, tuple[FrontModel, asyncio.Future[ModelInfo]]] = {}
+        self._unloading: dict[str, tuple[FrontModel, asyncio.Future[None]]] = {}
+
+    def __getitem__(self, name: str) -> FrontModel:
+        """Return a model that takes requests; raises `ModelNotLoadedError`."""
+        found = self.served.get(name)
+        if found is None:
+            raise ModelNotLoadedError(f"no model named {name} is loaded")
+        return found
+
+    def release(self, request_id: str) -> None:
+        """Stop counting a request that has ended."""
+        for model in (*self.served.values(), *(model for model, _ in self._unloading.values())):
+            model.admission.release(request_id)
+            if not model.admission.has_requests:
+                model.drained.set()
+
+    def mark_started(self, name: str, request_id: str) -> None:
+        """Note that a request has an output."""
+        if name in self.served:
+            self.served[name].admission.mark_started(request_id)
+
+    def set_stats(self, stats: EngineStats) -> None:
+        if stats.model in self.served:
+            self.served[stats.model].stats = stats
+
+    def begin_load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> asyncio.Future[ModelInfo]:
+        """Reserve the model's name; what is returned ends as `load` does. Raises `ConfigError` if it is in use."""
+        for names, state in ((self.served, "served"), (self._loading, "being loaded"), (self._unloading, "unloaded")):
+            if spec.name in names:
+                raise ConfigError(f"a model named {spec.name} is {state} already")
+        future = asyncio.get_running_loop().create_future()
+        self._loading[spec.name] = (FrontModel.of(spec, tokenizer, optional=True), future)
+        return future
+
+    def begin_unload(self, name: str) -> tuple[FrontModel, asyncio.Future[None]]:
+        """Take no more requests for a model; the future ends once it is gone. Raises `ModelNotLoadedError`."""
+        model = self[name]
+        return model, self._leave(self.served.pop(name))
+
+    def give_up(self, name: str) -> bool:
+        """Expect no more that a model is loaded; False if it has been already."""
+        if name not in self._loading:
+            return False
+        self._leave(self._loading.pop(name)[0])
+        return True
+
+    def _leave(self, model: FrontModel) -> asyncio.Future[None]:
+        future = asyncio.get_running_loop().create_future()
+        self._unloading[model.spec.name] = (model, future)
+        if not model.admission.has_requests:
+            model.drained.set()
+        return future
+
+    def loaded(self, info: ModelInfo) -> None:
+        """A model is loaded, whether beside others or with them; one that was given up is awaited no more."""
+        if info.name in self._loading:
+            model, future = self._loading.pop(info.name)
+            self.served[info.name] = model
+            _resolve(future, info)
+        if info.name in self.served:
+            self.served[info.name].has_loaded(info)
+
+    def load_failed(self, failure: LoadFailure) -> None:
+        """A model could not be loaded; one that an engine was started again without is served no more."""
+        if failure.model in self._loading:
+            _, future = self._loading.pop(failure.model)
+            if not future.done():
+                future.set_exception(_error(failure))
+        elif self.served.pop(failure.model, None) is not None:
+            logger.error("%s is served no more, as it could not be loaded again: %s", failure.model, failure.message)
+
+    def unloaded(self, name: str) -> None:
+        """A model's memory is given back."""
+        if name in self._unloading:
+            logger.info("unloaded %s", name)
+            _resolve(self._unloading.pop(name)[1], None)
+
+    def lost(self, error: EngineDeadError) -> None:
+        """The engine is gone: what was to be loaded has failed, what was to be unloaded is gone with it."""
+        for _, loading in self._loading.values():
+            if not loading.done():
+                loading.set_exception(error)
+        for _, unloading in self._unloading.values():
+            _resolve(unloading, None)
+        self._loading.clear()
+        self._unloading.clear()
+        for model in self.served.values():
+            model.stats = EngineStats(model.spec.name)
+
+    def specs(self) -> Iterator[tuple[ModelSpec, bool]]:
+        """What an engine is started with, and whether it may be started without."""
+        for model in self.served.values():
+            yield model.spec, model.optional
+
+
+def _resolve(future: asyncio.Future[_Result], result: _Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _error(failure: LoadFailure) -> Exception:
+    if failure.kind is FailureKind.MEMORY:
+        return MemoryShortageError(failure.message, failure.needed_bytes, failure.available_bytes)
+    return ConfigError(failure.message) if failure.kind is FailureKind.CONFIG else LoadFailedError(failure.message)

@@ -1,0 +1,289 @@
+"""Models are loaded and unloaded while others are served, and whatever fails changes nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import EncodeRequest, FinishReason
+from model.api.source import token_source
+from model.client import async_engine
+from model.client.async_engine import AsyncEngine
+from model.engine import builder
+from model.engine.loop import EngineLoop
+from model.engine.thread_transport import ThreadTransport
+from model.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineGoneError,
+    LoadFailedError,
+    MemoryShortageError,
+    ModelNotLoadedError,
+)
+from model.linear.native import NativeLinear
+from model.system.background_work import GivenUpError, give_way
+from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
+from tests.engine.support import request
+from tests.model.checkpoints import copied, prompt, saved
+from tests.model.texts import bytes_tokenizer
+
+LLAMA, OTHER = "llama-gqa", "marian"
+CONFIG = EngineConfig(kv_cache_memory=4 << 20, block_size=4, device="cpu", dtype="float32")
+
+
+def spec(kind: str, name: str = "", path: Path | None = None) -> ModelSpec:
+    return ModelSpec(name or kind, str(path or saved(kind).path), CONFIG)
+
+
+@pytest.fixture
+def brake(monkeypatch: pytest.MonkeyPatch) -> Brake:
+    return Brake(monkeypatch)
+
+
+@asynccontextmanager
+async def streaming(engine: AsyncEngine) -> AsyncIterator[None]:
+    """While the block runs, a stream of `LLAMA` does, which is not affected by it."""
+    alone = ids_of(await collect(engine.submit([request(LLAMA, "alone", 5, max_tokens=90)])), "alone")
+    beside = asyncio.create_task(collect(engine.submit([request(LLAMA, "beside", 5, max_tokens=90)])))
+    yield
+    assert ids_of(await beside, "beside") == alone
+    assert (engine.health().ready, engine.restarts) == (True, 0)
+
+
+@async_test
+async def test_a_model_is_loaded_beside_a_stream_and_unloaded(brake: Brake) -> None:
+    brake.seconds = 0.002
+    async with served(LLAMA) as engine, streaming(engine):
+        for _ in range(2):  # the second time as the first
+            with pytest.raises(ModelNotLoadedError, match="no model named marian"):
+                engine.check_room(OTHER)
+            info = await engine.load(spec(OTHER), bytes_tokenizer())
+            assert engine.models[OTHER] is info
+            assert info.memory_bytes > info.weight_bytes
+            outputs = await collect(engine.submit([request(OTHER, "new", 5)]))
+            assert ends_of(outputs) == {("new", 0): FinishReason.LENGTH}
+            assert text_of(outputs) == bytes_tokenizer().decode(ids_of(outputs, "new"))
+            assert set(engine.demand()) == set(engine.stats()) == {LLAMA, OTHER}
+            await engine.unload(OTHER)
+            for names in (engine.models, engine.demand(), engine.stats()):
+                assert set(names) == {LLAMA}
+            with pytest.raises(ModelNotLoadedError):
+                engine.submit([request(OTHER, "late", 5)])
+            with pytest.raises(ModelNotLoadedError):
+                await engine.unload(OTHER)
+    await until(lambda: idle(engine))
+
+
+@async_test
+async def test_a_failed_load_changes_nothing(brake: Brake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    brake.seconds = 0.002
+    broken = copied(OTHER, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    async with served(LLAMA) as engine, streaming(engine):
+
+        async def fails(error: type[Exception], match: str, spec: ModelSpec) -> Exception:
+            with pytest.raises(error, match=match) as raised:
+                await engine.load(spec, None)
+            assert set(engine.models) == set(engine.stats()) == {LLAMA}
+            return raised.value
+
+        await fails(ConfigError, "llama-gqa is served already", spec(OTHER, LLAMA))
+        await fails(ConfigError, "config.json", spec(OTHER, path=tmp_path))
+        shortage = await fails(MemoryShortageError, "weights take", replace(spec(OTHER), memory=1 << 20))
+        assert isinstance(shortage, MemoryShortageError) and shortage.available_bytes == 1 << 20
+        await fails(MemoryShortageError, "weights take", replace(spec(OTHER), memory=0))
+
+        made = list[weakref.ref[NativeLinear]]()
+        reserve = NativeLinear.reserve
+
+        def records(self: NativeLinear) -> None:
+            if not self.arrays:  # else it is the stream's
+                made.append(weakref.ref(self))
+            reserve(self)
+
+        def truncates(self: NativeLinear) -> None:
+            if not self.arrays:
+                weights.write_bytes(whole[: len(whole) // 2])  # its header was read before
+            records(self)
+
+        def raises(*arguments: Any) -> None:
+            raise RuntimeError("secret detail of the fault")
+
+        monkeypatch.setattr(NativeLinear, "reserve", truncates)
+        await fails(ConfigError, "became shorter", spec(OTHER, path=broken))
+        monkeypatch.setattr(NativeLinear, "reserve", records)
+        for culprit in ("attach_native_stacks", "KVCache", "_info"):
+            with monkeypatch.context() as patch:
+                patch.setattr(builder, culprit, raises)
+                error = await fails(LoadFailedError, "RuntimeError while marian was loaded", spec(OTHER))
+                assert "secret" not in str(error)
+        assert made
+        assert not any(linear() for linear in made), "what was loaded in vain is still there"
+
+        weights.write_bytes(whole)
+        assert (await engine.load(spec(OTHER, path=broken), None)).name == OTHER
+
+
+@async_test
+async def test_unloading_waits_for_requests_and_ends_those_that_take_too_long(brake: Brake) -> None:
+    async with served(LLAMA, OTHER, "bert") as engine:
+        brake.seconds = 0.005
+        short = asyncio.create_task(collect(engine.submit([request(OTHER, "short", 4, max_tokens=8)])))
+        await engine.unload(OTHER, drain_seconds=30.0)
+        assert ends_of(await asyncio.wait_for(short, 1.0)) == {("short", 0): FinishReason.LENGTH}
+
+        ready = threading.Event()
+        brake.ready = ready.is_set
+        stream = engine.submit([request(LLAMA, "long", 4, max_tokens=90, n=2)])
+        encode = asyncio.create_task(engine.encode([EncodeRequest("e", LLAMA, token_source(prompt(5)))]))
+        await asyncio.sleep(0.02)
+        unloading = asyncio.create_task(engine.unload(LLAMA, drain_seconds=0.1))
+        await asyncio.sleep(0.05)
+        assert not unloading.done()
+        assert set(engine.models) == {"bert"}
+        with pytest.raises(ConfigError, match="unloaded already"):
+            await engine.load(spec(LLAMA), None)
+        unloading.cancel()  # stops nothing
+        outputs = await collect(stream)
+        assert ends_of(outputs) == {("long", 0): FinishReason.CANCELLED, ("long", 1): FinishReason.CANCELLED}
+        assert [output.finish_reason for output in await encode] == [FinishReason.CANCELLED]
+        ready.set()
+        await until(lambda: reloadable(engine, LLAMA))
+
+
+def reloadable(engine: AsyncEngine, name: str) -> bool:
+    return not any(name in names for names in (engine._table._loading, engine._table._unloading))
+
+
+@async_test
+async def test_a_load_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    ended = list[BaseException]()
+    load = builder.load
+
+    def waits(spec: ModelSpec) -> builder.LoadedModel:
+        begun.set()
+        go_on.wait(30.0)
+        try:
+            give_way()
+        except GivenUpError as error:
+            ended.append(error)
+            raise
+        return load(spec)
+
+    monkeypatch.setattr("model.engine.background_loader.load", waits)
+    async with served(LLAMA) as engine:
+        loading = [asyncio.create_task(engine.load(spec(OTHER, name), None)) for name in ("first", "second", "third")]
+        await until(begun.is_set)
+        for task in loading[:2]:
+            task.cancel()
+        await asyncio.wait(loading[:2])
+        with pytest.raises(ConfigError, match="first is unloaded already"):
+            await engine.load(spec(OTHER, "first"), None)
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert (await loading[2]).name == "third"
+        assert len(ended) == 1, "the second had begun"
+        await until(lambda: reloadable(engine, "first") and reloadable(engine, "second"))
+        assert set(engine.models) == {LLAMA, "third"}
+        assert (await engine.load(spec(OTHER, "first"), None)).name == "first"
+
+
+class Mortal(ThreadTransport):
+    """A transport whose loop can be lost."""
+
+    async def start(self, on_events: Callable[..., None], on_lost: Callable[[str], None]) -> None:
+        self.lose = on_lost
+        await super().start(on_events, on_lost)
+
+
+@async_test
+async def test_a_restarted_engine_has_what_was_loaded_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    go_on, slow = threading.Event(), "slow"
+    load = builder.load
+
+    def waits(spec: ModelSpec) -> builder.LoadedModel:
+        assert spec.name != slow or go_on.wait(30.0)
+        return load(spec)
+
+    monkeypatch.setattr("model.engine.background_loader.load", waits)
+    gone = copied(OTHER, tmp_path / "gone")
+    async with served(LLAMA, "bert", transport=Mortal) as engine:
+        await engine.load(spec(OTHER), bytes_tokenizer())
+        await engine.load(spec(OTHER, "vanished", gone), None)
+        await engine.unload("bert")
+        loading = asyncio.create_task(engine.load(spec(OTHER, slow), None))
+        await asyncio.sleep(0.05)
+        gone.rename(tmp_path / "elsewhere")
+        transport = engine.transport
+        assert isinstance(transport, Mortal)
+        transport.lose("an accident")
+        with pytest.raises(EngineDeadError, match="an accident"):
+            await loading
+        with pytest.raises(EngineGoneError):
+            await engine.load(spec(OTHER, "refused"), None)
+        go_on.set()
+        await until(lambda: engine.health().ready)
+        assert set(engine.models) == {LLAMA, OTHER}
+        for name in engine.models:
+            outputs = await collect(engine.submit([request(name, f"again {name}", 5)]))
+            assert ends_of(outputs) == {(f"again {name}", 0): FinishReason.LENGTH}
+
+
+@async_test
+async def test_an_unload_during_a_restart_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    loops = list[EngineLoop]()
+    init = EngineLoop.__init__
+
+    def records(self: EngineLoop, *arguments: Any) -> None:
+        loops.append(self)
+        init(self, *arguments)
+
+    monkeypatch.setattr(EngineLoop, "__init__", records)
+    async with served(LLAMA, OTHER, transport=Mortal) as engine:
+        transport = engine.transport
+        assert isinstance(transport, Mortal)
+        transport.lose("an accident")
+        await until(lambda: len(loops) == 2)
+        await engine.unload(OTHER)
+        await until(lambda: engine.health().ready)
+        await until(lambda: set(loops[1].models) == {LLAMA})
+
+
+@async_test
+async def test_an_engine_begins_without_models() -> None:
+    async with served() as engine:
+        assert engine.health().ready
+        assert engine.models == engine.stats() == {}
+        await engine.load(spec(LLAMA), None)
+        assert len(ids_of(await collect(engine.submit([request(LLAMA, "first", 5)])), "first")) == 12
+
+
+@pytest.mark.parametrize("kind", [LLAMA, OTHER, "bert", "xlnet"])
+def test_a_closed_model_is_freed_without_the_garbage_collector(kind: str) -> None:
+    """The engine process exempts what its models are made of from collection."""
+    model = builder.load(spec(kind))
+    found = [weakref.ref(model.encode.model), weakref.ref(model.encode)]
+    if model.generate is not None:
+        found += [weakref.ref(model.generate), weakref.ref(model.generate.runner.cache)]  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        model.close()
+        del model
+        assert not any(one() for one in found)
+    finally:
+        gc.enable()
