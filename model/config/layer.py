@@ -45,6 +45,7 @@ class NormConfig:
     kind: NormKind
     eps: float
     unit_offset: bool = False  # the gain is stored as its distance from 1 (Gemma)
+    bias: bool = True  # LAYER: whether it shifts too (ModernBERT: not)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,18 +220,22 @@ class ClassifierInput(StrEnum):
     FIRST = "first"
     LAST = "last"
     POOLER = "pooler"
+    MEAN = "mean"  # of all tokens
     EVERY = "every"  # one decision a token
+    ALL = "all"  # the mean of every token's scores
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierConfig:
-    """Hidden states to scores over labels: `out(act(dense(x)))`, or `out(x)` alone."""
+    """Hidden states to scores over labels: `out(norm(act(dense(x))))`, or `out(x)` alone."""
 
     labels: tuple[str, ...]
     input: ClassifierInput
     dense: Activation | None = None  # of a layer of the hidden width in between; None: there is none
     bias: bool = True  # of the last layer
     multi_label: bool = False  # labels do not exclude each other
+    dense_bias: bool = True
+    norm: NormConfig | None = None  # behind the dense layer (ModernBERT)
 
     @property
     def per_token(self) -> bool:

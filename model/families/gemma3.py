@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from model.config.model import ModelConfig
-from model.errors import ConfigError
 from model.families import gemma, llama
 from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary
+from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family
 
 _PERIOD = 6  # every sixth layer has full attention
@@ -40,21 +39,15 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def _ropes(raw: Settings) -> dict[str, Settings]:
-    """Return the settings with the rotary parameters of each type of layer.
-
-    New checkpoints have parameters for each type. Old ones have two bases, and `rope_scaling` is of full attention.
-    """
-    sets = raw.get("rope_parameters") or {}
-    unknown = sorted(set(sets) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ConfigError(f"rope_parameters of types {', '.join(unknown)} are not served for 'gemma3_text'")
+    """Return the settings of each type of layer; old checkpoints have two bases, and scale full attention alone."""
     local = raw.get("rope_local_base_freq", 10_000.0)
-    return {
-        "full_attention": raw.otherwise(rope_theta=1_000_000.0).but(rope_parameters=sets.get("full_attention")),
-        "sliding_attention": raw.but(
-            rope_parameters=sets.get("sliding_attention"), rope_scaling=None, rope_theta=local
-        ),
-    }
+    return settings_by_type(
+        raw,
+        {
+            "full_attention": raw.otherwise(rope_theta=1_000_000.0),
+            "sliding_attention": raw.but(rope_scaling=None, rope_theta=local),
+        },
+    )
 
 
 FAMILIES = {

@@ -8,6 +8,7 @@ from model.config.model import ClassifierConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.mlp import ACTIVATIONS
+from model.network.norms import build_norm
 
 
 class Classifier(nn.Module):
@@ -17,11 +18,12 @@ class Classifier(nn.Module):
         super().__init__()
         self.dense, self.activation = None, None
         if config.dense is not None:
-            self.dense = linear(LinearSpec("dense", hidden_size, (Part(hidden_size),)))
+            self.dense = linear(LinearSpec("dense", hidden_size, (Part(hidden_size),), config.dense_bias))
             self.activation = ACTIVATIONS[config.dense]
+        self.norm = build_norm(config.norm, hidden_size)
         self.out = linear(LinearSpec("out", hidden_size, (Part(len(config.labels)),), config.bias))
 
     def forward(self, x: Tensor) -> Tensor:  # [N, d] -> [N, labels]
         if self.dense is not None and self.activation is not None:
-            x = self.activation(self.dense(x))
+            x = self.norm(self.activation(self.dense(x)))
         return self.out(x)

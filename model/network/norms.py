@@ -29,7 +29,7 @@ def build_norm(config: NormConfig | None, size: int) -> nn.Module:
         return OffsetRMSNorm(size, config.eps)
     if config.kind is NormKind.RMS:
         return nn.RMSNorm(size, eps=config.eps)
-    return nn.LayerNorm(size, eps=config.eps)
+    return nn.LayerNorm(size, eps=config.eps, bias=config.bias)
 
 
 class SublayerNorms(nn.Module):

@@ -144,5 +144,9 @@ class Transformer(nn.Module):
         hidden = hidden.to(self.dtype)  # stacks in C give float32
         if source is ClassifierInput.EVERY:
             return self.classifier(hidden)
+        if source is ClassifierInput.ALL:
+            return self.classifier(hidden).mean(dim=0, keepdim=True)
+        if source is ClassifierInput.MEAN:
+            return self.classifier(hidden.mean(dim=0, keepdim=True))
         vector = hidden[-1:] if source is ClassifierInput.LAST else hidden[:1]
         return self.classifier(self.pool(vector) if source is ClassifierInput.POOLER else vector)

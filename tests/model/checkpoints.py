@@ -131,6 +131,15 @@ DEBERTA_V2: dict[str, Any] = {
 }
 _UNSHARED = dict(share_att_key=False, type_vocab_size=2, position_biased_input=True, embedding_size=12)
 _CONVOLVED = dict(conv_kernel_size=3, conv_act="gelu", num_hidden_layers=3, attention_head_size=8)
+# Windows that texts cross on both sides, and each kind of layer twice.
+MODERNBERT: dict[str, Any] = {
+    **_SIZES,
+    **dict(num_hidden_layers=5, max_position_embeddings=64, local_attention=6, pad_token_id=0),
+}
+_MODERNBERT_ROPES = dict(
+    full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=4.0),
+    sliding_attention=dict(rope_type="default", rope_theta=300.0),
+)
 DISTILBERT = dict(vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64)
 XLNET = dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48)
 VIT = dict(
@@ -217,6 +226,13 @@ _ENCODERS: Rows = {
     "camembert": _model("CamembertModel", ROBERTA),
     "xlm-roberta-xl": _model("XLMRobertaXLModel", ROBERTA),
     "mpnet": _model("MPNetModel", MPNET),
+    "modernbert": _model("ModernBertModel", MODERNBERT, rope_parameters=_MODERNBERT_ROPES),
+    "modernbert-biases": _model(
+        "ModernBertForMaskedLM",
+        MODERNBERT,
+        **dict(local_attention=9, norm_bias=True, attention_bias=True, mlp_bias=True),
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    ),
     "distilbert": _model("DistilBertModel", DISTILBERT),
     "albert": _model("AlbertModel", BERT, embedding_size=12),
     "electra": _model("ElectraModel", BERT, embedding_size=12),
@@ -236,6 +252,14 @@ _CLASSIFIERS: Rows = {
     "roberta-token": _model("RobertaForTokenClassification", ROBERTA, **_LABELS),
     "xlm-roberta-xl-sequence": _model("XLMRobertaXLForSequenceClassification", ROBERTA, **_LABELS),
     "mpnet-sequence": _model("MPNetForSequenceClassification", MPNET, **_LABELS),
+    "modernbert-sequence": _model("ModernBertForSequenceClassification", MODERNBERT, **_LABELS),
+    "modernbert-sequence-mean": _model(
+        "ModernBertForSequenceClassification",
+        MODERNBERT,
+        **dict(classifier_pooling="mean", classifier_bias=True, classifier_activation="silu", norm_bias=True),
+        **_LABELS,
+    ),
+    "modernbert-token": _model("ModernBertForTokenClassification", MODERNBERT, **_LABELS),
     "distilbert-sequence": _model("DistilBertForSequenceClassification", DISTILBERT, **_LABELS),
     "distilbert-token": _model("DistilBertForTokenClassification", DISTILBERT, **_LABELS),
     "albert-sequence": _model("AlbertForSequenceClassification", BERT, embedding_size=12, **_LABELS),

@@ -41,6 +41,7 @@ IN_BF16 = (
         "xlnet",
         "vit",
         "deberta-v2-unshared",
+        "modernbert",
         "bert-token",
         "roberta-sequence",
         "llama-sequence",
@@ -94,8 +95,9 @@ def _local_rotary(layer: LayerConfig) -> LayerConfig:
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *((kind, partial(_windows, by=by)) for kind in ("mistral", "gemma2", "gemma3") for by in (-1, 1)),
+        *((kind, partial(_windows, by=by)) for kind in ("mistral", "gemma2", "gemma3", "modernbert") for by in (-1, 1)),
         ("gemma3", _local_rotary),
+        ("modernbert", _local_rotary),
         ("gemma2", lambda layer: replace(layer, mixer=replace(layer.mixer, softcap=2.1))),
         ("gemma2", lambda layer: replace(layer, mixer=replace(layer.mixer, scale=12**-0.5))),
         ("gemma2", lambda layer: replace(layer, norms=(layer.norms[0], replace(layer.norms[1], output=_RMS)))),
@@ -105,9 +107,8 @@ def test_control_one_changed_field_of_a_layer_is_noticed(
     kind: str, change: Callable[[LayerConfig], LayerConfig], backend: AttentionBackend
 ) -> None:
     checkpoint = read_checkpoint(saved(kind).path)
-    assert checkpoint.config.decoder is not None
-    changed = replace(checkpoint.config, decoder=checkpoint.config.decoder.with_layers(change))
-    checkpoint = replace(checkpoint, config=changed)
+    [(side, stack)] = checkpoint.config.stacks.items()
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, **{side: stack.with_layers(change)}))
     native = isinstance(backend, NativeBackend)
     model = load_native(checkpoint, backend.library) if native else load_model(checkpoint, backend)
     ours, theirs = ours_and_theirs(kind, model)

@@ -121,6 +121,24 @@ _M2M = dict(
 )
 _QWEN = dict(sliding_window=None, use_sliding_window=False, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True)
 
+
+def _modernbert(**changes: object) -> str:
+    base = json.loads(
+        """{"architectures": ["ModernBertForMaskedLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 50281, "classifier_activation": "gelu", "classifier_bias": false, "classifier_dropout": 0.0,
+        "classifier_pooling": "mean", "cls_token_id": 50281, "decoder_bias": true,
+        "deterministic_flash_attn": false, "embedding_dropout": 0.0, "eos_token_id": 50282,
+        "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "gradient_checkpointing": false,
+        "hidden_activation": "gelu", "hidden_size": 768, "initializer_cutoff_factor": 2.0,
+        "initializer_range": 0.02, "intermediate_size": 1152, "layer_norm_eps": 1e-05, "local_attention": 128,
+        "local_rope_theta": 10000.0, "max_position_embeddings": 8192, "mlp_bias": false, "mlp_dropout": 0.0,
+        "model_type": "modernbert", "norm_bias": false, "norm_eps": 1e-05, "num_attention_heads": 12,
+        "num_hidden_layers": 22, "pad_token_id": 50283, "position_embedding_type": "absolute",
+        "sep_token_id": 50282, "tie_word_embeddings": true, "vocab_size": 50368}"""
+    )
+    return json.dumps(base | changes)
+
+
 PUBLISHED = {
     "gpt2": Published(124_439_808, _gpt2(768, 12, 12)),
     "gpt2-medium": Published(354_823_168, _gpt2(1024, 24, 16)),
@@ -382,6 +400,11 @@ PUBLISHED = {
             type_vocab_size=1,
             vocab_size=32005,
         ),
+    ),
+    "ModernBERT-base": Published(149_014_272, _modernbert()),
+    "ModernBERT-large": Published(
+        394_781_696,
+        _modernbert(hidden_size=1024, intermediate_size=2624, num_hidden_layers=28, num_attention_heads=16),
     ),
     "all-mpnet-base-v2": Published(
         109_486_464,

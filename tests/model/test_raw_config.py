@@ -28,7 +28,7 @@ CLASSES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2", "GPTNeoX"),
     *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
     *("Bert", "Roberta", "Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert"),
-    *("XLNet", "ViT"),
+    *("XLNet", "ViT", "ModernBert", "Deberta", "DebertaV2"),
 )
 
 
@@ -183,6 +183,10 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
         ("MBart", {"normalize_before": False}),
         ("Bart", {"add_bias_logits": True}),
         ("ViT", {"pooler_act": "relu"}),
+        ("MPNet", {"relative_attention_num_buckets": 16}),
+        ("ModernBert", {"position_embedding_type": "relative_key"}),
+        ("ModernBert", {"architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "max"}),
+        ("ModernBert", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ("T5", {"feed_forward_proj": "gated-snake"}),
         ("T5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu"}),
         ("T5", {"feed_forward_proj": "relu", "is_gated_act": True}),
@@ -250,6 +254,16 @@ class TestRope:
     def test_a_part_of_a_head_turns(self) -> None:
         for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
             assert rotary(config_from_raw({**LLAMA, **where})).dim == 4
+
+    def test_old_files_of_modernbert_have_a_base_for_each_kind_of_layer(self) -> None:
+        new = defaults("ModernBert")
+        old = {key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")}
+        old |= {"global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0}
+        old |= {"position_embedding_type": "absolute", "layer_norm_eps": 1e-5, "reference_compile": True}
+        assert config_from_raw(old) == config_from_raw(new)
+        local = {"rope_type": "default", "rope_theta": 160_000.0}
+        same = {"full_attention": local, "sliding_attention": local}
+        assert config_from_raw({**old, "local_rope_theta": None}) == config_from_raw({**new, "rope_parameters": same})
 
 
 @pytest.mark.parametrize(

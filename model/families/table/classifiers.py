@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from model.config.layer import Activation
 from model.config.model import (
@@ -11,8 +12,9 @@ from model.config.model import (
     ModelConfig,
 )
 from model.errors import ConfigError
+from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
-from model.families.table.rules import ClassifierTable, LinearRule
+from model.families.table.rules import ClassifierTable, LinearRule, Rule
 
 _MAX_LABELS = 1_000_000  # a larger number is an error in the file
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
@@ -31,7 +33,9 @@ _SCORING = (
     "gemma3_text",
 )  # their heads for tokens are called `score` too
 
-# Heads with one result for a text. Heads for tokens are called `classifier`, but for `_SCORING`.
+_MODERNBERT = ClassifierTable("classifier", _FIRST, "head.dense", Activation.GELU, norm="head.norm")
+
+# Heads with one result for a text. Heads for tokens are called `classifier`, but for `_SCORING` and `_TOKENS`.
 _SEQUENCE: dict[str, ClassifierTable] = {
     "albert": ClassifierTable("classifier", _POOLER),
     "bert": ClassifierTable("classifier", _POOLER),
@@ -42,13 +46,17 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet"), _ROBERTA),
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
+    "modernbert": _MODERNBERT,
     **dict.fromkeys(("gpt2", "gpt_neox", *_SCORING), _DECODER),
 }
+_TOKENS: dict[str, ClassifierTable] = {"modernbert": replace(_MODERNBERT, input=ClassifierInput.EVERY)}
 
 
 def _head(model_type: str, per_token: bool) -> ClassifierTable | None:
     if not per_token:
         return _SEQUENCE.get(model_type)
+    if model_type in _TOKENS:
+        return _TOKENS[model_type]
     return ClassifierTable("score" if model_type in _SCORING else "classifier", ClassifierInput.EVERY)
 
 
@@ -64,6 +72,16 @@ def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig
     bias = head.bias if names is None else f"{head.out}.bias" in names
     multi_label = raw.get("problem_type") == "multi_label_classification"
     return ClassifierConfig(_labels(raw), head.input, head.activation, bias, multi_label)
+
+
+def pooled_by(
+    head: ClassifierConfig, raw: Settings, kinds: Mapping[str, ClassifierInput], default: str
+) -> ClassifierConfig:
+    """Return the head of a text with the input that `classifier_pooling` names. Raises `ConfigError`."""
+    name = raw.get("classifier_pooling", default)
+    if name not in kinds:
+        raise ConfigError(f"classifier_pooling {name!r} is not served; served are {', '.join(kinds)}")
+    return head if head.per_token else replace(head, input=kinds[name])
 
 
 def has_pooler(head: ClassifierConfig | None, names: Collection[str] | None, weight: str) -> bool:
@@ -84,12 +102,14 @@ def _labels(raw: Settings) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
-def classifier_rules(config: ModelConfig) -> Iterator[LinearRule]:
+def classifier_rules(config: ModelConfig) -> Iterator[Rule]:
     """Yield the weight rules of the classification head, if any."""
     if config.classifier is None:
         return
     head = _head(config.model_type, config.classifier.per_token)
     assert head is not None
     if config.classifier.dense is not None:
-        yield LinearRule(head.dense, "classifier.dense")
+        yield LinearRule(head.dense, "classifier.dense", bias=config.classifier.dense_bias)
+    if config.classifier.norm is not None:
+        yield from affine(head.norm, "classifier.norm", bias=config.classifier.norm.bias)
     yield LinearRule(head.out, "classifier.out", bias=config.classifier.bias)

@@ -97,15 +97,17 @@ def repeat(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
 
 
 def layers_by_type(
-    raw: Mapping[str, Any], layers: Mapping[str, LayerConfig], count: int, period: int
+    raw: Mapping[str, Any], layers: Mapping[str, LayerConfig], count: int, period: int, first: int | None = None
 ) -> tuple[LayerConfig, ...]:
     """Return `count` layers of the types in `layer_types`; without it every `period`-th has full attention.
 
-    `layers` has a layer for each type. Raises `ConfigError` for other types and for a list of another length.
+    The first of these is layer `first`, by default the last of a period. `layers` has a layer for each type. Raises
+    `ConfigError` for other types and for a list of another length.
     """
     types = raw.get("layer_types")
     if types is None:
-        kinds = ("full_attention" if (index + 1) % period == 0 else "sliding_attention" for index in range(count))
+        place = period - 1 if first is None else first
+        kinds = ("full_attention" if index % period == place else "sliding_attention" for index in range(count))
         return tuple(layers[kind] for kind in kinds)
     if len(types) != count:
         raise ConfigError(f"layer_types names {len(types)} layers, expected {count}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from model.config.layer import RopeScaling, RotaryConfig
@@ -56,6 +57,18 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
         truncate=scaling.get("truncate", True),
         attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
     )
+
+
+def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, Settings]:
+    """Return the settings with the rotary parameters of each type of layer, for `rotary`.
+
+    `older` has the types, each with what a file without `rope_parameters` says of it. Raises `ConfigError` for others.
+    """
+    sets = raw.get("rope_parameters") or {}
+    unknown = sorted(set(sets) - older.keys())
+    if unknown:
+        raise ConfigError(f"rope_parameters of types {', '.join(unknown)} are not served for {raw['model_type']!r}")
+    return {kind: settings.but(rope_parameters=sets.get(kind)) for kind, settings in older.items()}
 
 
 def _attention_factor(scaling: dict[str, Any], factor: float) -> float:

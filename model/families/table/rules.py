@@ -91,6 +91,7 @@ class ClassifierTable:
     dense: str = ""  # a layer in between; empty: there is none
     activation: Activation | None = None
     bias: bool = True
+    norm: str = ""  # behind that layer; empty: there is none
 
 
 @dataclass(frozen=True, slots=True)

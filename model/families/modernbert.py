@@ -1,0 +1,105 @@
+"""ModernBERT: windows in two of three layers, a rotary base for each kind, a gated MLP (Warner et al. 2024).
+
+It is pre-norm with a norm behind the embeddings, which is why the first layer's attention has none. Norms do not shift
+and projections have no biases unless the configuration says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
+from model.families.table.classifiers import classifier, classifier_rules, pooled_by
+from model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
+from model.families.table.raw_config import Settings
+from model.families.table.rope import rotary, settings_by_type
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+
+_POOLING = {"cls": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN}
+# Of training, of how `transformers` computes, and what old files say in other words too.
+_WITHOUT_EFFECT = (
+    *("initializer_cutoff_factor", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn"),
+    *("reference_compile", "repad_logits_with_grad", "layer_norm_eps", "decoder_bias"),
+)
+_PERIOD = 3  # every third layer from the first on has full attention
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, position_embedding_type="absolute")  # what old files say of a model without such embeddings
+    size, longest = raw["hidden_size"], raw.get("max_position_embeddings", 8192)
+    norm = NormConfig(NormKind.LAYER, raw.get("norm_eps", 1e-5), bias=raw.get("norm_bias", False))
+    for unused in _WITHOUT_EFFECT:
+        raw.get(unused)
+    encoder = StackConfig(_layers(raw, norm), size, causal=False, embed_norm=norm, final_norm=norm)
+    return ModelConfig(
+        model_type="modernbert",
+        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        encoder=encoder,
+        classifier=_classifier(raw, names, norm),
+        max_positions=longest,
+        pad_token_id=raw.get("pad_token_id", 50283),
+    )
+
+
+def _layers(raw: Settings, norm: NormConfig) -> tuple[LayerConfig, ...]:
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim, bias = split_width(size, heads), bool(raw.get("attention_bias", False))
+    ropes = _ropes(raw.otherwise(max_position_embeddings=8192))
+    full = AttentionConfig(heads, heads, dim, dim**-0.5, bias, bias, rotary(ropes["full_attention"], dim))
+    reach = raw.get("local_attention", 128) // 2  # tokens on each side
+    window = replace(full, window=reach + 1, position=rotary(ropes["sliding_attention"], dim))
+    inner, act = raw["intermediate_size"], activation(raw, "hidden_activation", "gelu")
+    mlp = MLPConfig(inner, act, gated=True, bias=raw.get("mlp_bias", False))
+    layer = LayerConfig(full, mlp, (Norms(pre=norm),) * 2)
+    kinds = {"full_attention": layer, "sliding_attention": replace(layer, mixer=window)}
+    count = len(repeat(layer, raw["num_hidden_layers"]))
+    first, *rest = layers_by_type(raw, kinds, count, raw.get("global_attn_every_n_layers", _PERIOD), first=0)
+    return replace(first, norms=(Norms(), Norms(pre=norm))), *rest
+
+
+def _ropes(raw: Settings) -> dict[str, Settings]:
+    """Return the settings of each type of layer; old files have two bases, and scale both types."""
+    base = raw.get("global_rope_theta", 160_000.0)
+    local = raw.get("local_rope_theta", 10_000.0)
+    return settings_by_type(
+        raw,
+        {
+            "full_attention": raw.but(rope_theta=base),
+            "sliding_attention": raw.but(rope_theta=base if local is None else local),
+        },
+    )
+
+
+def _classifier(raw: Settings, names: Collection[str] | None, norm: NormConfig) -> ClassifierConfig | None:
+    head = classifier(raw, names)
+    act = activation(raw, "classifier_activation", "gelu")
+    bias = bool(raw.get("classifier_bias", False))
+    if head is None:
+        raw.get("classifier_pooling")
+        return None
+    head = replace(head, dense=act, dense_bias=bias, norm=norm)
+    return pooled_by(head, raw, _POOLING, "cls")
+
+
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    encoder = config.encoder
+    assert encoder is not None and encoder.final_norm is not None
+    shifts = encoder.final_norm.bias
+    yield TensorRule("embeddings.tok_embeddings.weight", "tokens.weight")
+    yield from affine("embeddings.norm", "encoder.embed_norm", bias=shifts)
+    yield from affine("final_norm", "encoder.final_norm", bias=shifts)
+    for i, layer in enumerate(encoder.layers):
+        here, there = f"layers.{i}", f"encoder.layers.{i}"
+        yield LinearRule(f"{here}.attn.Wqkv", f"{there}.attn.qkv", layer.mixer.qkv_bias)
+        yield LinearRule(f"{here}.attn.Wo", f"{there}.attn.out", layer.mixer.out_bias)
+        yield LinearRule(f"{here}.mlp.Wi", f"{there}.mlp.up", layer.feed_forward.bias)
+        yield LinearRule(f"{here}.mlp.Wo", f"{there}.mlp.down", layer.feed_forward.bias)
+        if layer.norms[0].pre is not None:
+            yield from affine(f"{here}.attn_norm", f"{there}.attn_norms.pre", bias=shifts)
+        yield from affine(f"{here}.mlp_norm", f"{there}.mlp_norms.pre", bias=shifts)
+    yield from classifier_rules(config)
+
+
+FAMILIES = {"modernbert": Family(config, rules, "model.", ("head.*", "decoder.*"))}
