@@ -29,6 +29,12 @@ def set_template(tokenizer: Tokenizer, single: str, pair: str, tokens: Iterable[
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
+def put_cls_and_sep(tokenizer: Tokenizer, cls: AddedToken, sep: AddedToken, cls_type: int = 0) -> None:
+    """Put `[CLS] A [SEP]`, or `[CLS] A [SEP] B [SEP]` of two segments, around texts."""
+    single = f"{cls.content}:{cls_type} $A:0 {sep.content}:0"
+    set_template(tokenizer, single, f"{single} $B:1 {sep.content}:1", (cls, sep))
+
+
 def _scored(pieces: Iterable[Piece]) -> Vocabulary:
     return [(piece.text, piece.score) for piece in pieces]
 
@@ -91,8 +97,7 @@ def albert(files: Files) -> Tokenizer:
     cls, sep = files.special("cls_token", "[CLS]"), files.special("sep_token", "[SEP]")
     others = [files.special("unk_token", "<unk>"), files.special("pad_token", "<pad>")]
     with_specials(tokenizer, files, [cls, sep, *others, files.special("mask_token", "[MASK]")])
-    c, s = cls.content, sep.content
-    set_template(tokenizer, f"{c}:0 $A:0 {s}:0", f"{c}:0 $A:0 {s}:0 $B:1 {s}:1", (cls, sep))
+    put_cls_and_sep(tokenizer, cls, sep)
     return tokenizer
 
 
@@ -132,6 +137,40 @@ def xlm_roberta(files: Files) -> Tokenizer:
     tokenizer, tokens = _fairseq(files, ())
     b, e = tokens["bos"].content, tokens["eos"].content
     set_template(tokenizer, f"{b} $A {e}", f"{b} $A {e} {e} $B {e}", (tokens["bos"], tokens["eos"]))
+    return tokenizer
+
+
+def camembert(files: Files) -> Tokenizer:
+    """CamemBERT: five tokens in front of the model's pieces, of which its own unknown piece is left out; `<mask>`."""
+    model = files.sentencepiece()
+    names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
+    tokens = {name: files.special(f"{name}_token", text) for name, text in names.items()}
+    unused = ["<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"]
+    first = [unused[0], tokens["pad"].content, unused[1], tokens["unk"].content]
+    vocabulary: Vocabulary = [(text, 0.0) for text in first]
+    vocabulary += [(unused[2], -100.0), *_scored(model.pieces[1:]), (tokens["mask"].content, 0.0)]
+    tokenizer = _unigram(vocabulary, 3, _charsmap(model))
+    others = [] if files.additional() else [AddedToken(text, special=True, normalized=False) for text in unused]
+    with_specials(tokenizer, files, [*tokens.values(), *others])
+    b, e = tokens["bos"].content, tokens["eos"].content
+    set_template(tokenizer, f"{b} $A {e}", f"{b} $A {e} {e} $B {e}", (tokens["bos"], tokens["eos"]))
+    return tokenizer
+
+
+def deberta_v2(files: Files) -> Tokenizer:
+    """DeBERTa-v2 and v3: `[CLS] A [SEP]`, normalized as the model says; `[MASK]` behind the pieces."""
+    model = files.sentencepiece()
+    before: list[Any] = [normalizers.Lowercase()] if files.setting("do_lower_case", False) else []
+    before += [normalizers.Strip(), *_charsmap(model), _SPACES]
+    tokenizer = _unigram(_scored(model.pieces), model.unknown_id, before, words=False)
+    if files.setting("split_by_punct", False):
+        punctuation = pre_tokenizers.Punctuation(behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([punctuation, tokenizer.pre_tokenizer])
+    _model_specials(tokenizer, model)
+    names = {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]"}
+    tokens = {name: files.special(f"{name}_token", text) for name, text in names.items()}
+    with_specials(tokenizer, files, tokens.values())
+    put_cls_and_sep(tokenizer, tokens["cls"], tokens["sep"])
     return tokenizer
 
 

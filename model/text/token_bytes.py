@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.errors import ConfigError
+from model.text.byte_alphabet import byte_alphabet
 from model.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -47,13 +48,6 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> TokenBytes:
         tokens = _decoded_forms(tokenizer, names)
     _check(tokenizer, tokens)
     return tokens
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (Radford et al. 2019)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 _ALPHABET = byte_alphabet()

@@ -12,17 +12,21 @@ from dataclasses import dataclass, replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from model.errors import ConfigError
+from model.text.byte_alphabet import byte_alphabet
 from model.text.languages import M2M100_LANGUAGES
 from model.text.sentencepiece_model import read_sentencepiece
 from model.text.sentencepiece_tokenizers import (
     SPACE,
     albert,
+    camembert,
+    deberta_v2,
     gemma,
     llama,
     mbart,
     mbart50,
     nllb,
     pegasus,
+    put_cls_and_sep,
     set_template,
     t5,
     with_specials,
@@ -70,9 +74,9 @@ def build_tokenizer(files: Files) -> Tokenizer | PieceTokenizer | None:
     """
     folder = files.folder
     marks = ("vocab.txt", "vocab.json", "source.spm", *SENTENCEPIECE_NAMES)
-    if not any(files.has(name) for name in marks):
-        return None
     name = files.tokenizer_class
+    if name != "ByT5" and not any(files.has(mark) for mark in marks):
+        return None
     build = _KINDS.get(name) or _KINDS.get(_BY_MODEL_TYPE.get(files.model_type, ""))
     if build is None:
         raise ConfigError(
@@ -88,13 +92,11 @@ def build_tokenizer(files: Files) -> Tokenizer | PieceTokenizer | None:
     return built
 
 
-def _wordpiece(files: Files) -> Tokenizer:
-    """BERT: words split into the longest pieces from the left (Schuster and Nakajima 2012)."""
+def _words(files: Files, unknown: str) -> Tokenizer:
+    """Words of vocab.txt split into the longest pieces from the left (Schuster and Nakajima 2012)."""
     lines = files.lines("vocab.txt")
-    names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    unk, sep, pad, cls, mask = (files.special(name, f"[{name[:-6].upper()}]") for name in names)
     vocabulary = {line.rstrip("\r"): token for token, line in enumerate(lines if lines[-1] else lines[:-1])}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unk.content))
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=files.setting("tokenize_chinese_chars", True),
@@ -103,9 +105,59 @@ def _wordpiece(files: Files) -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
-    with_specials(tokenizer, files, (unk, sep, pad, cls, mask))
-    c, s = cls.content, sep.content
-    set_template(tokenizer, f"{c}:0 $A:0 {s}:0", f"{c}:0 $A:0 {s}:0 $B:1 {s}:1", (cls, sep))
+    return tokenizer
+
+
+def _bert(files: Files) -> Tokenizer:
+    names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+    unk, sep, pad, cls, mask = (files.special(name, f"[{name[:-6].upper()}]") for name in names)
+    tokenizer = with_specials(_words(files, unk.content), files, (unk, sep, pad, cls, mask))
+    put_cls_and_sep(tokenizer, cls, sep)
+    return tokenizer
+
+
+def _funnel(files: Files) -> Tokenizer:
+    """Funnel: as BERT, with a segment of its own for the class token."""
+    names = {
+        "unk": "<unk>",
+        "sep": "<sep>",
+        "pad": "<pad>",
+        "cls": "<cls>",
+        "mask": "<mask>",
+        "bos": "<s>",
+        "eos": "</s>",
+    }
+    tokens = {name: files.special(f"{name}_token", text) for name, text in names.items()}
+    tokenizer = with_specials(_words(files, tokens["unk"].content), files, tokens.values())
+    put_cls_and_sep(tokenizer, tokens["cls"], tokens["sep"], cls_type=2)
+    return tokenizer
+
+
+def _mpnet(files: Files) -> Tokenizer:
+    """MPNet: BERT's words between RoBERTa's special tokens."""
+    tokens = _roberta_tokens(files, unknown="[UNK]")
+    tokenizer = _words(files, tokens["unk"].content)
+    with_specials(tokenizer, files, {token.content: token for token in tokens.values()}.values())
+    c, s = tokens["cls"].content, tokens["sep"].content
+    set_template(tokenizer, f"{c} $A {s}", f"{c} $A {s} {s} $B {s}", (tokens["cls"], tokens["sep"]))
+    return tokenizer
+
+
+def _byt5(files: Files) -> Tokenizer:
+    """ByT5: the bytes of UTF-8 behind three special tokens, and sentinels; bytes that are no character are left out."""
+    flags = {"special": True, "normalized": False}
+    names = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+    specials = [files.special(f"{name}_token", text).content for name, text in names.items()]
+    alphabet = sorted(byte_alphabet().items(), key=lambda entry: entry[1])
+    vocabulary = {text: token for token, text in enumerate((*specials, *(text for text, _ in alphabet)))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\ufffd", "")])
+    tokenizer.add_special_tokens([AddedToken(text, lstrip=True, rstrip=True, **flags) for text in specials])
+    sentinels = [f"<extra_id_{number}>" for number in range(files.setting("extra_ids", 125))]
+    with_specials(tokenizer, files, [AddedToken(text, **flags) for text in sentinels])
+    e = specials[1]
+    set_template(tokenizer, f"$A {e}", f"$A {e} $B {e}", [AddedToken(e)])
     return tokenizer
 
 
@@ -132,11 +184,23 @@ def _gpt2(files: Files) -> Tokenizer:
     return with_specials(tokenizer, files, specials.values())
 
 
+def _deberta(files: Files) -> Tokenizer:
+    """DeBERTa, the first: GPT-2's pieces between BERT's special tokens."""
+    names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+    unk, sep, pad, cls, mask = (files.special(name, f"[{name[:-6].upper()}]") for name in names)
+    tokenizer = with_specials(_byte_level(files), files, (unk, sep, pad, cls, mask))
+    put_cls_and_sep(tokenizer, cls, sep)
+    return tokenizer
+
+
+def _roberta_tokens(files: Files, unknown: str = "<unk>") -> dict[str, AddedToken]:
+    names = {"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>", "unk": unknown, "pad": "<pad>", "mask": "<mask>"}
+    return {name: files.special(f"{name}_token", text) for name, text in names.items()}
+
+
 def _roberta(files: Files) -> Tokenizer:
     """RoBERTa and BART: `<s> A </s></s> B </s>`."""
-    tokenizer = _byte_level(files)
-    defaults = {"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>", "unk": "<unk>", "pad": "<pad>"}
-    tokens = {name: files.special(f"{name}_token", text) for name, text in (defaults | {"mask": "<mask>"}).items()}
+    tokenizer, tokens = _byte_level(files), _roberta_tokens(files)
     with_specials(tokenizer, files, {token.content: token for token in tokens.values()}.values())
     sep, cls = tokens["sep"].content, tokens["cls"].content
     tokenizer.post_processor = processors.RobertaProcessing(
@@ -200,12 +264,18 @@ def _m2m100(files: Files) -> PieceTokenizer:
 
 
 _KINDS: dict[str, Callable[[Files], Tokenizer | PieceTokenizer]] = {
-    "Bert": _wordpiece,
-    "DistilBert": _wordpiece,
-    "Electra": _wordpiece,
+    "Bert": _bert,
+    "DistilBert": _bert,
+    "Electra": _bert,
+    "Funnel": _funnel,
+    "MPNet": _mpnet,
+    "ByT5": _byt5,
     "GPT2": _gpt2,
     "Roberta": _roberta,
     "Bart": _roberta,
+    "Deberta": _deberta,
+    "DebertaV2": deberta_v2,
+    "Camembert": camembert,
     "T5": t5,
     "Albert": albert,
     "XLNet": xlnet,
@@ -225,6 +295,11 @@ _BY_MODEL_TYPE = {
     "bert": "Bert",
     "distilbert": "DistilBert",
     "electra": "Electra",
+    "funnel": "Funnel",
+    "mpnet": "MPNet",
+    "deberta": "Deberta",
+    "deberta-v2": "DebertaV2",
+    "camembert": "Camembert",
     "gpt2": "GPT2",
     "roberta": "Roberta",
     "bart": "Bart",
@@ -234,6 +309,7 @@ _BY_MODEL_TYPE = {
     "albert": "Albert",
     "xlnet": "XLNet",
     "xlm-roberta": "XLMRoberta",
+    "xlm-roberta-xl": "XLMRoberta",
     "mbart": "MBart",
     "pegasus": "Pegasus",
     "marian": "Marian",

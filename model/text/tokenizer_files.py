@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from model.errors import ConfigError
 from model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
 
-SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ def test_a_long_run_of_what_is_no_text_costs_the_same_at_each_token(name: str, s
     ("spelled", "text"),
     [
         ("54 AB CD", "T\ufffd\ufffd"),  # the decoder alone takes the T back
+        ("54 E6", "T\ufffd"),  # likewise at an end within a character
+        ("54 E6 97", "T\ufffd\ufffd"),
         ("E6 97 A5 AB", "\u65e5\ufffd"),
         ("E6 97 A5 AB \u2581The\u2581", "\u65e5\ufffd The "),
         ("AB \u2581The\u2581 E6 97 A5", "\ufffd The \u65e5"),
@@ -143,6 +145,14 @@ def test_a_wrong_byte_takes_no_text_back(spelled: str, text: str, size: int) -> 
     names = {name: token for token, name in enumerate(tokenizer.token_names(330))}
     ids = tuple(names[one if len(one) > 2 else f"<0x{one}>"] for one in spelled.split())
     assert "".join(stream(Detokenizer(tokenizer), ids, [size] * 9)) == text
+
+
+def test_the_decoder_takes_text_back() -> None:
+    """So a whole decoding may differ from the stream, whose text was sent before its run of bytes was spoiled."""
+    tokenizer = fallback_tokenizer()
+    names = tokenizer.token_names(330)
+    ids = [names.index(f"<0x{byte}>") for byte in ("54", "E6")]
+    assert (tokenizer.decode(ids[:1]), tokenizer.decode(ids)) == ("T", "\ufffd\ufffd")
 
 
 @pytest.mark.parametrize("skip", [True, False])

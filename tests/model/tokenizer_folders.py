@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from model.text.languages import M2M100_LANGUAGES
 
 ROOT = Path(__file__).parents[2]
 _FAIRSEQ = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>"]
+_BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _SPACES = " \t\n\r\u00a0\u2003\u3000\u200b\u200d\ufeff\u2581"
 _LETTERS = "äößéñçøłşğÄÖﬁ①Ⅷ㎏ｆｕｌｌПриветмир你好世界こんにちは안녕مرحباשלוםनमस्तेไทย😀👩‍👩‍👧🇩🇪👍🏽"
 _SPECIALS = [
@@ -93,24 +94,44 @@ def _gemma(folder: Path) -> None:
     _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True, **ids, **plain)
 
 
-def _byte_level(folder: Path) -> None:
+def _byte_level(folder: Path, specials: Sequence[str] = _FAIRSEQ) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=_FAIRSEQ, initial_alphabet=alphabet, show_progress=False
+        vocab_size=700, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.model.save(str(folder))
 
 
-def _wordpiece(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+def _wordpiece(folder: Path, unknown: str = "[UNK]", specials: Sequence[str] = _BERT) -> None:
+    tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=specials, show_progress=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=list(specials), show_progress=False)
     tokenizer.train_from_iterator([line.lower() for line in texts()], trainer)
     tokenizer.model.save(str(folder))
+
+
+def _funnel(folder: Path) -> None:
+    _wordpiece(folder, "<unk>", ("<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "<s>", "</s>"))
+
+
+def _mpnet(folder: Path) -> None:
+    _wordpiece(folder, "[UNK]", ("<s>", "<pad>", "</s>", "[UNK]", "<mask>"))
+
+
+def _deberta(folder: Path) -> None:
+    _byte_level(folder, ("[PAD]", "[CLS]", "[SEP]", "[UNK]"))
+
+
+def _deberta_v2(folder: Path) -> None:
+    pieces = {"pad_piece": "[PAD]", "bos_piece": "[CLS]", "eos_piece": "[SEP]", "unk_piece": "[UNK]"}
+    _sentencepiece(folder / "spm.model", "unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, **pieces)
+
+
+def _no_files(folder: Path) -> None:
+    """ByT5 has bytes alone."""
 
 
 def _marian(folder: Path) -> None:
@@ -158,6 +179,12 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "roberta": (_byte_level, "roberta", "RobertaTokenizer", {"add_prefix_space": True}),
     "bert": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": True}),
     "bert-cased": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": False, "strip_accents": True}),
+    "funnel": (_funnel, "funnel", "FunnelTokenizer", {}),
+    "mpnet": (_mpnet, "mpnet", "MPNetTokenizer", {}),
+    "deberta": (_deberta, "deberta", "DebertaTokenizer", {}),
+    "deberta-v2": (_deberta_v2, "deberta-v2", "DebertaV2Tokenizer", {"do_lower_case": False}),
+    "camembert": (_fairseq, "camembert", "CamembertTokenizer", {}),
+    "byt5": (_no_files, "t5", "ByT5Tokenizer", {}),
     "marian": (_marian, "marian", "MarianTokenizer", {}),
     "m2m-100": (
         _m2m100,
