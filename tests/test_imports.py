@@ -51,11 +51,13 @@ SERVICE = """
     core                : model/errors model/api model/config model/text model/checkpoint sandbox
     schemas             : settings core
     observability       : model/errors model/api settings core
-    planning            : model/errors model/api model/text model/media settings sandbox core schemas
+    planning/outputs    : model/errors model/api model/config model/text settings core schemas
+    planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
     lifecycle           : model/api settings sandbox core observability planning
     http                : model/errors model/api settings core schemas observability planning lifecycle
     dialects            : model/text core schemas planning lifecycle http
-    routes              : model/errors model/api core schemas observability planning lifecycle http dialects
+    routes              : model/errors model/api core schemas observability planning/outputs planning lifecycle http
+                          dialects
     app                 : settings core observability lifecycle http routes
     runtimes            : model/errors model/api model/text model/checkpoint model/client settings core lifecycle http
                           app

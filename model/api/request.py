@@ -41,6 +41,8 @@ class EncodeTask(StrEnum):
     EMBEDDING = "embedding"  # one pooled vector
     TOKENS = "tokens"  # one vector a token
     LOGITS = "logits"  # a score for each label, of the input or of each token
+    FILL_MASK = "fill_mask"  # the likeliest tokens at some positions
+    SPARSE = "sparse"  # a weight for each vocabulary entry that the input is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,9 @@ class EncodeRequest:
     prompt_tokens: int = 0  # first tokens, of a prompt, that are not pooled
     normalize: bool | None = None  # None: the checkpoint's own
     dimensions: int | None = None  # keep only the first ones, then normalise again
+    positions: tuple[int, ...] = ()  # fill_mask: which tokens are masked
+    top_k: int = 0  # fill_mask: candidates at each position; sparse: keep the heaviest ones alone, 0: all
+    candidates: tuple[int, ...] = ()  # fill_mask: token ids to choose among; empty: the whole vocabulary
     arrival_time: float = 0.0
     deadline: float | None = None
 
@@ -149,13 +154,18 @@ class TokenOutput:
 
 @dataclass(slots=True)
 class EncodeOutput:
-    """One input's vectors, float32 little-endian row-major of `shape` `[d]` or `[L, d]`; or why there are none."""
+    """One input's result, float32 little-endian row-major of `shape`; or why there is none.
+
+    It is a vector `[d]`, or a matrix `[L, d]` of tokens; scores `[labels]` or `[L, labels]`; probabilities
+    `[positions, k]` of the tokens in `indices`; or the weights `[n]` of the vocabulary entries in `indices`.
+    """
 
     request_id: str
     data: bytes = b""
     shape: tuple[int, ...] = ()
     scheduled_time: float | None = None
     finish_reason: FinishReason = FinishReason.STOP
+    indices: bytes = b""  # int32 little-endian, of the same shape: token ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a sentence-transformers folder says of its vectors: pooling, projections, normalisation, prompts.
 
 `modules.json` lists modules in their order, each with a folder of its own. Served are Transformer, Pooling, any number
-of Dense, Normalize, in this order; all but the first may be absent.
+of Dense, Normalize, in this order; all but the first may be absent. A sparse encoder has MLMTransformer, SpladePooling.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model.checkpoint.json_files import read_json, read_json_value
 from model.config.layer import Activation
 from model.errors import ConfigError
 
-_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+_ORDER = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize")
 _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "cls": Pooling.CLS,
     "max": Pooling.MAX,
@@ -53,6 +53,14 @@ class DenseConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpladeSettings:
+    """How the logits of a masked-language-model head `[L, V]` become one sparse vector `[V]`."""
+
+    sums: bool = False  # over the tokens; else the highest counts
+    twice: bool = False  # log(1 + log(1 + relu(x))), not log(1 + relu(x))
+
+
+@dataclass(frozen=True, slots=True)
 class SentenceSettings:
     """How hidden states become one vector; `pooling` is empty where the folder says nothing of it."""
 
@@ -65,6 +73,7 @@ class SentenceSettings:
     prompts: dict[str, str] = field(default_factory=dict)  # put in front of texts, by name
     default_prompt: str | None = None  # the name of the prompt of a request that names none
     similarity: str | None = None  # the function that the vectors were trained for
+    splade: SpladeSettings = SpladeSettings()
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name, without a name the default one; empty if there is none."""
@@ -107,7 +116,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
     if default is not None and default not in prompts:
         raise ConfigError(f"{path.name}: default_prompt_name {default!r} is none of its prompts")
     pooling: tuple[Pooling, ...] = ()
-    include_prompt, normalize, dense = True, False, []
+    include_prompt, normalize, dense, splade = True, False, [], SpladeSettings()
     size = hidden_size
     for kind, folder in _modules(path):
         if kind == "Pooling":
@@ -119,6 +128,8 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
             size = dense[-1].outputs
         elif kind == "Normalize":
             normalize = True
+        elif kind == "SpladePooling":
+            splade = _splade(read_json(path / folder / "config.json", required=True), f"{path.name}/{folder}")
     return SentenceSettings(
         pooling=pooling,
         include_prompt=include_prompt,
@@ -129,6 +140,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
         prompts=dict(prompts),
         default_prompt=default,
         similarity=names.get("similarity_fn_name"),
+        splade=splade,
     )
 
 
@@ -146,10 +158,20 @@ def _modules(path: Path) -> list[tuple[str, str]]:
         raise ConfigError(f"{path.name}: modules.json has the order {', '.join(kinds)}; served is {', '.join(_ORDER)}")
     if "Dense" in kinds and "Pooling" not in kinds:
         raise ConfigError(f"{path.name}: modules.json has Dense without Pooling: vectors of tokens are not projected")
+    sparse = [kind for kind in kinds if kind in ("MLMTransformer", "SpladePooling")]
+    if sparse and kinds != ["MLMTransformer", "SpladePooling"]:
+        raise ConfigError(f"{path.name}: modules.json must have MLMTransformer, SpladePooling, has {', '.join(kinds)}")
     outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]
     if outside:
         raise ConfigError(f"{path.name}: modules.json names folders outside: {', '.join(outside)}")
     return modules
+
+
+def _splade(config: dict[str, Any], where: str) -> SpladeSettings:
+    strategy, function = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or function not in ("relu", "log1p_relu"):
+        raise ConfigError(f"{where}: SpladePooling by {strategy!r} of {function!r} is not served")
+    return SpladeSettings(sums=strategy == "sum", twice=function == "log1p_relu")
 
 
 def _pooling(config: dict[str, Any], where: str) -> tuple[Pooling, ...]:

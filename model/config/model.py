@@ -214,6 +214,17 @@ class HeadConfig:
             require_positive(self, softcap=self.softcap)
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedHeadConfig:
+    """Hidden states of an encoder to logits over the vocabulary: `out(norm(act(dense(x))))` (Devlin et al. 2019)."""
+
+    size: int  # behind `dense`: the width of the token table's rows
+    activation: Activation
+    norm: NormConfig
+    tied: bool = True  # the token table is the output matrix
+    dense_bias: bool = True
+
+
 class ClassifierInput(StrEnum):
     """Which vectors a classifier reads."""
 
@@ -223,6 +234,7 @@ class ClassifierInput(StrEnum):
     MEAN = "mean"  # of all tokens
     EVERY = "every"  # one decision a token
     ALL = "all"  # the mean of every token's scores
+    EOS = "eos"  # of an encoder-decoder that reads the source twice: the decoder's at its last end of sequence (BART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +248,7 @@ class ClassifierConfig:
     multi_label: bool = False  # labels do not exclude each other
     dense_bias: bool = True
     norm: NormConfig | None = None  # behind the dense layer (ModernBERT)
+    spans: bool = False  # its two labels are the first and the last token of an answer
 
     @property
     def per_token(self) -> bool:
@@ -264,6 +277,7 @@ class ModelConfig:
     head: HeadConfig | None = None
     pooler: bool = False  # tanh(W x_0) over the first token (BERT)
     classifier: ClassifierConfig | None = None
+    masked_head: MaskedHeadConfig | None = None  # what a masked token was
     image: ImageConfig | None = None  # what the encoder reads instead of tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None

@@ -3,7 +3,7 @@
 The tokens of an input are never split, since attention is bidirectional. A batch takes inputs from the front of the
 queue until the budget is used; no input overtakes another. An input longer than the budget is computed alone, some
 layers a step. The vectors are the last hidden states of the encoder, or of the decoder in a decoder-only model. No KV
-cache is used.
+cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into what is asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from model.api.request import (
 )
 from model.api.source import image_source, token_source
 from model.api.stats import StepStats
+from model.attention.base import AttentionMetadata
 from model.checkpoint.sentence_transformers import SentenceSettings
+from model.config.model import ClassifierInput
 from model.engine.execution.sources import source_input
 from model.engine.fault_isolation import run_isolated
 from model.engine.scheduling.step_budget import (
@@ -34,20 +36,22 @@ from model.engine.scheduling.step_budget import (
     StepDemand,
 )
 from model.engine.sentence_head import SentenceHead
+from model.engine.vocabulary_head import EncodeResult, VocabularyHead
 from model.media.images import ImageProcessing
-from model.network.inputs import StackInput
+from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
 from model.system.transfer import to_host
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PausedInput:
     """An input of which some layers are computed."""
 
     request: EncodeRequest
     stack_pass: StackPass
     began: float
+    decodes: bool = False  # the layers are the decoder's, behind the encoder's
 
 
 class EncodeEngine:
@@ -70,6 +74,7 @@ class EncodeEngine:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._head = SentenceHead(model, sentences, device)
+        self._vocabulary = VocabularyHead(model, sentences.splade, device)
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
@@ -180,7 +185,7 @@ class EncodeEngine:
             outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
         if vectors:
             outputs += _to_outputs([paused.request], vectors, paused.began)
-        if vectors is None or not stack_pass.layers_left:
+        if vectors is None or not paused.stack_pass.layers_left:
             self._paused = None
         tokens = self._layer_tokens(length, layers)
         seconds = time.monotonic() - began
@@ -222,7 +227,7 @@ class EncodeEngine:
         return request.source.num_positions
 
     @torch.inference_mode()
-    def _encode(self, batch: Sequence[EncodeRequest]) -> list[Tensor]:
+    def _encode(self, batch: Sequence[EncodeRequest]) -> list[EncodeResult]:
         causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
         # Longest first, which balances the load of the threads.
@@ -230,17 +235,52 @@ class EncodeEngine:
         inputs = self._pack([batch[i] for i in order], causal)
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
         segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))
-        return [self._postprocess(request, segments[i]) for i, request in enumerate(batch)]
+        return self._results(batch, self._decoded(batch, [segments[i] for i in range(len(batch))]))
 
     @torch.inference_mode()
     def _start_pass(self, request: EncodeRequest) -> StackPass:
         return self.model.begin(self._pack([request], causal=self.model.encoder is None))
 
     @torch.inference_mode()
-    def _run_layers(self, paused: _PausedInput, layers: int) -> list[Tensor]:
-        """Compute some layers; return the input's vectors if they were the last ones, else nothing."""
+    def _run_layers(self, paused: _PausedInput, layers: int) -> list[EncodeResult]:
+        """Compute some layers; return the input's result if they were the last ones, else nothing."""
         paused.stack_pass.advance(layers)
-        return [] if paused.stack_pass.layers_left else [self._postprocess(paused.request, paused.stack_pass.finish())]
+        if paused.stack_pass.layers_left:
+            return []
+        hidden = paused.stack_pass.finish()
+        if self._reads_decoder(paused.request) and not paused.decodes:
+            paused.stack_pass = self.model.begin_decoder(*self._decoder_input([paused.request], [hidden]))
+            paused.decodes = True
+            return []
+        return self._results([paused.request], [hidden])
+
+    def _decoded(self, batch: Sequence[EncodeRequest], hidden: list[Tensor]) -> list[Tensor]:
+        """Replace the encoder's states of inputs of which the decoder's are read, which reads the input once more."""
+        at = [index for index, request in enumerate(batch) if self._reads_decoder(request)]
+        if at:
+            requests = [batch[index] for index in at]
+            inputs, cross = self._decoder_input(requests, [hidden[index] for index in at])
+            states = self.model.decode(inputs, None, cross).split([self._length(request) for request in requests])
+            for index, state in zip(at, states, strict=True):
+                hidden[index] = state
+        return hidden
+
+    def _reads_decoder(self, request: EncodeRequest) -> bool:
+        classifier = self.model.config.classifier
+        of_end = classifier is not None and classifier.input is ClassifierInput.EOS
+        return of_end and request.task is EncodeTask.LOGITS
+
+    def _decoder_input(
+        self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]
+    ) -> tuple[StackInput, CrossInput]:
+        """Return the inputs behind the decoder's start token, without their last tokens, and the encoder's states."""
+        start = self.model.config.decoder_start_token_id
+        assert start is not None
+        shifted = [(start, *request.source.token_ids[:-1]) for request in requests]
+        lengths = tuple(map(len, shifted))
+        metadata = AttentionMetadata(lengths, lengths, causal=False, device=self.device)
+        inputs = packed_input(shifted, self.device, causal=True)
+        return inputs, CrossInput(metadata, torch.cat(list(hidden)).to(self.model.dtype))
 
     def _probe(self) -> None:
         """Run the smallest possible forward pass."""
@@ -255,17 +295,48 @@ class EncodeEngine:
     def _pack(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
         return source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
 
+    def _results(self, batch: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
+        """Turn the inputs' hidden states `[L, d]` into the results of their tasks; what can be shared is computed once.
+
+        Products with the vocabulary are those of all inputs together.
+        """
+        results: dict[int, EncodeResult] = {}
+        for task, compute in (
+            (EncodeTask.FILL_MASK, self._vocabulary.fill),
+            (EncodeTask.SPARSE, self._vocabulary.sparse),
+        ):
+            at = [index for index, request in enumerate(batch) if request.task is task]
+            if at:
+                found = compute([batch[index] for index in at], [hidden[index] for index in at])
+                results |= zip(at, found, strict=True)
+        return [
+            results[index] if index in results else EncodeResult(self._postprocess(request, hidden[index]))
+            for index, request in enumerate(batch)
+        ]
+
     def _postprocess(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
-        """Turn one input's hidden states `[L, d]` into the result of its task."""
+        """Turn one input's hidden states `[L, d]` into vectors or scores."""
         if request.task is EncodeTask.LOGITS:
+            if self._reads_decoder(request):
+                hidden = hidden[: _behind_end(request.source.token_ids, self.model.config.eos_token_ids)]
             scores = self.model.classify(hidden).float()
             return scores if self.model.config.classifies_tokens else scores[0]
         return self._head(request, hidden.float())
 
 
-def _to_outputs(batch: Sequence[EncodeRequest], vectors: Sequence[Tensor], began: float) -> list[EncodeOutput]:
-    """Copy the vectors to the host together, and return them as bytes."""
-    return [
-        EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), scheduled_time=began)
-        for request, data in zip(batch, to_host([vector.float() for vector in vectors]), strict=True)
-    ]
+def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:
+    """Return the place behind the last end of sequence; without one behind the last token."""
+    return next((at for at in range(len(ids), 0, -1) if ids[at - 1] in ends), len(ids))
+
+
+def _to_outputs(batch: Sequence[EncodeRequest], results: Sequence[EncodeResult], began: float) -> list[EncodeOutput]:
+    """Copy the results to the host together, and return them as bytes."""
+    parts = [part.float() for one in results for part in (one.values, one.indices) if part is not None]
+    host = iter(to_host(parts))  # token ids are exact in float32
+    outputs = []
+    for request, result in zip(batch, results, strict=True):
+        data = next(host)
+        indices = next(host).int().numpy().tobytes() if result.indices is not None else b""
+        shape = tuple(data.shape)
+        outputs.append(EncodeOutput(request.request_id, data.numpy().tobytes(), shape, began, indices=indices))
+    return outputs

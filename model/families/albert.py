@@ -10,6 +10,7 @@ from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, Pos
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -34,11 +35,12 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         embed_norm=norm,
         token_types=raw.get("type_vocab_size", 2),
     )
-    labels = classifier(raw, names)
+    labels, embedding = classifier(raw, names), EmbeddingConfig(raw["vocab_size"], raw["embedding_size"])
     return ModelConfig(
         model_type="albert",
-        embedding=EmbeddingConfig(raw["vocab_size"], raw["embedding_size"]),
+        embedding=embedding,
         encoder=encoder,
+        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
         classifier=labels,
         pooler=has_pooler(labels, names, "pooler.weight"),
         max_positions=raw["max_position_embeddings"],
@@ -64,6 +66,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     if config.pooler:
         yield LinearRule("pooler", "pooler")
     yield from classifier_rules(config)
+    yield from masked_head_rules(config)
 
 
 FAMILIES = {

@@ -11,6 +11,7 @@ from functools import partial
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import (
     activation,
     affine,
@@ -60,13 +61,15 @@ def config(
     )
     size = raw["d_model"]
     start = raw.get("decoder_start_token_id")
+    labels = classifier(raw, names)
     has_bias = head_bias and (names is None or "final_logits_bias" in names)  # bare models do not have it
     return ModelConfig(
         model_type=raw["model_type"],
         embedding=EmbeddingConfig(raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding") else 1.0),
         encoder=_stack(raw, "encoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
         decoder=_stack(raw, "decoder", position, pre_norm=pre_norm, embed_norm=embed_norm),
-        head=HeadConfig(tied=tied(raw, names), bias=has_bias),
+        head=None if labels is not None else HeadConfig(tied=tied(raw, names), bias=has_bias),
+        classifier=labels,
         max_positions=max_positions,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=ids(raw.get("eos_token_id")),
@@ -108,7 +111,6 @@ def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.head is not None
     yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
         yield TensorRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
@@ -131,10 +133,11 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
             yield from affine(f"{here}.final_layer_norm", f"{there}.mlp_norms.{slot}")
         if stack.final_norm:
             yield from affine(f"{side}.layer_norm", f"{side}.final_norm")
-    if config.head.bias:
+    if config.head is not None and config.head.bias:
         yield TensorRule("final_logits_bias", "head.bias", shape=(1, config.embedding.vocab_size))
-    if not config.head.tied:
+    if config.head is not None and not config.head.tied:
         yield LinearRule("lm_head", "head", bias=False)
+    yield from classifier_rules(config)
 
 
 _LEARNED = partial(config, positions=PositionKind.LEARNED, offset=2, embed_norm=True)

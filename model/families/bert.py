@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -40,11 +41,12 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         embed_norm=norm,
         token_types=raw.get("type_vocab_size", 2),
     )
-    labels = classifier(raw, names)
+    labels, embedding = classifier(raw, names), EmbeddingConfig(raw["vocab_size"], size)
     return ModelConfig(
         model_type=raw["model_type"],
-        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        embedding=embedding,
         encoder=encoder,
+        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
         pooler=has_pooler(labels, names, "pooler.dense.weight"),
         classifier=labels,
         max_positions=raw["max_position_embeddings"],
@@ -59,7 +61,9 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     offset = base.pad_token_id + 1
     longest = raw["max_position_embeddings"] - offset
     position = replace(base.encoder.position, max_positions=longest, offset=offset)
-    return replace(base, encoder=replace(base.encoder, position=position), max_positions=longest)
+    head = base.masked_head and replace(base.masked_head, activation=Activation.GELU)
+    encoder = replace(base.encoder, position=position)
+    return replace(base, encoder=encoder, max_positions=longest, masked_head=head)
 
 
 def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -74,7 +78,8 @@ def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
     width = raw.get("embedding_size", 128)
-    return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False)
+    head = base.masked_head and replace(base.masked_head, size=width, activation=Activation.GELU)
+    return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False, masked_head=head)
 
 
 def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterator[Rule]:
@@ -102,9 +107,10 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterat
     if config.pooler:
         yield LinearRule("pooler.dense", "pooler")
     yield from classifier_rules(config)
+    yield from masked_head_rules(config)
 
 
-# Pre-training heads are not served by /encode.
+# Of pre-training heads only the one for masked tokens is served; what is left of them is passed over.
 _DROPPED = ("embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
 _ROBERTA = Family(roberta, rules, "roberta.", _DROPPED)
 FAMILIES = {

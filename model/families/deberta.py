@@ -31,6 +31,7 @@ from model.config.model import (
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule, ZeroRule
 
@@ -70,10 +71,12 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         project_bias=False,
         token_types=raw.get("type_vocab_size", 0),
     )
+    embedding = EmbeddingConfig(raw["vocab_size"], raw.get("embedding_size") or size)
     return ModelConfig(
         model_type=raw["model_type"],
-        embedding=EmbeddingConfig(raw["vocab_size"], raw.get("embedding_size") or size),
+        embedding=embedding,
         encoder=encoder,
+        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
         classifier=_classifier(raw, names),
         max_positions=longest,
         pad_token_id=raw.get("pad_token_id", 0),
@@ -189,6 +192,7 @@ def _rules(config: ModelConfig, attention: Callable[[AttentionConfig, str, str],
         yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
         yield from affine(f"{here}.output.LayerNorm", f"{there}.mlp_norms.post")
     yield from classifier_rules(config)
+    yield from masked_head_rules(config)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:

@@ -8,6 +8,7 @@ from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConf
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, repeat, self_attention, split_width
+from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -30,10 +31,12 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         position=PositionConfig(PositionKind.LEARNED, max_positions=longest),
         embed_norm=norm,
     )
+    embedding = EmbeddingConfig(raw["vocab_size"], size)
     return ModelConfig(
         model_type="distilbert",
-        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        embedding=embedding,
         encoder=encoder,
+        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
         classifier=classifier(raw, names),
         max_positions=longest,
         pad_token_id=raw.get("pad_token_id", 0),
@@ -54,8 +57,8 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule(f"{here}.ffn.lin2", f"{there}.mlp.down")
         yield from affine(f"{here}.output_layer_norm", f"{there}.mlp_norms.post")
     yield from classifier_rules(config)
+    yield from masked_head_rules(config)
 
 
-# The pre-training head is not served by /encode.
 _DROPPED = ("embeddings.position_ids", "vocab_*")
 FAMILIES = {"distilbert": Family(config, rules, "distilbert.", _DROPPED)}

@@ -13,6 +13,7 @@ from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConf
 from model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules, pooled_by
 from model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
+from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
@@ -33,10 +34,13 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     for unused in _WITHOUT_EFFECT:
         raw.get(unused)
     encoder = StackConfig(_layers(raw, norm), size, causal=False, embed_norm=norm, final_norm=norm)
+    embedding, act = EmbeddingConfig(raw["vocab_size"], size), activation(raw, "classifier_activation", "gelu")
+    bias = bool(raw.get("classifier_bias", False))
     return ModelConfig(
         model_type="modernbert",
-        embedding=EmbeddingConfig(raw["vocab_size"], size),
+        embedding=embedding,
         encoder=encoder,
+        masked_head=masked_head(raw, names, embedding, act, norm, dense_bias=bias),
         classifier=_classifier(raw, names, norm),
         max_positions=longest,
         pad_token_id=raw.get("pad_token_id", 50283),
@@ -100,6 +104,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
             yield from affine(f"{here}.attn_norm", f"{there}.attn_norms.pre", bias=shifts)
         yield from affine(f"{here}.mlp_norm", f"{there}.mlp_norms.pre", bias=shifts)
     yield from classifier_rules(config)
+    yield from masked_head_rules(config)
 
 
 FAMILIES = {"modernbert": Family(config, rules, "model.", ("head.*", "decoder.*"))}

@@ -13,6 +13,7 @@ from model.config.model import ModelConfig
 from model.families import bert
 from model.families.table.classifiers import classifier_rules
 from model.families.table.helpers import affine, refuse_unless, self_attention
+from model.families.table.masked_heads import masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -45,7 +46,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     if config.pooler:
         yield LinearRule("pooler.dense", "pooler")
     yield from classifier_rules(config)
+    yield from masked_head_rules(config)
 
 
-# The pre-training head is not served by /encode.
 FAMILIES = {"mpnet": Family(config, rules, "mpnet.", ("embeddings.position_ids", "lm_head.*"))}

@@ -62,7 +62,8 @@ class TiedLinear(Linear):
         return {name: shape for name, shape in super().tensors().items() if name != self.spec.weight}
 
     def forward(self, x: Tensor) -> Tensor:
-        return _softcapped(functional.linear(x, self.tied(), self.bias), self.spec.softcap)
+        weight = self.tied().to(x.dtype)  # a table may be kept in fewer bits than the network computes in
+        return _softcapped(functional.linear(x, weight, self.bias), self.spec.softcap)
 
 
 def _softcapped(outputs: Tensor, softcap: float | None) -> Tensor:

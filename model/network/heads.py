@@ -1,11 +1,13 @@
-"""Hidden states to scores over labels."""
+"""Hidden states to scores over labels, and of masked tokens over the vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from model.config.model import ClassifierConfig
-from model.linear.base import LinearSpec, Part
+from model.config.model import ClassifierConfig, MaskedHeadConfig
+from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.mlp import ACTIVATIONS
 from model.network.norms import build_norm
@@ -27,3 +29,26 @@ class Classifier(nn.Module):
         if self.dense is not None and self.activation is not None:
             x = self.norm(self.activation(self.dense(x)))
         return self.out(x)
+
+
+class MaskedHead(nn.Module):
+    """Hidden states to logits over the vocabulary, or over a rank's part of it; `table` is the token table."""
+
+    def __init__(
+        self,
+        config: MaskedHeadConfig,
+        hidden_size: int,
+        vocab_size: int,
+        linear: LinearFactory,
+        table: Callable[[], Tensor],
+    ) -> None:
+        super().__init__()
+        self.dense = linear(LinearSpec("dense", hidden_size, (Part(config.size),), config.dense_bias))
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = build_norm(config.norm, config.size)
+        tied_to = "tokens.weight" if config.tied else None
+        out = LinearSpec("out", config.size, (Part(vocab_size),), split=Split.OUTPUTS, tied_to=tied_to)
+        self.out = linear(out, table)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, d] -> [N, V]
+        return self.out(self.norm(self.activation(self.dense(x))))

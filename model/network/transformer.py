@@ -22,7 +22,7 @@ from model.config.sharding import Shard
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.embeddings import PatchEmbedding, TokenTable, VocabularyTable
-from model.network.heads import Classifier
+from model.network.heads import Classifier, MaskedHead
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack, StackPass
 
@@ -64,6 +64,12 @@ class Transformer(nn.Module):
         self.classifier: Classifier | None = None
         if config.classifier is not None:
             self.classifier = Classifier(config.classifier, hidden_size, linear.within("classifier"))
+        self.masked_head: MaskedHead | None = None
+        if config.masked_head is not None:
+            table, within = self.tokens, linear.within("masked_head")
+            assert table is not None
+            size = own.embedding.vocab_size
+            self.masked_head = MaskedHead(config.masked_head, hidden_size, size, within, lambda: table.weight)
         self.pooler = linear(LinearSpec("pooler", hidden_size, (Part(hidden_size),))) if config.pooler else None
 
     def _stack(self, name: str, config: StackConfig | None) -> Stack | None:
@@ -105,6 +111,11 @@ class Transformer(nn.Module):
         assert stack is not None
         return StackPass(stack, self._embedded(inputs), inputs, self.backend)
 
+    def begin_decoder(self, inputs: StackInput, cross: CrossInput) -> StackPass:
+        """A pass through the decoder, without a cache, over encoder output that is at hand; as `begin`."""
+        assert self.decoder is not None
+        return StackPass(self.decoder, self.embed_tokens(inputs.input_ids), inputs, self.backend, None, cross)
+
     def _embedded(self, inputs: StackInput) -> Tensor:
         """Vectors `[T, E]` of tokens or image patches."""
         if inputs.pixels is None:
@@ -132,13 +143,22 @@ class Transformer(nn.Module):
         logits = self.head(hidden * scale if scale != 1.0 else hidden)
         return logits if collective is None else collective.concatenate(logits, self.vocabulary)
 
+    def masked_logits(self, hidden: Tensor) -> Tensor:
+        """Scores over the vocabulary `[N, V]` of masked tokens' hidden states `[N, d]`."""
+        assert self.masked_head is not None
+        logits, collective = self.masked_head(hidden.to(self.dtype)), self.linear.collective
+        return logits if collective is None else collective.concatenate(logits, self.vocabulary)
+
     def pool(self, first: Tensor) -> Tensor:
         """The pooler's `tanh(W x + b)` of first tokens `[B, d]`."""
         assert self.pooler is not None
         return torch.tanh(self.pooler(first.to(self.dtype)))
 
     def classify(self, hidden: Tensor) -> Tensor:
-        """Scores over the labels of one segment's hidden states `[L, d]`: `[1, labels]`, or `[L, labels]` of tokens."""
+        """Scores over the labels of one segment's hidden states `[L, d]`: `[1, labels]`, or `[L, labels]` of tokens.
+
+        A segment of which the end of sequence is classified ends there.
+        """
         assert self.classifier is not None and self.config.classifier is not None
         source = self.config.classifier.input
         hidden = hidden.to(self.dtype)  # stacks in C give float32
@@ -148,5 +168,5 @@ class Transformer(nn.Module):
             return self.classifier(hidden).mean(dim=0, keepdim=True)
         if source is ClassifierInput.MEAN:
             return self.classifier(hidden.mean(dim=0, keepdim=True))
-        vector = hidden[-1:] if source is ClassifierInput.LAST else hidden[:1]
+        vector = hidden[-1:] if source in (ClassifierInput.LAST, ClassifierInput.EOS) else hidden[:1]
         return self.classifier(self.pool(vector) if source is ClassifierInput.POOLER else vector)

@@ -61,6 +61,10 @@ class Rank0Transformer(Transformer):
         with self.rank_processes.call("logits", hidden):
             return super().logits(hidden)
 
+    def masked_logits(self, hidden: Tensor) -> Tensor:
+        with self.rank_processes.call("masked_logits", hidden):
+            return super().masked_logits(hidden)
+
     def _check_ids(self, inputs: StackInput) -> None:
         """Raise `IndexError` for an invalid token id before the call, which would break the group.
 

@@ -100,6 +100,8 @@ class RankWorker:
             model.encode(*arguments)
         elif call.name == "logits":
             model.logits(*arguments)
+        elif call.name == "masked_logits":
+            model.masked_logits(*arguments)
         else:
             assert cache is not None
             if call.name == "write_encoder_output":

@@ -7,7 +7,7 @@ to exactly the text of the whole list: it holds back incomplete UTF-8 characters
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
 _CHARACTER_BYTES = 4  # of the longest UTF-8 character
 _REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
+_MASKS = ("[MASK]", "<mask>")  # where no file beside tokenizer.json names the mask token
+_UNKNOWNS = ("[UNK]", "<unk>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,38 @@ class Encoded:
     type_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Located(Encoded):
+    """Tokens and where in the texts they come from; every list has an entry for each token."""
+
+    offsets: tuple[tuple[int, int], ...]  # of characters, in the text that the token is of
+    texts: tuple[int | None, ...]  # 0: the first text, 1: the second; None: a special token
+    words: tuple[int | None, ...]  # which word of its text
+
+    def keep(self, places: Sequence[int]) -> Located:
+        """Return the tokens at these places alone."""
+        return Located(
+            tuple(self.ids[at] for at in places),
+            tuple(self.type_ids[at] for at in places),
+            tuple(self.offsets[at] for at in places),
+            tuple(self.texts[at] for at in places),
+            tuple(self.words[at] for at in places),
+        )
+
+
 class Tokenizer:
     """A checkpoint's own tokenizer, without truncation or padding. Thread-safe.
 
     Encoding, and decoding of many ids, use the library's batch calls: only those release the interpreter's lock.
     """
 
-    def __init__(self, built: tokenizers.Tokenizer | PieceTokenizer, languages: SourceLanguages | None = None) -> None:
+    def __init__(
+        self,
+        built: tokenizers.Tokenizer | PieceTokenizer,
+        languages: SourceLanguages | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """`names` are special tokens by what they are for: "mask_token"."""
         self.source_languages = languages
         self._pieces = built if isinstance(built, PieceTokenizer) else None
         tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built
@@ -49,6 +76,9 @@ class Tokenizer:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(token for token, known in added if known.special)
+        names = names or {}
+        self.mask_token = self._first("mask_token", names, _MASKS)
+        self.unknown_id = self._id_of(self._first("unk_token", names, _UNKNOWNS))
         self._token_texts: dict[tuple[int, bool], str] = {}  # cached, since streams decode single tokens constantly
 
     @classmethod
@@ -59,7 +89,49 @@ class Tokenizer:
         """
         files, path = Files(folder), folder / "tokenizer.json"
         built = _read(path) if path.is_file() else build_tokenizer(files)
-        return None if built is None else cls(built, source_languages(built, files))
+        return None if built is None else cls(built, source_languages(built, files), _special_names(files))
+
+    def _first(self, name: str, names: Mapping[str, str], usual: Sequence[str]) -> str | None:
+        """Return the special token `name`, by the folder's files or else by its usual texts, if it is there."""
+        candidates = [names[name]] if name in names else usual
+        return next((text for text in candidates if self._tokenizer.token_to_id(text) is not None), None)
+
+    def _id_of(self, text: str | None) -> int | None:
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+    @property
+    def mask_id(self) -> int | None:
+        return self._id_of(self.mask_token)
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether it can tell which characters a token comes from."""
+        return self._pieces is None
+
+    @property
+    def marks_subwords(self) -> bool:
+        """Whether the name of a token tells that it continues a word (WordPiece's ##)."""
+        return bool(getattr(self._tokenizer.model, "continuing_subword_prefix", None))
+
+    def token_name(self, token_id: int) -> str:
+        """Return the vocabulary's entry; empty for an id that has none."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a vocabulary entry; None if there is none of this name."""
+        return self._tokenizer.token_to_id(name)
+
+    def join(self, names: Sequence[str]) -> str:
+        """Return the text of vocabulary entries that follow each other."""
+        decoder = self._tokenizer.decoder
+        return " ".join(names) if decoder is None else str(decoder.decode(list(names)))
+
+    def locate(self, text: str, pair: str | None = None) -> Located:
+        """Encode with special tokens and with the place of each token; needs `has_offsets`."""
+        item = text if pair is None else (text, pair)
+        [found] = self._tokenizer.encode_batch([item])
+        offsets, texts, words = found.offsets, found.sequence_ids, found.word_ids
+        return Located(tuple(found.ids), tuple(found.type_ids), tuple(offsets), tuple(texts), tuple(words))
 
     @property
     def vocab_size(self) -> int:
@@ -126,6 +198,12 @@ def _read(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{path.parent.name}: tokenizer.json cannot be read: {error}") from None
+
+
+def _special_names(files: Files) -> dict[str, str]:
+    """Return the special tokens that the folder's files beside tokenizer.json name, by what they are for."""
+    found = {name: files.special(name, "").content for name in ("mask_token", "unk_token")}
+    return {name: text for name, text in found.items() if text}
 
 
 class Detokenizer:

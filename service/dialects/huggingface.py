@@ -23,7 +23,8 @@ from service.dialects.huggingface_bodies import (
 )
 from service.http.json_replies import Generation, Json
 from service.planning.encode import EncodePlan
-from service.schemas.bodies import EncodeBody, GenerateBody
+from service.schemas.bodies import GenerateBody
+from service.schemas.encode_bodies import EncodeBody
 
 GENERATE_NAMES = {
     "prompt": "inputs",

@@ -16,7 +16,8 @@ from service.dialects.common import json_format, native, native_seed, native_top
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, Format, Message, Sampling
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
-from service.schemas.bodies import EncodeBody, GenerateBody
+from service.schemas.bodies import GenerateBody
+from service.schemas.encode_bodies import EncodeBody
 
 COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prompt": "messages", "logprobs": "top_logprobs"}

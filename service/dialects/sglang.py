@@ -30,7 +30,8 @@ from service.dialects.common import (
 )
 from service.http.json_replies import Generation, Json
 from service.planning.encode import EncodePlan
-from service.schemas.bodies import EncodeBody, GenerateBody
+from service.schemas.bodies import GenerateBody
+from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import MAX_INT, Prompt, TextOrTexts, TokenId
 
 _ABORTED = {"deadline": "the deadline passed", "cancelled": "the request was cancelled"}

@@ -7,20 +7,12 @@ them for a dialect.
 
 from __future__ import annotations
 
-import base64
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from model.api.request import (
-    EncodeOutput,
-    EncodeTask,
-    FinishReason,
-    TokenLogprob,
-    TokenOutput,
-)
+from model.api.request import FinishReason, TokenLogprob, TokenOutput
 from service.core.errors import ApiError
 from service.lifecycle.jobs import Job, combined_outcome
 from service.observability.metrics import Metrics
@@ -187,47 +179,19 @@ def _join(deltas: Sequence[Json]) -> Json:
     return choice
 
 
-def encode_reply(plan: EncodePlan, outputs: Sequence[EncodeOutput], job: Job, encoding_format: str) -> Json:
-    """Return the reply of /encode; every output must have its vectors."""
-    data = [
-        _encode_item(index, request.task, output, cut, encoding_format)
-        for index, (request, output, cut) in enumerate(zip(plan.requests, outputs, plan.truncated, strict=True))
-    ]
+def encode_reply(plan: EncodePlan, items: Sequence[Json], job: Job) -> Json:
+    """Return the reply of /encode, with the plan's items."""
     classifier = plan.served.config.classifier
-    labels = {"labels": list(classifier.labels)} if classifier and plan.requests[0].task is EncodeTask.LOGITS else {}
+    labels = {"labels": list(classifier.labels)} if classifier and plan.output.name == "logits" else {}
     return {
         "id": job.request_id,
         "model": plan.served.name,
         "created": job.created,
-        "data": data,
+        "data": items,
         **labels,
         "usage": _usage(plan.prompt_tokens, 0, 0),
         "timings": asdict(job.timings()),
     }
-
-
-def _encode_item(index: int, task: EncodeTask, output: EncodeOutput, cut: bool, encoding_format: str) -> Json:
-    as_base64 = encoding_format == "base64"
-    item: Json = {
-        "index": index,
-        "scores" if task is EncodeTask.LOGITS else task.value: base64.b64encode(output.data).decode()
-        if as_base64
-        else _vectors(output),
-    }
-    if as_base64 and len(output.shape) > 1:
-        item["shape"] = list(output.shape)
-    if cut:
-        item["truncated"] = True
-    return item
-
-
-def _vectors(output: EncodeOutput) -> list[Any]:
-    """Return the floats of a vector `[d]`, or the rows of a matrix `[L, d]`."""
-    values = list(struct.unpack(f"<{len(output.data) // 4}f", output.data))
-    if len(output.shape) == 1:
-        return values
-    width = output.shape[1]
-    return [values[start : start + width] for start in range(0, len(values), width)]
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from model.api.request import Request
 from service.core.errors import ApiError, invalid, too_large
-from service.schemas.bodies import EncodeBody, GenerateBody
+from service.schemas.bodies import GenerateBody
+from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
 
@@ -56,8 +57,6 @@ def check_encode(body: EncodeBody, limits: Limits) -> None:
         message = f"input has {count} entries, more than {limits.max_encode_inputs}"
         raise too_large(message, "input", "too_many_inputs")
     check_timeout(body.timeout_s, limits)
-    if body.output != "embedding":
-        _only_for_embeddings(body)
 
 
 def encode_too_large(tokens: int, limit: int) -> ApiError:
@@ -90,14 +89,6 @@ def _check_stop(body: GenerateBody, limits: Limits) -> None:
         if len(text) > limits.max_stop_characters:
             param = "stop" if isinstance(body.stop, str) else f"stop[{index}]"
             raise invalid(f"{param} must have at most {limits.max_stop_characters} characters", param)
-
-
-def _only_for_embeddings(body: EncodeBody) -> None:
-    for name, default in (("pooling", "default"), ("dimensions", None)):
-        if getattr(body, name) != default:
-            raise invalid(f"{name} has no meaning with output '{body.output}'", name)
-    if body.output == "logits" and body.normalize is not None:
-        raise invalid("normalize has no meaning with output 'logits'", "normalize")
 
 
 def _at_most(name: str, value: int | None, bound: int) -> None:

@@ -1,8 +1,9 @@
 """Planning of /encode: a body becomes `EncodeRequest`s that can be served, or is refused before any work.
 
 An input must fit one engine step (its attention is bidirectional, so it is never split), the model's context, and the
-length that the checkpoint was trained for. A longer input is refused or, if the client allows it, truncated. Only the
-size of the body limits a text that may be truncated.
+length that the checkpoint was trained for. A longer input is refused or, if the client allows it, truncated; outputs
+with places in the text divide it into windows. Only the size of the body limits a text that may be truncated. What each
+output needs and reads is in `service.planning.outputs`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from model.api.request import EncodeRequest, EncodeTask, Pooling
+from model.api.request import EncodeOutput, EncodeRequest, Pooling
 from model.api.source import Source, image_source, token_source
 from model.api.stats import ModelInfo
 from model.media.images import ImageError, ImageProcessing
-from model.text.tokenizer import Encoded
+from model.text.tokenizer import Encoded, Located
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, too_large
 from service.core.model_registry import Registry, ServedModel, Task
 from service.planning.body_limits import check_encode, encode_too_large
 from service.planning.generate import check_room, engine_id
+from service.planning.outputs.base import Found, Json, Output, Part
+from service.planning.outputs.inputs import EncodeInput, inputs_of
+from service.planning.outputs.registry import OUTPUTS, output_of
 from service.planning.tokenization import (
     Side,
     TokenizerThreads,
@@ -29,38 +34,54 @@ from service.planning.tokenization import (
     truncate_ids,
     truncate_text,
 )
-from service.schemas.bodies import EncodeBody
-from service.schemas.types import ImageFile, TextPair
+from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
+
+_DEFAULT_STRIDE = 128  # tokens that two windows of a long text have in common
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What one input of the engine is made of: the input's index, its text as the engine reads it, its tokens."""
+
+    owner: int
+    sent: EncodeInput
+    encoded: Encoded
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """Holds an `EncodeRequest` for each input of a body, and which inputs were truncated."""
+    """Holds the `EncodeRequest`s of a body, and how their outputs become an item for each of its inputs."""
 
     served: ServedModel
-    requests: tuple[EncodeRequest, ...]
-    truncated: tuple[bool, ...]
+    body: EncodeBody
+    output: Output
+    inputs: tuple[EncodeInput, ...]
+    readings: tuple[_Reading, ...]
+    requests: tuple[EncodeRequest, ...]  # one for each reading
 
     @property
     def prompt_tokens(self) -> int:
         """The number of tokens of all texts, or of patches of all images."""
         return sum(request.source.num_positions for request in self.requests)
 
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """Holds one input as sent: texts, ids or an image file."""
-
-    param: str
-    text: str = ""
-    pair: str | None = None
-    ids: tuple[int, ...] | None = None
-    image: str | None = None  # base64
-
-    @property
-    def characters(self) -> int:
-        return len(self.text) + len(self.pair or "")
+    def items(self, outputs: Sequence[EncodeOutput]) -> list[Json]:
+        """Return the item of each input; every request must have its output."""
+        parts: list[list[Part]] = [[] for _ in self.inputs]
+        cut = [False] * len(self.inputs)
+        for reading, output in zip(self.readings, outputs, strict=True):
+            parts[reading.owner].append(Part(reading.sent, reading.encoded, output))
+            cut[reading.owner] |= reading.cut
+        items = []
+        for index, (sent, of_input) in enumerate(zip(self.inputs, parts, strict=True)):
+            item = {"index": index, **self.output.item(Found(self.body, self.served, sent, of_input))}
+            if cut[index]:
+                item["truncated"] = True
+            if self.output.windows and len(of_input) > 1:
+                item["windows"] = len(of_input)
+            items.append(item)
+        return items
 
 
 class EncodePlanner:
@@ -77,38 +98,48 @@ class EncodePlanner:
         served = self._registry.resolve(body.model, Task.ENCODE)
         info = self._client.models[served.name]
         check_encode(body, self._limits)
-        _check_output(body, served, info)
-        inputs = _inputs(body)
+        output = output_of(body, served)
+        _check_size(body, served, info)
+        inputs = inputs_of(body)
         prompt = _prompt(inputs, body, served)
         check_room(self._client, served, len(inputs))
         if served.config.image is not None:
-            return await self._plan_images(body, served, inputs, request_id, arrival)
-        inputs = [_with_prompt(one, served, prompt) for one in inputs]
-        self._check_inputs(inputs, served, info, may_cut=body.truncate is not False)
-        limit = _token_limit(served, info)
-        encoded, truncated = await self._fit(inputs, served, limit, body.truncate or None)
-        tokens = sum(len(one.ids) for one in encoded)
+            return await self._plan_images(body, served, output, inputs, request_id, arrival)
+        texts = [
+            (owner, one if output.verbatim else _prepared(one, served, prompt))
+            for owner, sent in enumerate(inputs)
+            for one in output.readings(body, served, sent)
+        ]
+        self._check_count(len(texts))
+        may_cut = body.truncate is not False
+        self._check_inputs([one for _, one in texts], served, info, output, may_cut=may_cut)
+        readings = await self._read(texts, body, served, output, _token_limit(served, info))
+        self._check_count(len(readings))
+        tokens = sum(len(one.encoded.ids) for one in readings)
         if tokens > self._limits.max_encode_tokens:
             raise encode_too_large(tokens, self._limits.max_encode_tokens)
-        types = served.token_types > 1
         skipped = 0
         if prompt:
             skipped = served.checkpoint.sentences.unpooled_tokens(served.require_tokenizer("prompt_name"), prompt)
         requests = tuple(
-            self._request(
-                body,
-                served,
-                token_source(one.ids, one.type_ids if types else ()),
-                engine_id(request_id),
-                arrival,
-                min(skipped, len(one.ids) - 1) if sent.ids is None else 0,
-            )
-            for sent, one in zip(inputs, encoded, strict=True)
+            self._request(body, served, output, one, engine_id(request_id), arrival, skipped) for one in readings
         )
-        return EncodePlan(served, requests, truncated)
+        return EncodePlan(served, body, output, tuple(inputs), tuple(readings), requests)
+
+    def _check_count(self, count: int) -> None:
+        bound = self._limits.max_encode_inputs
+        if count > bound:
+            message = f"input makes {count} inputs of the model, with labels and windows, more than {bound}"
+            raise too_large(message, "input", "too_many_inputs")
 
     async def _plan_images(
-        self, body: EncodeBody, served: ServedModel, inputs: Sequence[_Input], request_id: str, arrival: float
+        self,
+        body: EncodeBody,
+        served: ServedModel,
+        output: Output,
+        inputs: Sequence[EncodeInput],
+        request_id: str,
+        arrival: float,
     ) -> EncodePlan:
         image, processing = served.config.image, served.checkpoint.images
         assert image is not None and processing is not None
@@ -120,77 +151,105 @@ class EncodePlanner:
             return [image_source(_pixels(one, served, processing), shape, image.num_tokens) for one in inputs]
 
         found = await self._threads.run_in_thread(work)
-        requests = tuple(self._request(body, served, one, engine_id(request_id), arrival) for one in found)
-        return EncodePlan(served, requests, (False,) * len(requests))
+        base = self._base(body, served, output, arrival)
+        requests = tuple(EncodeRequest(engine_id(request_id), source=one, **base) for one in found)
+        readings = tuple(_Reading(owner, one, Encoded((), ())) for owner, one in enumerate(inputs))
+        return EncodePlan(served, body, output, tuple(inputs), readings, requests)
+
+    def _base(self, body: EncodeBody, served: ServedModel, output: Output, arrival: float) -> dict[str, Any]:
+        """Return the fields of every `EncodeRequest` of a body."""
+        return {
+            "model": served.name,
+            "task": output.task,
+            "pooling": None if body.pooling == "default" else Pooling(body.pooling),
+            "normalize": body.normalize,
+            "dimensions": body.dimensions,
+            "arrival_time": arrival,
+            "deadline": arrival + (body.timeout_s or self._limits.request_timeout_s),
+        }
 
     def _request(
         self,
         body: EncodeBody,
         served: ServedModel,
-        source: Source,
+        output: Output,
+        one: _Reading,
         name: str,
         arrival: float,
-        prompt_tokens: int = 0,
+        skipped: int,
     ) -> EncodeRequest:
+        ids, type_ids = one.encoded.ids, one.encoded.type_ids if served.token_types > 1 else ()
         return EncodeRequest(
-            request_id=name,
-            model=served.name,
-            source=source,
-            task=EncodeTask(body.output),
-            pooling=None if body.pooling == "default" else Pooling(body.pooling),
-            prompt_tokens=prompt_tokens,
-            normalize=body.normalize,
-            dimensions=body.dimensions,
-            arrival_time=arrival,
-            deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
+            name,
+            source=token_source(ids, type_ids),
+            prompt_tokens=min(skipped, len(ids) - 1) if one.sent.ids is None else 0,
+            **self._base(body, served, output, arrival),
+            **output.settings(body, served, one.sent, one.encoded, self._limits),
         )
 
-    def _check_inputs(self, inputs: Sequence[_Input], served: ServedModel, info: ModelInfo, may_cut: bool) -> None:
+    def _check_inputs(
+        self, inputs: Sequence[EncodeInput], served: ServedModel, info: ModelInfo, output: Output, *, may_cut: bool
+    ) -> None:
         per_token = self._limits.prompt_characters_per_token
         characters = 0
         for one in inputs:
             if one.image is not None:
                 raise invalid(f"{one.param}: model {served.name} reads text, not images", one.param)
             if one.ids is not None:
+                if output.offsets:
+                    raise invalid(f"{one.param}: output '{output.name}' needs text, not token ids", one.param)
                 continue
             served.require_tokenizer(one.param)
             if one.pair is not None and served.config.encoder is None:
                 raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
-            if not may_cut:
+            if not may_cut and not output.windows:
                 check_characters(one.text + (one.pair or ""), per_token * info.max_model_len, one.param)
             characters += one.characters
         bound = per_token * self._limits.max_encode_tokens
         if characters > bound and not may_cut:
             raise too_large(f"input has {characters} characters in all, more than {bound}", "input", "too_many_tokens")
 
-    async def _fit(
-        self, inputs: Sequence[_Input], served: ServedModel, limit: int, side: Side | None
-    ) -> tuple[list[Encoded], tuple[bool, ...]]:
-        """Tokenise each input, truncate it to `limit` tokens, and return which inputs were truncated."""
+    async def _read(
+        self,
+        texts: Sequence[tuple[int, EncodeInput]],
+        body: EncodeBody,
+        served: ServedModel,
+        output: Output,
+        limit: int,
+    ) -> list[_Reading]:
+        """Tokenise each text, and truncate it to `limit` tokens or divide it into windows of them."""
 
-        def work() -> list[tuple[Encoded, bool]]:
-            return [_fit_one(one, served, limit, side) for one in inputs]
+        def work() -> list[_Reading]:
+            if output.offsets:
+                return [
+                    _Reading(owner, one, window)
+                    for owner, one in texts
+                    for window in _windows(one, served, limit, body.stride)
+                ]
+            side: Side | None = body.truncate or None
+            return [_Reading(owner, one, *_fit_one(one, served, limit, side)) for owner, one in texts]
 
-        characters = sum(one.characters for one in inputs)
-        found = await self._threads.run(served.name, characters, work) if characters else work()
-        return [encoded for encoded, _ in found], tuple(cut for _, cut in found)
+        characters = sum(one.characters for _, one in texts)
+        return await self._threads.run(served.name, characters, work) if characters else work()
 
 
-def _prompt(inputs: Sequence[_Input], body: EncodeBody, served: ServedModel) -> str:
+def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel) -> str:
     """Return the prompt in front of the texts, empty for none; raises a 400 for one that does not apply."""
+    if "prompt_name" not in OUTPUTS[body.output].fields:
+        return ""
     sentences, name = served.checkpoint.sentences, body.prompt_name
     if name is not None and name not in sentences.prompts:
         known = ", ".join(sorted(sentences.prompts)) or "none"
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
-    if name is not None and (body.output == "logits" or any(one.pair is not None or one.ids for one in inputs)):
+    if name is not None and any(one.pair is not None or one.ids for one in inputs):
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
-    prompt = "" if body.output == "logits" else sentences.prompt(name)
+    prompt = sentences.prompt(name)
     if prompt and body.truncate == "left" and not any(one.ids for one in inputs):
         raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")
     return prompt
 
 
-def _with_prompt(one: _Input, served: ServedModel, prompt: str) -> _Input:
+def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput:
     prepare = served.checkpoint.sentences.prepare
     if one.ids is not None or one.image is not None:
         return one
@@ -199,26 +258,7 @@ def _with_prompt(one: _Input, served: ServedModel, prompt: str) -> _Input:
     return replace(one, text=prepare(one.text, prompt))
 
 
-def _inputs(body: EncodeBody) -> list[_Input]:
-    value = body.input
-    if isinstance(value, str):
-        return [_Input("input", text=value)]
-    if isinstance(value[0], int):
-        return [_input(value, "input")]
-    return [_input(one, f"input[{index}]") for index, one in enumerate(value)]
-
-
-def _input(one: object, param: str) -> _Input:
-    if isinstance(one, ImageFile):
-        return _Input(param, image=one.image)
-    if isinstance(one, TextPair):
-        return _Input(param, text=one.text, pair=one.text_pair)
-    if isinstance(one, str):
-        return _Input(param, text=one)
-    return _Input(param, ids=tuple(one))  # type: ignore[arg-type]
-
-
-def _pixels(one: _Input, served: ServedModel, processing: ImageProcessing) -> bytes:
+def _pixels(one: EncodeInput, served: ServedModel, processing: ImageProcessing) -> bytes:
     """Decode and resize an image file as the model needs; raises a 400 that names the input."""
     if one.image is None:
         raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
@@ -231,7 +271,7 @@ def _pixels(one: _Input, served: ServedModel, processing: ImageProcessing) -> by
         raise invalid(f"{param} is not base64", param, "invalid_image") from None
 
 
-def _fit_one(one: _Input, served: ServedModel, limit: int, side: Side | None) -> tuple[Encoded, bool]:
+def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | None) -> tuple[Encoded, bool]:
     encoded = _encode(one, served)
     if not encoded.ids:
         raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")
@@ -246,7 +286,7 @@ def _fit_one(one: _Input, served: ServedModel, limit: int, side: Side | None) ->
     return truncate_text(served.require_tokenizer(one.param), one.text, one.pair, encoded, limit, side), True
 
 
-def _encode(one: _Input, served: ServedModel) -> Encoded:
+def _encode(one: EncodeInput, served: ServedModel) -> Encoded:
     if one.ids is not None:
         return Encoded(one.ids, ())
     return served.require_tokenizer(one.param).encode(one.text, one.pair)
@@ -258,12 +298,35 @@ def _token_limit(served: ServedModel, info: ModelInfo) -> int:
     return min(bounds if made_for is None else [*bounds, made_for])
 
 
-def _check_output(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
+def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
     if body.pooling == "pooler" and not served.config.pooler:
         raise invalid(f"pooling: model {served.name} has no pooler", "pooling")
-    if body.output == "logits" and served.config.classifier is None:
-        raise invalid(f"output: model {served.name} has no classifier", "output")
     own = body.output == "embedding" and body.pooling == "default"
     size = info.embedding_size if own else served.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise invalid(f"dimensions must be at most {size}", "dimensions")
+
+
+def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | None) -> list[Located]:
+    """Return the tokens of a text, in windows of `limit` tokens that have `stride` of them in common.
+
+    Of a pair the second text is divided; special tokens and the first text are in every window.
+    """
+    located = served.require_tokenizer(one.param).locate(one.text, one.pair)
+    check_vocabulary(located.ids, served.vocab_size, one.param)
+    if len(located.ids) <= limit:
+        if not any(of is not None for of in located.texts):
+            raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")
+        return [located]
+    divided = 0 if one.pair is None else 1
+    inside = [at for at, of in enumerate(located.texts) if of == divided]
+    room = limit - (len(located.ids) - len(inside))
+    if room < 1:
+        message = f"{one.param}.text has more tokens than the {limit} that model {served.name} takes leave room for"
+        raise invalid(message, one.param, "context_length_exceeded")
+    common = min(_DEFAULT_STRIDE, room // 2) if stride is None else stride
+    if common >= room:
+        raise invalid(f"stride must be below the {room} tokens that a window has of {one.param}", "stride")
+    before, after = range(inside[0]), range(inside[-1] + 1, len(located.ids))
+    starts = range(0, max(1, len(inside) - common), room - common)
+    return [located.keep([*before, *inside[start : start + room], *after]) for start in starts]

@@ -17,7 +17,7 @@ from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBo
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
 from service.http.route_prefix import prefix_of
 from service.http.static_pages import page
-from service.schemas.bodies import DetokenizeBody, EncodeBody, GenerateBody, TokenizeBody
+from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
 from service.schemas.dialect_replies import (
     HuggingFaceClass,
     HuggingFaceEvent,
@@ -30,6 +30,7 @@ from service.schemas.dialect_replies import (
     SglangText,
     SglangVector,
 )
+from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply, ErrorReply, GenerateEvent, GenerateReply
 
 Responses = dict[int | str, dict[str, Any]]

@@ -29,8 +29,8 @@ from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
-from service.schemas.bodies import EncodeBody
 from service.schemas.dialect_replies import SglangVector, Vectors
+from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
 
 router = APIRouter()
@@ -96,10 +96,17 @@ async def answer(request: Request, body: EncodeBody, show: Show | None = None) -
         job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
         try:
             outputs = await _run(request, service, plan, job)
-            reply = encode_reply(plan, outputs, job, body.encoding_format)
+            reply = encode_reply(plan, await _items(service, plan, outputs), job)
             return json_response(reply if show is None else show(plan, reply))
         finally:
             await job.aclose()
+
+
+async def _items(service: Service, plan: EncodePlan, outputs: Sequence[EncodeOutput]) -> list[Json]:
+    """Return the items of the reply; what decodes texts or compares spans does not hold up the event loop."""
+    if plan.output.heavy:
+        return await service.threads.run_in_thread(lambda: plan.items(outputs))
+    return plan.items(outputs)
 
 
 async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -> Sequence[EncodeOutput]:

@@ -16,6 +16,7 @@ from service.http.bodies import json_response
 from service.http.json_replies import Json
 from service.lifecycle.state import Service, service_of
 from service.observability.metrics import CONTENT_TYPE
+from service.planning.outputs.registry import available
 from service.routes.docs import error_responses, path_parameter
 from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
 
@@ -152,6 +153,7 @@ def _model(service: Service, served: ServedModel) -> Json:
         "prompts": sorted(served.checkpoint.sentences.prompts),
         "default_prompt": served.checkpoint.sentences.default_prompt,
         "similarity": served.checkpoint.sentences.similarity,
+        "outputs": available(served),
         "sampling_defaults": served.checkpoint.sampling_defaults,
         "tasks": {name: asdict(task) for name, task in sorted(served.checkpoint.tasks.items())},
     }

@@ -10,7 +10,6 @@ from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.types import (
     MAX_INT,
     Body,
-    EncodeInput,
     Prompt,
     TextOrIds,
     TextOrTexts,
@@ -273,57 +272,6 @@ class GenerateBody(Body):
         description="Only requests with the same salt (and the same API key) share the prefix cache.",
         examples=["tenant-7"],
     )
-    request_id: RequestId = None
-
-
-class EncodeBody(Body):
-    """Turn inputs into vectors."""
-
-    model: ModelName = None
-    input: EncodeInput = Field(
-        description="Text, token ids, or up to 256 texts, id lists, text pairs or images (16,384 tokens in all).",
-        examples=["a cat", ["a cat", "a dog"], [101, 4937, 102], [{"text": "a cat?", "text_pair": "a dog"}]],
-    )
-    output: Literal["embedding", "tokens", "logits"] = Field(
-        "embedding",
-        description="One vector for each input, one for each token, or a classifier's logits, before softmax, over the "
-        "reply's `labels`.",
-        examples=["embedding"],
-    )
-    pooling: Literal["default", "mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean", "pooler"] = Field(
-        "default",
-        description="How token vectors are combined into one; `default` is the checkpoint's, with its projections.",
-        examples=["default", "mean"],
-    )
-    prompt_name: str | None = Field(
-        None,
-        max_length=128,
-        description="Which of the model's prompts is put in front of each text; default: the checkpoint's setting. "
-        "/info lists them.",
-        examples=["query"],
-    )
-    normalize: bool | None = Field(
-        None, description="Scale vectors to length 1; default: the checkpoint's setting.", examples=[True]
-    )
-    dimensions: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_INT,
-        description="Number of leading dimensions to keep (for models trained for it).",
-        examples=[128],
-    )
-    truncate: Literal[False, "left", "right"] = Field(
-        False,
-        description="Which end of a too long input is truncated; false: it is refused. Special tokens are kept, and "
-        "the item of a truncated input has `truncated`.",
-        examples=[False, "right"],
-    )
-    encoding_format: Literal["float", "base64"] = Field(
-        "float",
-        description="Numbers, or base64 of little-endian float32.",
-        examples=["float"],
-    )
-    timeout_s: Timeout = None
     request_id: RequestId = None
 
 

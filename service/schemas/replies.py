@@ -85,6 +85,34 @@ class GenerateEvent(Reply):
     timings: TimingsReply | None = Field(None, description="On the last event.")
 
 
+class Candidate(Reply):
+    token: int = Field(description="Token id.", examples=[2051])
+    text: str = Field(description="The token alone as text.", examples=["time"])
+    score: float = Field(description="Its probability.", examples=[0.4])
+    sequence: str = Field(description="The input with the token in the mask's place.", examples=["a long time ago"])
+
+
+class Mask(Reply):
+    position: int = Field(description="Place of the mask among the tokens.", examples=[3])
+    candidates: list[Candidate] = Field(description="The best first.")
+
+
+class Entity(Reply):
+    label: str = Field(description="Its class; without B- and I- where tokens are joined.", examples=["PER"])
+    score: float = Field(description="Its probability; of several tokens the mean.", examples=[0.98])
+    start: int = Field(description="First character.", examples=[0])
+    end: int = Field(description="Character behind the last one.", examples=[5])
+    text: str = Field(description="As the tokenizer writes it.", examples=["Ada Lovelace"])
+    position: int | None = Field(None, description="Without aggregation: the token's place.", examples=[1])
+
+
+class Answer(Reply):
+    score: float = Field(description="Probability of start x probability of end.", examples=[0.7])
+    start: int = Field(description="First character in the context.", examples=[10])
+    end: int = Field(description="Character behind the last one.", examples=[14])
+    text: str = Field(description="The answer; empty: there is none.", examples=["1843"])
+
+
 class EncodeItem(Reply):
     index: int = Field(description="Which input.", examples=[0])
     embedding: list[float] | str | None = Field(None, description="Its vector.", examples=[[0.1, -0.2]])
@@ -94,6 +122,13 @@ class EncodeItem(Reply):
     )
     shape: list[int] | None = Field(None, description="Rows and columns of a matrix in base64.", examples=[[3, 384]])
     truncated: bool | None = Field(None, description="True if the input was truncated.", examples=[True])
+    indices: list[int] | None = Field(None, description="sparse: ids of vocabulary entries.", examples=[[17, 2051]])
+    weights: list[float] | None = Field(None, description="sparse: their weights.", examples=[[0.4, 1.2]])
+    masks: list[Mask] | None = Field(None, description="fill_mask: one for each mask token, in order.")
+    entities: list[Entity] | None = Field(None, description="token_classification: in the order of the text.")
+    answers: list[Answer] | None = Field(None, description="question_answering: the best first.")
+    labels: list[str] | None = Field(None, description="zero_shot: the labels of `scores`.", examples=[["sports"]])
+    windows: int | None = Field(None, description="How many windows a long text was read in.", examples=[3])
 
 
 class EncodeReply(Reply):

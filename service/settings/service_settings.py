@@ -49,6 +49,8 @@ class Limits:
     grammar_s: float = _limit(2.0, "seconds for compiling a grammar")
     max_encode_inputs: int = _limit(256, "maximum number of inputs to encode (413)")
     max_encode_tokens: int = _limit(16_384, "maximum tokens of all inputs to encode (413)")
+    max_top_k: int = _limit(100, "maximum number of candidates for a mask, and of answers")
+    max_candidates: int = _limit(1_000, "maximum of masks x top_k of an input, and of targets")
     prompt_characters_per_token: int = _limit(
         16, "a text with more characters than this x max_model_len is refused before tokenising"
     )

@@ -279,6 +279,32 @@ _CLASSIFIERS: Rows = {
     "gpt-neox-token": _model("GPTNeoXForTokenClassification", NEOX, **_LABELS),
     "vit-image": _model("ViTForImageClassification", VIT, **_LABELS),
 }
+_VERDICTS = ("contradiction", "neutral", "ENTAILMENT")
+_NLI = dict(id2label=dict(enumerate(_VERDICTS)), label2id={name: at for at, name in enumerate(_VERDICTS)})
+_NER = dict(id2label=dict(enumerate(("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))))
+# Heads that only tests of their outputs read; the networks below them are those of `KINDS`.
+HEADS: Rows = {
+    "bert-masked": _model("BertForMaskedLM", BERT),
+    "bert-masked-untied": _model("BertForMaskedLM", BERT, tie_word_embeddings=False),
+    "roberta-masked": _model("RobertaForMaskedLM", ROBERTA),
+    "xlm-roberta-masked": _model("XLMRobertaForMaskedLM", ROBERTA),
+    "distilbert-masked": _model("DistilBertForMaskedLM", DISTILBERT),
+    "albert-masked": _model("AlbertForMaskedLM", BERT, embedding_size=12),
+    "electra-masked": _model("ElectraForMaskedLM", BERT, embedding_size=12),
+    "mpnet-masked": _model("MPNetForMaskedLM", MPNET),
+    "modernbert-masked": _model("ModernBertForMaskedLM", MODERNBERT),
+    "deberta-v2-masked": _model("DebertaV2ForMaskedLM", DEBERTA_V2),
+    "bert-entities": _model("BertForTokenClassification", BERT, **_NER),
+    "bert-answers": _model("BertForQuestionAnswering", BERT),
+    "roberta-answers": _model("RobertaForQuestionAnswering", ROBERTA),
+    "distilbert-answers": _model("DistilBertForQuestionAnswering", DISTILBERT),
+    "albert-answers": _model("AlbertForQuestionAnswering", BERT, embedding_size=12),
+    "electra-answers": _model("ElectraForQuestionAnswering", BERT, embedding_size=12),
+    "modernbert-answers": _model("ModernBertForQuestionAnswering", MODERNBERT),
+    "deberta-v2-answers": _model("DebertaV2ForQuestionAnswering", DEBERTA_V2),
+    "bert-nli": _model("BertForSequenceClassification", BERT, **_NLI),
+    "bart-nli": _model("BartForSequenceClassification", BART, scale_embedding=False, **_NLI),
+}
 KINDS: Rows = {**_DECODERS, **_ENCODER_DECODERS, **_ENCODERS, **_CLASSIFIERS}
 DECODERS, ENCODER_DECODERS, ENCODERS, CLASSIFIERS = map(tuple, (_DECODERS, _ENCODER_DECODERS, _ENCODERS, _CLASSIFIERS))
 
@@ -287,7 +313,7 @@ DECODERS, ENCODER_DECODERS, ENCODERS, CLASSIFIERS = map(tuple, (_DECODERS, _ENCO
 def saved(kind: str) -> Saved:
     """The checkpoint of a kind; tests share it, so they must not write into its folder (see `copied`)."""
     torch.manual_seed(len(kind))
-    model = KINDS[kind]()
+    model = {**KINDS, **HEADS}[kind]()
     # T5 does not scale its scores: 0.3 is all softmax
     randomise(model, std=0.2 if kind.startswith(("t5", "mt5", "umt5")) else 0.3)
     path = _root() / kind

@@ -15,12 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.api.engine_config import EngineConfig
-from model.api.request import Pooling
+from model.api.messages import ModelSpec
+from model.api.request import EncodeRequest, EncodeTask, Pooling
+from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
+from model.engine.builder import load
 from model.errors import CheckpointError, ConfigError
 from model.llm import LLM
 from model.text.tokenizer import Tokenizer
 from tests import checkpoints
+from tests.model.checkpoints import copied, prompt, saved
 
 SMALL = {"device": "cpu", "dtype": "float32"}
 TEXTS = ["import os", "class Café: price = '12 €'", "for index in range(10): print(index)"]
@@ -152,6 +156,28 @@ def test_a_default_prompt_and_lower_case_apply_to_every_text(plain: Path, tmp_pa
     settings = read_checkpoint(folder).sentences
     assert (settings.default_prompt, settings.similarity, settings.max_tokens) == ("query", "dot", 40)
     assert_close(encoded(folder, ["CLASS"])[0], hidden_states(folder, "import os: class").mean(0))
+
+
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+@pytest.mark.parametrize("function", ["relu", "log1p_relu"])
+def test_a_sparse_encoder_pools_the_logits_of_its_head(strategy: str, function: str, tmp_path: Path) -> None:
+    folder = copied("bert-masked", tmp_path)
+    modules = ["MLMTransformer", "SpladePooling"]
+    listed = [{"path": f"{at}_{kind}" if at else "", "type": PREFIX + kind} for at, kind in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_SpladePooling").mkdir()
+    settings = {"pooling_strategy": strategy, "activation_function": function, "word_embedding_dimension": 97}
+    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(settings))
+    ids = prompt(40)
+    with torch.inference_mode():
+        found = saved("bert-masked").reference(torch.tensor([ids])).logits[0].relu().log1p()
+    found = found.log1p() if function == "log1p_relu" else found
+    expected = found.amax(dim=0) if strategy == "max" else found.sum(dim=0)
+    engine = load(ModelSpec("m", str(folder), EngineConfig(device="cpu", dtype="float32"))).encode
+    engine.add(EncodeRequest("r", "m", token_source(ids), EncodeTask.SPARSE))
+    [output], _ = engine.step()
+    assert np.frombuffer(output.indices, "<i4").tolist() == expected.nonzero().flatten().tolist()
+    assert np.allclose(np.frombuffer(output.data, "<f4"), expected[expected > 0], atol=1e-4)
 
 
 def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:

@@ -44,6 +44,9 @@ class Client:
     def post(self, path: str = "/encode", **body: Any) -> httpx.Response:
         return self._loop.run_until_complete(self._http.post(path, json=body))
 
+    def get(self, path: str) -> httpx.Response:
+        return self._loop.run_until_complete(self._http.get(path))
+
     def encode(self, **body: Any) -> dict[str, Any]:
         reply = self.post(**body)
         assert reply.status_code == 200, reply.text

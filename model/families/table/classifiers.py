@@ -20,6 +20,9 @@ _MAX_LABELS = 1_000_000  # a larger number is an error in the file
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
 _ROBERTA = ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.TANH)
 _DEBERTA = ClassifierTable("classifier", _FIRST, "pooler.dense", Activation.GELU)
+_BART = ClassifierTable(
+    "classification_head.out_proj", ClassifierInput.EOS, "classification_head.dense", Activation.TANH
+)
 _DECODER = ClassifierTable("score", _LAST, bias=False)
 
 _SCORING = (
@@ -38,12 +41,14 @@ _MODERNBERT = ClassifierTable("classifier", _FIRST, "head.dense", Activation.GEL
 # Heads with one result for a text. Heads for tokens are called `classifier`, but for `_SCORING` and `_TOKENS`.
 _SEQUENCE: dict[str, ClassifierTable] = {
     "albert": ClassifierTable("classifier", _POOLER),
+    "bart": _BART,
     "bert": ClassifierTable("classifier", _POOLER),
     "deberta": _DEBERTA,
     "deberta-v2": _DEBERTA,
     "distilbert": ClassifierTable("classifier", _FIRST, "pre_classifier", Activation.RELU),
     "electra": ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.GELU),
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet"), _ROBERTA),
+    "mbart": _BART,
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
     "modernbert": _MODERNBERT,
@@ -52,7 +57,18 @@ _SEQUENCE: dict[str, ClassifierTable] = {
 _TOKENS: dict[str, ClassifierTable] = {"modernbert": replace(_MODERNBERT, input=ClassifierInput.EVERY)}
 
 
-def _head(model_type: str, per_token: bool) -> ClassifierTable | None:
+# Families whose heads for the first and last tokens of an answer read the encoder, and are called `qa_outputs`.
+_ANSWERING = (
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mpnet"),
+    *("roberta", "xlm-roberta", "xlm-roberta-xl"),
+)
+_ENDS = ("start", "end")
+
+
+def _head(model_type: str, *, per_token: bool, spans: bool = False) -> ClassifierTable | None:
+    if spans:
+        answering = ClassifierTable("qa_outputs", ClassifierInput.EVERY) if model_type in _ANSWERING else None
+        return _TOKENS.get(model_type, answering)
     if not per_token:
         return _SEQUENCE.get(model_type)
     if model_type in _TOKENS:
@@ -63,15 +79,17 @@ def _head(model_type: str, per_token: bool) -> ClassifierTable | None:
 def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig | None:
     """Return the classification head that `architectures` names; None if the model has none. Raises `ConfigError`."""
     architecture = (raw.get("architectures") or [""])[0] or ""
-    per_token = architecture.endswith("ForTokenClassification")
+    spans = architecture.endswith("ForQuestionAnswering")
+    per_token = spans or architecture.endswith("ForTokenClassification")
     if not per_token and not architecture.endswith(("ForSequenceClassification", "ForImageClassification")):
         return None
-    head = _head(raw["model_type"], per_token)
+    head = _head(raw["model_type"], per_token=per_token, spans=spans)
     if head is None:
         raise ConfigError(f"{architecture} is not served")
     bias = head.bias if names is None else f"{head.out}.bias" in names
     multi_label = raw.get("problem_type") == "multi_label_classification"
-    return ClassifierConfig(_labels(raw), head.input, head.activation, bias, multi_label)
+    labels = _ENDS if spans else _labels(raw)
+    return ClassifierConfig(labels, head.input, head.activation, bias, multi_label, spans=spans)
 
 
 def pooled_by(
@@ -106,7 +124,7 @@ def classifier_rules(config: ModelConfig) -> Iterator[Rule]:
     """Yield the weight rules of the classification head, if any."""
     if config.classifier is None:
         return
-    head = _head(config.model_type, config.classifier.per_token)
+    head = _head(config.model_type, per_token=config.classifier.per_token, spans=config.classifier.spans)
     assert head is not None
     if config.classifier.dense is not None:
         yield LinearRule(head.dense, "classifier.dense", bias=config.classifier.dense_bias)

@@ -17,6 +17,8 @@ from model.config.model import ClassifierConfig, ClassifierInput
 from service.dialects import huggingface
 from service.dialects.huggingface_bodies import PredictBody, RerankBody
 from service.planning.encode import EncodePlan
+from service.planning.outputs.registry import OUTPUTS
+from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
@@ -173,7 +175,8 @@ def predicted(body: dict[str, Any], *, multi_label: bool = False) -> Any:
     plain = served("judge", "encoder-only", word_tokenizer())
     head = ClassifierConfig(("NO", "YES"), ClassifierInput.FIRST, multi_label=multi_label)
     checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=head))
-    plan = EncodePlan(replace(plain, checkpoint=checkpoint), (), ())
+    asked = EncodeBody(input="a", output="logits")
+    plan = EncodePlan(replace(plain, checkpoint=checkpoint), asked, OUTPUTS["logits"], (), (), ())
     return huggingface.predict_reply(PredictBody.model_validate(body))(plan, reply)
 
 

@@ -1,0 +1,84 @@
+"""Masked-language-model heads: what each family calls their tensors, and whether a checkpoint has one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.config.layer import Activation, NormConfig
+from model.config.model import EmbeddingConfig, MaskedHeadConfig, ModelConfig
+from model.families.table.helpers import affine
+from model.families.table.rules import LinearRule, Rule, TensorRule
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedHeadTable:
+    """What the tensors of a family's head are called. The output's matrix is the token table unless it is untied."""
+
+    dense: str
+    norm: str
+    out: str
+    bias: str  # of a tied output; that of one with a matrix of its own is `out`.bias
+
+    def needed(self, *, tied: bool) -> set[str]:
+        """The tensors without which there is no head."""
+        out = {self.bias} if tied else {f"{self.out}.weight", f"{self.out}.bias"}
+        return {f"{self.dense}.weight", f"{self.norm}.weight"} | out
+
+
+_BERT = MaskedHeadTable(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.decoder",
+    "cls.predictions.bias",
+)
+_ROBERTA = MaskedHeadTable("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+MASKED_HEADS: dict[str, MaskedHeadTable] = {
+    "albert": MaskedHeadTable("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"),
+    "bert": _BERT,
+    "distilbert": MaskedHeadTable("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"),
+    "electra": MaskedHeadTable(
+        "generator_predictions.dense",
+        "generator_predictions.LayerNorm",
+        "generator_lm_head",
+        "generator_lm_head.bias",
+    ),
+    "deberta": _BERT,
+    "deberta-v2": _BERT,
+    "modernbert": MaskedHeadTable("head.dense", "head.norm", "decoder", "decoder.bias"),
+    **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet"), _ROBERTA),
+}
+
+
+def masked_head(
+    raw: Mapping[str, Any],
+    names: Collection[str] | None,
+    embedding: EmbeddingConfig,
+    activation: Activation,
+    norm: NormConfig,
+    *,
+    dense_bias: bool = True,
+) -> MaskedHeadConfig | None:
+    """Return the head if the checkpoint stores one, or if its tensors are not known but `architectures` names one."""
+    table = MASKED_HEADS[raw["model_type"]]
+    architecture = (raw.get("architectures") or [""])[0] or ""
+    if names is None and not architecture.endswith("ForMaskedLM"):
+        return None
+    tied = raw.get("tie_word_embeddings", True) is not False
+    if names is not None and not table.needed(tied=tied) <= set(names):
+        return None
+    return MaskedHeadConfig(embedding.embedding_size, activation, norm, tied, dense_bias)
+
+
+def masked_head_rules(config: ModelConfig) -> Iterator[Rule]:
+    """Yield the weight rules of the head, if any; what is stored of a tied matrix is passed over."""
+    if config.masked_head is None:
+        return
+    table = MASKED_HEADS[config.model_type]
+    yield LinearRule(table.dense, "masked_head.dense", bias=config.masked_head.dense_bias)
+    yield from affine(table.norm, "masked_head.norm", bias=config.masked_head.norm.bias)
+    if config.masked_head.tied:
+        yield TensorRule(table.bias, "masked_head.out.bias")
+    else:
+        yield LinearRule(table.out, "masked_head.out")

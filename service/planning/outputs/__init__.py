@@ -1,0 +1,1 @@
+"""What /encode can return: one table of outputs, and how the engine's arrays become the items of a reply."""

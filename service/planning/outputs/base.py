@@ -1,0 +1,115 @@
+"""The parts of the table of outputs: what an output needs, and the functions that plan and show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.api.request import EncodeOutput, EncodeTask
+from model.text.tokenizer import Encoded, Located, Tokenizer
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel
+from service.planning.outputs.inputs import EncodeInput
+from service.schemas.encode_bodies import EncodeBody
+from service.settings.service_settings import Limits
+
+Json = dict[str, Any]
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something that an output needs of a model: `lacks` completes the sentence "model X ..."."""
+
+    lacks: str
+    met: Callable[[ServedModel], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One input of the engine with its result; a long text, or one with several labels, has several."""
+
+    sent: EncodeInput
+    encoded: Encoded
+    output: EncodeOutput
+
+    @property
+    def values(self) -> Array:
+        """The engine's numbers in their shape."""
+        return np.frombuffer(self.output.data, dtype="<f4").reshape(self.output.shape)
+
+    @property
+    def indices(self) -> NDArray[np.int32]:
+        return np.frombuffer(self.output.indices, dtype="<i4").reshape(self.output.shape)
+
+    @property
+    def located(self) -> Located:
+        assert isinstance(self.encoded, Located)
+        return self.encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Everything about one input of a body, once the engine has answered."""
+
+    body: EncodeBody
+    served: ServedModel
+    sent: EncodeInput
+    parts: Sequence[Part]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.served.require_tokenizer(self.sent.param)
+
+
+def as_sent(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+    """Let the engine read an input as it is."""
+    return [sent]
+
+
+def no_settings(
+    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
+) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One value of `output` in a body of /encode.
+
+    `fields` are those of the body that have a meaning with it, beside the ones that always have. `readings` makes the
+    texts that the engine reads of an input, `settings` the fields of their `EncodeRequest`s, `item` what the reply has.
+    """
+
+    name: str
+    task: EncodeTask
+    item: Callable[[Found], Json]
+    needs: tuple[Need, ...] = ()
+    fields: frozenset[str] = frozenset()
+    offsets: bool = False  # texts are tokenised with the places of their tokens
+    windows: bool = False  # a text that is too long becomes several inputs of the engine
+    verbatim: bool = False  # texts are tokenised as they are, without prompts and lower case of a checkpoint's settings
+    heavy: bool = False  # items are made in a thread: texts are decoded, or spans compared
+    readings: Callable[[EncodeBody, ServedModel, EncodeInput], list[EncodeInput]] = as_sent
+    settings: Callable[[EncodeBody, ServedModel, EncodeInput, Encoded, Limits], Mapping[str, Any]] = no_settings
+
+    def missing(self, served: ServedModel) -> str | None:
+        """Return what a model lacks for this output; None if it has everything."""
+        return next((need.lacks for need in self.needs if not need.met(served)), None)
+
+
+def at_most(name: str, value: int | None, bound: int) -> None:
+    """Raise a 400 that names the field for a value above its bound."""
+    if value is not None and value > bound:
+        raise invalid(f"{name} must be at most {bound}", name)
+
+
+def softmax(logits: Array) -> Array:
+    """Return probabilities over the last dimension."""
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    found: Array = weights / weights.sum(axis=-1, keepdims=True)
+    return found

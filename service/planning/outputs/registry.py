@@ -1,0 +1,121 @@
+"""The table of outputs. It says once what each needs of a model, and which fields of a body it reads."""
+
+from __future__ import annotations
+
+from model.api.request import EncodeTask
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel
+from service.planning.outputs import answers, entities, masks, vectors, zero_shot
+from service.planning.outputs.base import Need, Output
+from service.schemas.encode_bodies import EncodeBody
+
+
+def _classifies(served: ServedModel, *, tokens: bool) -> bool:
+    head = served.config.classifier
+    return head is not None and head.per_token is tokens and not head.spans
+
+
+_CLASSIFIER = Need("has no classifier", lambda served: served.config.classifier is not None)
+_TOKEN_CLASSIFIER = Need("has no classifier of tokens", lambda served: _classifies(served, tokens=True))
+_SPANS = Need(
+    "has no head for answers", lambda served: served.config.classifier is not None and served.config.classifier.spans
+)
+_ENTAILMENT = Need(
+    "has no classifier with a label of entailment", lambda served: zero_shot.entailment_label(served) is not None
+)
+_MASKED_HEAD = Need("has no masked-language-model head", lambda served: served.config.masked_head is not None)
+_TOKENIZER = Need("has no tokenizer", lambda served: served.tokenizer is not None)
+_MASK = Need("has no mask token", lambda served: served.tokenizer is not None and served.tokenizer.mask_id is not None)
+_OFFSETS = Need(
+    "has a tokenizer that cannot tell where tokens are in a text",
+    lambda served: served.tokenizer is not None and served.tokenizer.has_offsets,
+)
+_VECTOR = frozenset({"prompt_name", "truncate", "normalize", "encoding_format"})
+
+_TABLE = (
+    Output(
+        "embedding",
+        EncodeTask.EMBEDDING,
+        vectors.embedding_item,
+        fields=_VECTOR | {"pooling", "dimensions"},
+    ),
+    Output("tokens", EncodeTask.TOKENS, vectors.tokens_item, fields=_VECTOR),
+    Output(
+        "logits",
+        EncodeTask.LOGITS,
+        vectors.scores_item,
+        needs=(_CLASSIFIER,),
+        fields=frozenset({"truncate", "encoding_format"}),
+        settings=vectors.end_of_sequence,
+    ),
+    Output(
+        "sparse",
+        EncodeTask.SPARSE,
+        vectors.sparse_item,
+        needs=(_MASKED_HEAD,),
+        fields=frozenset({"truncate", "prompt_name", "top_k"}),
+        settings=vectors.sparse_settings,
+    ),
+    Output(
+        "fill_mask",
+        EncodeTask.FILL_MASK,
+        masks.mask_item,
+        needs=(_MASKED_HEAD, _TOKENIZER, _MASK),
+        fields=frozenset({"top_k", "targets"}),
+        verbatim=True,
+        heavy=True,
+        settings=masks.mask_settings,
+    ),
+    Output(
+        "token_classification",
+        EncodeTask.LOGITS,
+        entities.entities_item,
+        needs=(_TOKEN_CLASSIFIER, _TOKENIZER, _OFFSETS),
+        fields=frozenset({"aggregation", "ignore_labels", "stride"}),
+        offsets=True,
+        windows=True,
+        verbatim=True,
+        heavy=True,
+    ),
+    Output(
+        "question_answering",
+        EncodeTask.LOGITS,
+        answers.answers_item,
+        needs=(_SPANS, _TOKENIZER, _OFFSETS),
+        fields=frozenset({"top_k", "max_answer_length", "no_answer", "align_to_words", "stride"}),
+        offsets=True,
+        windows=True,
+        verbatim=True,
+        heavy=True,
+        readings=answers.question,
+        settings=answers.answer_settings,
+    ),
+    Output(
+        "zero_shot",
+        EncodeTask.LOGITS,
+        zero_shot.zero_shot_item,
+        needs=(_ENTAILMENT, _TOKENIZER),
+        fields=frozenset({"truncate", "labels", "hypothesis_template", "multi_label"}),
+        readings=zero_shot.hypotheses,
+    ),
+)
+OUTPUTS: dict[str, Output] = {output.name: output for output in _TABLE}
+# Fields without a meaning for some outputs, in the order of the body.
+_SPECIAL = [name for name in EncodeBody.model_fields if any(name in output.fields for output in _TABLE)]
+
+
+def output_of(body: EncodeBody, served: ServedModel) -> Output:
+    """Return the body's output; raises a 400 for one that the model lacks something for, or with others' fields."""
+    output = OUTPUTS[body.output]
+    for name in _SPECIAL:
+        if name not in output.fields and getattr(body, name) != EncodeBody.model_fields[name].default:
+            raise invalid(f"{name} has no meaning with output '{output.name}'", name)
+    lacks = output.missing(served)
+    if lacks is not None:
+        raise invalid(f"output: model {served.name} {lacks}", "output")
+    return output
+
+
+def available(served: ServedModel) -> list[str]:
+    """Return the outputs that a model has."""
+    return [output.name for output in _TABLE if output.missing(served) is None]

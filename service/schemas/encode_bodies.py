@@ -1,0 +1,139 @@
+"""The body of /encode. `service.planning.outputs` says which fields each output reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from service.schemas.bodies import ModelName, RequestId, Timeout
+from service.schemas.types import MAX_INT, Body, EncodeInput, Texts
+
+OutputName = Literal[
+    "embedding",
+    "tokens",
+    "logits",
+    "sparse",
+    "fill_mask",
+    "token_classification",
+    "question_answering",
+    "zero_shot",
+]
+
+
+class EncodeBody(Body):
+    """Turn inputs into vectors."""
+
+    model: ModelName = None
+    input: EncodeInput = Field(
+        description="Text, token ids, or up to 256 texts, id lists, text pairs or images (16,384 tokens in all).",
+        examples=["a cat", ["a cat", "a dog"], [101, 4937, 102], [{"text": "a cat?", "text_pair": "a dog"}]],
+    )
+    output: OutputName = Field(
+        "embedding",
+        description="One vector for each input (`embedding`), one for each token (`tokens`), a classifier's logits "
+        "over the reply's `labels` (`logits`), weights of vocabulary entries (`sparse`), candidates for mask tokens "
+        "(`fill_mask`), entities with their places (`token_classification`), answers with their places "
+        "(`question_answering`: `text` is the question, `text_pair` the context), or scores of any `labels` by a model "
+        "of entailment (`zero_shot`). /info lists what each model has.",
+        examples=["embedding", "fill_mask"],
+    )
+    pooling: Literal["default", "mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean", "pooler"] = Field(
+        "default",
+        description="How token vectors are combined into one; `default` is the checkpoint's, with its projections.",
+        examples=["default", "mean"],
+    )
+    prompt_name: str | None = Field(
+        None,
+        max_length=128,
+        description="Which of the model's prompts is put in front of each text; default: the checkpoint's setting. "
+        "/info lists them.",
+        examples=["query"],
+    )
+    normalize: bool | None = Field(
+        None, description="Scale vectors to length 1; default: the checkpoint's setting.", examples=[True]
+    )
+    dimensions: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="Number of leading dimensions to keep (for models trained for it).",
+        examples=[128],
+    )
+    truncate: Literal[False, "left", "right"] = Field(
+        False,
+        description="Which end of a too long input is truncated; false: it is refused. Special tokens are kept, and "
+        "the item of a truncated input has `truncated`.",
+        examples=[False, "right"],
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float",
+        description="Numbers, or base64 of little-endian float32.",
+        examples=["float"],
+    )
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="fill_mask: candidates for each mask, by default 5. question_answering: answers, by default 1. "
+        "sparse: keep the heaviest entries alone. At most 100; sparse: any number.",
+        examples=[5],
+    )
+    targets: Texts | None = Field(
+        None,
+        description="fill_mask: the tokens to choose among, at most 1,000, each a single token of the vocabulary; "
+        "default: all.",
+        examples=[["cat", "dog"]],
+    )
+    aggregation: Literal["none", "simple", "first", "average", "max"] | None = Field(
+        None,
+        description="token_classification: `none` (the default) gives tokens, `simple` joins neighbours of one label, "
+        "the others first give each word the label of its first token, of the mean, or of the most certain one.",
+        examples=["simple"],
+    )
+    ignore_labels: list[str] | None = Field(
+        None, description="token_classification: labels that are left out; default: `O`.", examples=[["O"]]
+    )
+    labels: Texts | None = Field(
+        None,
+        description="zero_shot: what the text may be about. Each text and label is one input of the model.",
+        examples=[["sports", "politics"]],
+    )
+    hypothesis_template: str | None = Field(
+        None,
+        max_length=1024,
+        description="zero_shot: the sentence that a label makes, with `{}` in its place; default: "
+        "`This example is {}.`",
+        examples=["This text is about {}."],
+    )
+    multi_label: bool | None = Field(
+        None,
+        description="zero_shot: score each label by itself; default: false, they exclude each other.",
+        examples=[False],
+    )
+    max_answer_length: int | None = Field(
+        None,
+        ge=1,
+        le=512,
+        description="question_answering: maximum tokens of an answer, by default 15.",
+        examples=[15],
+    )
+    no_answer: bool | None = Field(
+        None,
+        description="question_answering: also return the empty answer, with the probability that the context has none; "
+        "default: false.",
+        examples=[True],
+    )
+    align_to_words: bool | None = Field(
+        None, description="question_answering: widen answers to whole words; default: true.", examples=[True]
+    )
+    stride: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="question_answering, token_classification: tokens that two windows of a long text have in common; "
+        "default: 128, at most half a window.",
+        examples=[64],
+    )
+    timeout_s: Timeout = None
+    request_id: RequestId = None
