@@ -10,7 +10,7 @@ from torch import Tensor
 from model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients
 from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig, DisentangledConfig, XLNetRelativeConfig
+from model.config.layer import AttentionConfig, XLNetRelativeConfig
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import AttentionShape, KVPages, Segments
 from model.native.structures import ScoreBias as BiasTable
@@ -29,7 +29,7 @@ class NativeBackend:
         self.library = library
 
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
-        if isinstance(layer.position, XLNetRelativeConfig | DisentangledConfig):
+        if isinstance(layer.position, XLNetRelativeConfig):  # DeBERTa's stacks run in C as a whole
             return "the native kernels add no bias that depends on the query"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"

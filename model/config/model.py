@@ -100,7 +100,7 @@ class ConvolutionConfig:
 
     width: int  # tokens that an output sees, itself in the middle
     activation: Activation
-    norm: NormConfig
+    eps: float  # of its LayerNorm
 
     def __post_init__(self) -> None:
         require_positive(self, width=self.width)

@@ -93,7 +93,7 @@ def version_2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raise ConfigError(f"norm_rel_ebd {raw['norm_rel_ebd']!r} is not served, only none and layer_norm")
     width, convolution = raw.get("conv_kernel_size") or 0, None
     if width > 0:
-        convolution = ConvolutionConfig(width, activation(raw, "conv_act", "tanh"), encoder.embed_norm)
+        convolution = ConvolutionConfig(width, activation(raw, "conv_act", "tanh"), encoder.embed_norm.eps)
     shared, buckets = bool(raw.get("share_att_key", False)), raw.get("position_buckets") or -1
 
     def buckets_of(layer: LayerConfig) -> LayerConfig:

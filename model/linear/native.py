@@ -94,8 +94,8 @@ class NativeLinear(Linear):
     def _sizes(self) -> dict[str, int]:
         """Bytes of each array."""
         spec = self.spec
-        outputs, inputs = _round_up(spec.num_outputs, PANEL_WIDTH), _round_up(spec.inputs, _DEPTHS[self.kind])
-        sizes = {"data": outputs * inputs * 4 // _STEPS[self.kind]}
+        outputs = _round_up(spec.num_outputs, PANEL_WIDTH)
+        sizes = {"data": packed_bytes(self.kind, spec.num_outputs, spec.inputs)}
         if spec.bias:
             sizes["bias"] = 4 * outputs
         if self.kind is Kind.INT8:
@@ -145,6 +145,11 @@ def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dt
     """A projection whose numbers are stored, kept and multiplied as `number_format` says."""
     kind = _KERNELS[number_format.weight, number_format.activation]
     return _CLASSES[number_format.stored_as](spec, kind, dtype, library)
+
+
+def packed_bytes(kind: Kind, n: int, k: int) -> int:
+    """The bytes that the panels of a matrix `[n, k]` take."""
+    return _round_up(n, PANEL_WIDTH) * _round_up(k, _DEPTHS[kind]) * 4 // _STEPS[kind]
 
 
 def packed_linear(

@@ -64,6 +64,10 @@ class ScoreBias(ctypes.Structure):
     _fields_ = (("values", c_void_p), ("width", c_int64))
 
 
+class RelativePositions(ctypes.Structure):
+    _fields_ = (("keys", PackedMatrix), ("queries", PackedMatrix), ("reach", c_int64))
+
+
 class Attention(ctypes.Structure):
     _fields_ = (
         ("shape", POINTER(AttentionShape)),
@@ -95,6 +99,7 @@ class AttentionLayer(ctypes.Structure):
         ("segments", c_int64),
         ("rotary", c_int64),
         ("score_bias", c_int64),
+        ("relative", c_int64),
     )
 
 
@@ -143,11 +148,12 @@ class Step(ctypes.Structure):
         ("pages", POINTER(KVPages)),
         ("rotary", POINTER(RotaryTable)),
         ("score_biases", POINTER(ScoreBias)),
+        ("relative", POINTER(RelativePositions)),
         ("planned_keys", c_int64),
     )
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (  # in the order of the C function structure_sizes
-    *(PackedMatrix, KVPages, Segments, AttentionShape, ScoreBias, Attention, Norm, SublayerNorms, AttentionLayer),
-    *(MLPLayer, Layer, Stack, RotaryTable, Step),
+    *(PackedMatrix, KVPages, Segments, AttentionShape, ScoreBias, RelativePositions, Attention, Norm, SublayerNorms),
+    *(AttentionLayer, MLPLayer, Layer, Stack, RotaryTable, Step),
 )

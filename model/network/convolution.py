@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from model.attention.base import AttentionMetadata
 from model.config.model import ConvolutionConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.mlp import ACTIVATIONS
-from model.network.norms import build_norm
 
 
 class Convolution(nn.Module):
@@ -21,13 +21,14 @@ class Convolution(nn.Module):
         self.config = config
         self.project = linear(LinearSpec("project", size * config.width, (Part(size),)))
         self.activation = ACTIVATIONS[config.activation]
-        self.norm = build_norm(config.norm, size)
+        self.norm = nn.LayerNorm(size, eps=config.eps)
 
     def forward(self, x: Tensor, y: Tensor, metadata: AttentionMetadata) -> Tensor:
         """`[T, d]` of what a layer reads `[T, d]` and what it gives `[T, d]`."""
         seen = self._neighbours(x, metadata).transpose(1, 2).flatten(1)  # [T, d * width], as Conv1d stores its weight
-        output: Tensor = self.norm(y + self.activation(self.project(seen)))
-        return output
+        summed = y + self.activation(self.project(seen))
+        weight, bias = self.norm.weight.to(summed.dtype), self.norm.bias.to(summed.dtype)  # rows of C are float32
+        return functional.layer_norm(summed, weight.shape, weight, bias, self.norm.eps)
 
     def _neighbours(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """`[T, width, d]` of each row, the rows before it and the rows behind it."""

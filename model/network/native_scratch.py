@@ -10,20 +10,22 @@ from model.config.model import ModelConfig, StackConfig
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments
 from model.native.structures import Step as StepData
+from model.network.native_relative import relative_bytes
 from model.network.native_stack import NativeStack, layer_structure, stack_structure
 
 
 def planned_scratch(
     library: Library, config: ModelConfig, dtype: torch.dtype, kind: Kind | None, *, rows: int, context: int
 ) -> int:
-    """Bytes that a step of `rows` tokens over up to `context` keys takes, of the stack that takes most.
+    """Bytes that a step of `rows` tokens over up to `context` keys takes, of the stack that takes most, and those of
+    relative positions that are made for such steps.
 
     `dtype` is the network's, `kind` how its matrices are packed where that is not it.
     """
     stacks = [stack for stack in config.stacks.values() if NativeStack.unsupported(stack) is None]
     kinds = {KINDS[dtype] if kind is None else kind, *([Kind.INT8] if config.stored_as else [])}
     sizes = (_of_stack(library, stack, dtype, kind, rows, context) for stack in stacks for kind in kinds)
-    return max(sizes, default=0)
+    return max(sizes, default=0) + sum(relative_bytes(stack, dtype, min(rows, context)) for stack in stacks)
 
 
 def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, rows: int, context: int) -> int:

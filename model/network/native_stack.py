@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from model.attention.base import AttentionMetadata
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
 from model.config.cache import pool_of_layers
@@ -44,6 +45,8 @@ from model.native.structures import (
 from model.native.structures import Layer as LayerData
 from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
+from model.network.disentangled import DisentangledBias
+from model.network.native_relative import NativePositions
 from model.network.norms import OffsetRMSNorm
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
     from model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
-_NONE = -1  # of rotary tables and score biases
+_NONE = -1  # of rotary tables, score biases and relative positions
 
 
 def native_linears(
@@ -75,7 +78,8 @@ def native_linears(
     own = NumberFormat(kind, kind)
     number_format = NumberFormat(NumberKind.INT8, NumberKind.INT8) if quantized else own
     stacks = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is None]
-    native = [(name, number_format) for name in (*(f"{stack}.layers.*" for stack in stacks), "head")]
+    inside = [f"{stack}.{part}.*" for stack in stacks for part in ("layers", "convolution")]
+    native = [(name, number_format) for name in (*inside, "head")]
     if batch_invariant:
         native += [(f"{module}.project", own) for module in (*stacks, "patches")]
     return LinearFactory(dtype, native=tuple(native), library=library)
@@ -102,9 +106,11 @@ class NativeStack:
         self._pages: tuple[KVCache, ctypes.Array[KVPages]] | None = None
         self._bias_tables = [] if stack.bias is None else [stack.bias]  # T5's, of the stack or of layers
         self._biases: list[Tensor] = []  # `[H, width]` of each table
+        dtype = stack.distinct_layers[0].mlp.up.dtype
+        self._relative = NativePositions(stack, library, dtype)
         self._layers = [self._layer(layer) for layer in stack.distinct_layers]
         self._data = stack_structure(stack.config, self._layers)
-        self._data.dtype = KINDS[stack.distinct_layers[0].mlp.up.dtype]
+        self._data.dtype = KINDS[dtype]
         self._data.tiles = library.tiles
         self._data.final = self._norm(stack.final_norm)
 
@@ -150,7 +156,20 @@ class NativeStack:
             self._make_biases(max(inputs.metadata.kv_lens))
             biases = (ScoreBias(bias.data_ptr(), bias.shape[1]) for bias in self._biases)
             step.score_biases = (ScoreBias * len(self._biases))(*biases)
-        self.library.run_stack(self._data, step, x)
+        if self._relative:
+            step.relative = self._relative.structures(max(inputs.metadata.kv_lens))
+        self._run(step, x, inputs.metadata)
+
+    def _run(self, step: StepData, x: Tensor, metadata: AttentionMetadata) -> None:
+        """Run a step; torch computes the convolution beside the first layer."""
+        convolution, last = self.stack.convolution, step.last_layer
+        if convolution is not None and step.first_layer == 0:
+            before, step.last_layer = x.clone(), 1
+            self.library.run_stack(self._data, step, x)
+            x.copy_(convolution(before, x, metadata))
+            step.first_layer, step.last_layer = 1, last
+        if step.first_layer < last:
+            self.library.run_stack(self._data, step, x)
 
     def _layer(self, layer: Layer) -> LayerData:
         data = layer_structure(layer.config, self.stack.config)
@@ -162,6 +181,8 @@ class NativeStack:
         if layer.bias is not None:  # a table of its own
             attn.score_bias = len(self._bias_tables)
             self._bias_tables.append(layer.bias)
+        if isinstance(layer.relative, DisentangledBias):
+            attn.relative = self._relative.of_layer(layer)
         if layer.cross is not None:
             data.cross.norms = self._norms(layer.cross_norms)
             data.cross.input = packed_matrix(layer.cross.q)
@@ -205,8 +226,6 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
     if isinstance(layer.mixer.position, XLNetRelativeConfig):
         return "XLNet's relative positions"
-    if isinstance(layer.mixer.position, DisentangledConfig):
-        return "scores between contents and positions"
     return None
 
 
@@ -215,16 +234,18 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     attention, mlp, cross = config.mixer, config.feed_forward, config.cross
     pools = pool_of_layers(stack)
     pool = pools[stack.layers.index(config)]
-    attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE)
+    attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE, relative=_NONE)
     if isinstance(attention.position, RotaryConfig):
         attn.rotary = stack.rotaries.index(attention.position)
     if isinstance(attention.position, BucketBiasConfig):
         attn.score_bias = 0  # the table of the stack
+    if isinstance(attention.position, DisentangledConfig):
+        attn.relative = 0  # of whichever layer
     layer = LayerData(mlp=MLPLayer(gated=mlp.gated, activation=ACTIVATIONS[mlp.activation]))
     layer.self, layer.parallel, layer.has_cross = attn, config.parallel, cross is not None
     if cross is not None:
         layer.cross = AttentionLayer(
-            shape=shape_of(cross), segments=max(pools) + 1 + pool, rotary=_NONE, score_bias=_NONE
+            shape=shape_of(cross), segments=max(pools) + 1 + pool, rotary=_NONE, score_bias=_NONE, relative=_NONE
         )
     sublayers = (layer.self, layer.mlp) if cross is None else (layer.self, layer.cross, layer.mlp)
     for sublayer, norms in zip(sublayers, config.norms, strict=True):

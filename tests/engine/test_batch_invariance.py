@@ -75,7 +75,9 @@ def test_generation_where_there_are_tiles(kind: str, quantization: str, monkeypa
     assert depend_on_others(kind, batch_invariant=False, **settings) == []
 
 
-@pytest.mark.parametrize("kind", ["bert", "albert", "electra", "distilbert", "llama-gqa", "t5-relu"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "albert", "electra", "distilbert", "deberta-v2-convolution", "llama-gqa", "t5-relu"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_encoding(kind: str, dtype: str) -> None:
     model = loaded(kind, dtype=dtype, max_num_batched_tokens=100)
@@ -116,7 +118,7 @@ def test_int8_is_refused_where_matrices_would_not_be_quantised(kind: str) -> Non
         load(spec)
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5-relu", "llama-gqa"])
+@pytest.mark.parametrize("kind", ["bert", "deberta-v2-convolution", "t5-relu", "llama-gqa"])
 def test_model_reported_as_int8_has_int8_matrices(kind: str) -> None:
     config = EngineConfig(device="cpu", quantization="int8", kv_cache_memory=4 << 20)
     model = load(ModelSpec(kind, str(saved(kind).path), config))

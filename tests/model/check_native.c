@@ -226,7 +226,7 @@ static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hid
     static const int64_t shapes[][3] = {{4, 2, 8}, {2, 2, 33}, {6, 1, 20}, {3, 3, 64}};
     const int64_t *shape = shapes[(number + cross) % 4];
     int64_t heads = shape[0], kv_heads = shape[1], dim = shape[2];
-    AttentionLayer layer = {.norms = norms_of(number, hidden), .rotary = -1, .score_bias = -1};
+    AttentionLayer layer = {.norms = norms_of(number, hidden), .rotary = -1, .score_bias = -1, .relative = -1};
     layer.shape = (AttentionShape){heads, kv_heads, dim, 0, 0.3f, number % 2 ? 2.0f : 0.0f};
     layer.input = packed(dtype, (heads + (cross ? 0 : 2 * kv_heads)) * dim, hidden, number % 2, tiles);
     layer.output = packed(dtype, hidden, heads * dim, 1, tiles);
@@ -244,7 +244,17 @@ typedef struct {
     Layer layers[LAYERS];
     const Layer *order[LAYERS];
     ScoreBias biases[LAYERS];
+    RelativePositions relative[LAYERS];
 } Model;
+
+/* Both kinds of scores, or one of them, in the kind of an encoder's products. */
+static RelativePositions relative_of(int64_t number, const AttentionShape *shape, int64_t dtype, int64_t tiles) {
+    RelativePositions found = {.reach = round_up(LONGEST, 32)};
+    int64_t rows = shape->heads * 2 * found.reach, kind = shape->dim % 2 || dtype == F32 ? F32 : BF16;
+    if (number != 1) found.keys = packed(kind, rows, shape->dim, 0, tiles);
+    if (number != 3) found.queries = packed(kind, rows, shape->dim, 0, tiles);
+    return found;
+}
 
 static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, int decoder) {
     m->stack = (Stack){.hidden = hidden, .num_layers = LAYERS, .layers = m->order, .dtype = dtype == F32 ? F32 : BF16};
@@ -269,7 +279,7 @@ static void run_model(const Model *m, Step step, int64_t threads) {
     RotaryTable *rotary = room(2 * sizeof *rotary);
     rotary[0] = (RotaryTable){floats(step.rows * 8), floats(step.rows * 8), 8};
     rotary[1] = (RotaryTable){floats(step.rows * 4), floats(step.rows * 4), 4};
-    step.rotary = rotary, step.score_biases = m->biases;
+    step.rotary = rotary, step.score_biases = m->biases, step.relative = m->relative;
     float *x = floats(step.rows * m->stack.hidden);
     for (int64_t half = 0; half < 2; half++) { /* a step that pauses between two layers */
         step.first_layer = half * LAYERS / 2, step.last_layer = (half + 1) * LAYERS / 2;
@@ -307,6 +317,12 @@ static void check_encoder(int64_t dtype, int64_t tiles, int64_t threads, int64_t
     *segments = segments_of((const int64_t (*)[2])sizes, count, 0, 0);
     Step step = {.rows = segments->q_starts[count], .num_segments = 1, .segments = segments};
     run_model(&m, step, threads);
+    for (int64_t i = 0; i < LAYERS; i++) {
+        m.layers[i].self.relative = i;
+        m.relative[i] = relative_of(i, &m.layers[i].self.shape, dtype, tiles);
+    }
+    run_model(&m, step, threads);
+    for (int64_t i = 0; i < LAYERS; i++) m.layers[i].self.relative = -1;
     m.layers[1].self.shape.window = 20; /* one layer that does not see all */
     run_model(&m, step, threads);
     free_all();

@@ -15,6 +15,7 @@ from model.config.layer import (
     Activation,
     AttentionConfig,
     BucketBiasConfig,
+    DisentangledConfig,
     LayerConfig,
     MLPConfig,
     NormConfig,
@@ -26,6 +27,7 @@ from model.config.model import EmbeddingConfig, StackConfig
 from model.linear.factory import LinearFactory
 from model.native.library import Kind, Library
 from model.network.inputs import packed_input
+from model.network.native_relative import relative_bytes
 from model.network.native_stack import NativeStack
 from model.network.stack import Stack
 from tests.model.checkpoints import CPU, copy_weights, native_backends
@@ -39,6 +41,10 @@ POSITIONS = {
     "none": None,
     "buckets": BucketBiasConfig(),
     "rotary": RotaryConfig(dim=8),
+    "disentangled": DisentangledConfig(span=40, max_distance=100),
+    "shared": DisentangledConfig(span=40, max_distance=100, shared=True),
+    "c2p": DisentangledConfig(span=128, position_to_content=False),
+    "p2c": DisentangledConfig(span=512, content_to_position=False),
 }
 
 
@@ -95,6 +101,8 @@ def run(stack: Stack, rows: Tensor, lengths: Sequence[int]) -> Tensor:
         *((dim, 4, 4, "none") for dim in (5, 8, 20, 32, 64, 80)),
         *((16, 4, 2, position) for position in ("none", "buckets", "rotary")),
         (8, 5, 1, "buckets"),
+        *((dim, 4, 4, "disentangled") for dim in (5, 16, 64)),
+        *((16, 4, 4, position) for position in ("shared", "c2p", "p2c")),
     ],
 )
 def test_whole_segments_equal_the_reference(
@@ -122,9 +130,12 @@ def test_narrow_rows_are_rounded_in_place_without_touching_the_next(dim: int) ->
 
 @needs_vectors
 @pytest.mark.parametrize("lengths", [FEW, MANY])
-@pytest.mark.parametrize("dim", [20, 32, 64])  # scores are not in tiles where a head does not fill their rows
-def test_whole_segments_in_tiles(dim: int, lengths: tuple[int, ...]) -> None:
-    stack, rows = stack_of(dim), rows_of(lengths)
+@pytest.mark.parametrize(
+    ("dim", "position"),  # scores are not in tiles where a head does not fill their rows
+    [*((dim, "none") for dim in (20, 32, 64)), (32, "disentangled"), (20, "shared")],
+)
+def test_whole_segments_in_tiles(dim: int, position: str, lengths: tuple[int, ...]) -> None:
+    stack, rows = stack_of(dim, position=position), rows_of(lengths)
     exact, narrow = run(deepcopy(stack).double(), rows.double(), lengths), stack.bfloat16()
     tiles = run(native_of(narrow, library=emulated()), rows.bfloat16(), lengths)
     vectors = run(native_of(narrow, library=emulated(*REFUSED)), rows.bfloat16(), lengths)
@@ -134,7 +145,7 @@ def test_whole_segments_in_tiles(dim: int, lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", [None, Kind.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("position", ["none", "buckets", "rotary"])
+@pytest.mark.parametrize("position", ["none", "buckets", "rotary", "disentangled"])
 def test_bits_do_not_depend_on_neighbours_or_threads(position: str, dtype: torch.dtype, kind: Kind | None) -> None:
     stack, rows = native_of(stack_of(16, position=position).to(dtype), kind), rows_of(MANY).to(dtype)
     torch.set_num_threads(1)
@@ -162,3 +173,17 @@ def test_a_key_without_numbers_shows_in_every_query_of_its_segment() -> None:
     rows[sum(MANY[:7])] = float("nan")
     spoilt = [bool(part.isnan().all()) for part in run(stack, rows, MANY).split(MANY)]
     assert spoilt == [number == 7 for number in range(len(MANY))]
+
+
+def test_relative_positions_are_made_again_for_longer_segments_and_give_the_same_bits() -> None:
+    stack, rows = native_of(stack_of(16, position="disentangled")), rows_of((40, 300))
+    runner = stack.runner
+    assert isinstance(runner, NativeStack)
+    short, long = rows.split((40, 300))
+    first = run(stack, short, [40])
+    before = sum(packed.nbytes for packed in runner._relative._packed)
+    assert before == relative_bytes(stack.config, torch.float32, 40)
+    run(stack, long, [300])
+    assert sum(packed.nbytes for packed in runner._relative._packed) == relative_bytes(stack.config, torch.float32, 300)
+    assert relative_bytes(stack.config, torch.float32, 300) == 8 * before  # for 512 keys, before for 64
+    assert torch.equal(run(stack, short, [40]), first)

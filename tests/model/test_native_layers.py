@@ -276,7 +276,9 @@ class InC:
 
     def _attention(self, case: Case, names: str, segments: int) -> AttentionLayer:
         shape = AttentionShape(case.heads, case.kv_heads, case.dim, case.window, case.scale, case.softcap)
-        layer = AttentionLayer(self._norms(case, "attn"), shape, segments=segments, rotary=case.rotary, score_bias=-1)
+        layer = AttentionLayer(
+            self._norms(case, "attn"), shape, segments=segments, rotary=case.rotary, score_bias=-1, relative=-1
+        )
         sizes = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads}
         layer.input = self._matrix(*(case.weight(name, sizes[name] * case.dim, HIDDEN) for name in names))
         layer.output = self._matrix(case.weight("out", HIDDEN, case.heads * case.dim))

@@ -40,6 +40,14 @@ typedef struct {
     int64_t width;
 } ScoreBias;
 
+/* Vectors of relative positions, for scores of contents with them: q_i . K(i - j) + k_j . Q(i - j) for query i and key
+ * j, scaled as their dot product is. Each matrix has 2 * reach rows [dim] a head, of distances from 1 - reach to reach:
+ * of keys key - query, of queries query - key. `reach` is a multiple of 32 and no segment has more keys. */
+typedef struct {
+    PackedMatrix keys, queries; /* without data: no such scores */
+    int64_t reach;
+} RelativePositions;
+
 /* The most keys of a segment of one row, and of a segment of several. */
 typedef struct {
     int64_t decode, prefill;
@@ -61,6 +69,7 @@ typedef struct {
     const AttentionShape *shape;
     const Segments *segments;
     const ScoreBias *bias; /* null: none */
+    const RelativePositions *relative; /* null: none; in the kind of the products */
     int64_t kind;        /* of its products: F32, or BF16 where operand_kind says so and dim is even */
     int64_t tiles;       /* whether these may be in AMX tiles */
     const void *rows;    /* of [heads + 2 kv_heads][dim]: queries, keys and values in that kind */
@@ -74,8 +83,9 @@ void find_longest(const Segments *segments, LongestSegments *longest);
 int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments longest);
 /* Compute thread `thread`'s part (of `threads`) of an attention over pages or rows. */
 void paged_attention(const Attention *attention, int thread, int threads, void *scratch);
-/* Bytes of scratch that each thread of encoder_attention needs for segments of at most `longest` keys. */
-int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest);
+/* Bytes of scratch that each thread of encoder_attention needs for segments of at most `longest` keys, `relative`: with
+ * relative positions. */
+int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest, int relative);
 /* Compute thread `thread`'s part (of `threads`) of an encoder's attention. */
 void encoder_attention(const EncoderAttention *attention, int thread, int threads, void *scratch);
 /* Write one row of keys and values [kv_heads][dim] into row `slot`, rounded or quantised head by head. */

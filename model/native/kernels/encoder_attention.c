@@ -4,31 +4,35 @@
 #include "attention.h"
 
 #include "gemm.h"
+#include "relative_scores.h"
 #include "scratch.h"
 
-#define TILE_QUERIES 32  /* queries whose scores stay in a near cache */
 #define TASK_QUERIES 256 /* queries for which keys are packed again, so that threads can divide a long segment */
 
 /* Some queries of one head, and its packed keys and values. */
 typedef struct {
     const AttentionShape *shape;
     const ScoreBias *bias;
+    const RelativePositions *relative;
     int kind;                          /* of operands: F32 or BF16 */
     int64_t head, position;            /* of the first query */
     int64_t keys, width;               /* keys of the segment; the same in whole panels */
     PackedMatrix key_panels, value_panels;
     float *scores;                     /* [TILE_QUERIES][width] */
     float *products;                   /* scratch of gemm */
+    RelativeBuffers relative_buffers;
+    Operand segment_keys;              /* all of the segment's keys, for relative positions */
 } EncoderTile;
 
 /* Take its buffers, for heads of `dim` and `keys` keys of a kind. */
-INLINE void encoder_buffers(Scratch *scratch, int kind, int64_t dim, int64_t keys, EncoderTile *tile) {
+INLINE void encoder_buffers(Scratch *scratch, int kind, int64_t dim, int64_t keys, int relative, EncoderTile *tile) {
     int64_t width = padded_k(kind, round_up(keys, PANEL_WIDTH)), bytes = element_bytes(kind);
     tile->kind = kind, tile->keys = keys, tile->width = width;
     tile->key_panels.data = scratch_take(scratch, width * padded_k(kind, dim) * bytes);
     tile->value_panels.data = scratch_take(scratch, round_up(dim, PANEL_WIDTH) * width * bytes);
     tile->products = scratch_take(scratch, TILE_QUERIES * GEMM_SCRATCH * sizeof *tile->products);
     tile->scores = scratch_take(scratch, TILE_QUERIES * width * sizeof *tile->scores);
+    if (relative) relative_buffers(scratch, width, &tile->relative_buffers);
 }
 
 /* The address of number `at` of rows of a kind. */
@@ -116,6 +120,12 @@ INLINE void attend_queries(int kind, const EncoderTile *t, Operand queries, int6
     float inverse[TILE_QUERIES];
     Output scores = {.rows = t->scores, .stride = t->width}, sums = {.rows = out, .stride = out_stride};
     gemm(&t->key_panels, queries, count, scores, 0, 1, t->products);
+    if (t->relative) {
+        RelativeTile relative = {t->relative, kind, t->key_panels.tiles != 0, t->head, queries, t->segment_keys};
+        relative.first = t->position, relative.count = count, relative.n = t->keys, relative.width = t->width;
+        relative.scores = t->scores, relative.products = t->products;
+        add_relative_scores(&relative, &t->relative_buffers);
+    }
     for (int64_t r = 0; r < count; r++)
         inverse[r] = encoder_softmax(kind, t, t->scores + r * t->width, t->position + r);
     Operand weights = {t->scores, kind == F32 ? t->width : 2 * t->width, NULL};
@@ -137,8 +147,8 @@ INLINE void attend_rows(int kind, const EncoderAttention *in, int64_t start, int
     const void *keys = number_at(kind, rows, (a->heads + kv_head) * a->dim);
     const void *values = number_at(kind, keys, a->kv_heads * a->dim);
     int64_t per = a->heads / a->kv_heads, tiles = kind == BF16 && in->tiles;
-    EncoderTile t = {.shape = a, .bias = in->bias};
-    encoder_buffers(&scratch, kind, a->dim, n, &t);
+    EncoderTile t = {.shape = a, .bias = in->bias, .relative = in->relative, .segment_keys = {keys, in->stride, NULL}};
+    encoder_buffers(&scratch, kind, a->dim, n, in->relative != NULL, &t);
     pack_keys(kind, keys, in->stride, n, t.width, a->dim, (uint32_t *)t.key_panels.data);
     pack_values(kind, values, in->stride, n, t.width, a->dim, (uint32_t *)t.value_panels.data);
     t.key_panels.dtype = t.value_panels.dtype = kind;
@@ -152,11 +162,11 @@ INLINE void attend_rows(int kind, const EncoderAttention *in, int64_t start, int
         }
 }
 
-int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest) {
+int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest, int relative) {
     Scratch as_f32 = {0}, as_bf16 = {0};
     EncoderTile tile;
-    encoder_buffers(&as_f32, F32, shape->dim, longest, &tile);
-    encoder_buffers(&as_bf16, BF16, shape->dim, longest, &tile);
+    encoder_buffers(&as_f32, F32, shape->dim, longest, relative, &tile);
+    encoder_buffers(&as_bf16, BF16, shape->dim, longest, relative, &tile);
     return max_i64(as_f32.used, as_bf16.used);
 }
 

@@ -56,7 +56,7 @@ static int64_t attention_scratch(const Stack *stack, const Step *step) {
         for (int64_t number = 0; number < stack->num_layers; number++) {
             const Layer *layer = stack->layers[number];
             if (layer->self.segments == i && is_whole(layer, step))
-                bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, keys));
+                bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, keys, layer->self.relative >= 0));
             else if (layer->self.segments == i)
                 bytes = max_i64(bytes, paged_attention_scratch(&layer->self.shape, longest));
             if (layer->has_cross && layer->cross.segments == i)
@@ -202,6 +202,7 @@ static void encoder_self_attention(const StackContext *t, const AttentionLayer *
     if (changed) finish_heads(t, layer, a->kv_heads, NULL, kind);
     EncoderAttention attention = {.shape = a, .segments = step->segments + layer->segments, .kind = kind};
     attention.bias = score_bias_of(layer, step), attention.tiles = stack->tiles;
+    if (layer->relative >= 0) attention.relative = step->relative + layer->relative;
     attention.rows = t->qkv, attention.stride = kind == BF16 && changed ? 2 * width : width;
     attention.out = t->attended;
     encoder_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);

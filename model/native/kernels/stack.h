@@ -23,6 +23,7 @@ typedef struct {
     int64_t segments;    /* which segments: layers of one KV cache pool share block tables */
     int64_t rotary;      /* which rotary table; -1: no rotary positions */
     int64_t score_bias;  /* which bias is added to scores; -1: none */
+    int64_t relative;    /* which relative positions contents are compared with, in encoders; -1: none */
 } AttentionLayer;
 
 /* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). */
@@ -63,6 +64,7 @@ typedef struct {
     const KVPages *pages;     /* [num_layers] each layer's keys and values; null: keys are the rows themselves */
     const RotaryTable *rotary;
     const ScoreBias *score_biases;
+    const RelativePositions *relative;
     int64_t planned_keys; /* of a step that is only planned, whose segments are empty: its longest segment's keys */
 } Step;
 
