@@ -19,6 +19,7 @@ from model.errors import ConfigError
 from model.text.source_languages import SourceLanguages, source_languages
 from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
 from model.text.tokenizer_files import Files
+from model.text.word_cache import WordCache
 
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
@@ -74,6 +75,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._words = None if self._pieces is not None else WordCache.of(tokenizer)
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_ids = frozenset(token for token, known in added if known.special)
         names = names or {}
@@ -143,6 +145,10 @@ class Tokenizer:
         return next((token for token, known in added.items() if known.content == text), None)
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
+        if add_special_tokens and self._words is not None:
+            found = self._words.encode(text, pair)
+            if found is not None:
+                return Encoded(*found)
         item = text if pair is None else (text, pair)
         [encoded] = self._encode_items([item], add_special_tokens)
         return encoded
