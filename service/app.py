@@ -17,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 from service.core import errors
 from service.core.engine_client import EngineClient
 from service.core.model_registry import Registry
+from service.core.model_source import ModelReader
 from service.http.bodies import cancel_all
 from service.http.middleware import ContextMiddleware, GuardMiddleware
 from service.http.sse import DIRECT
 from service.lifecycle.state import Service
 from service.observability.activity_log import ActivityLog
 from service.observability.metrics import Metrics
-from service.routes import docs, encode, generate, huggingface, openai, operations, playground, tokens
+from service.routes import docs, encode, generate, huggingface, models, openai, operations, playground, tokens
 from service.settings.api_keys import KeyRing
 from service.settings.service_settings import ServiceSettings
 
@@ -46,19 +47,20 @@ class _Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(client: EngineClient, registry: Registry, settings: ServiceSettings) -> FastAPI:
-    """Return the application for the models of `registry`, which `client` runs."""
+def create_app(
+    client: EngineClient, registry: Registry, settings: ServiceSettings, reader: ModelReader | None = None
+) -> FastAPI:
+    """Return the application for the models of `registry`, which `client` runs; `reader` reads those loaded later."""
     metrics = Metrics(vllm_names=settings.vllm_metrics)
-    service = Service(client, registry, settings, metrics)
-    keys = KeyRing.of(settings)
+    service = Service(client, registry, settings, metrics, reader)
+    keys, admins = KeyRing.of(settings), KeyRing.of_admins(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await service.start()
-            background = [
-                asyncio.create_task(work) for work in (ActivityLog(client).report(), metrics.update_forever(client))
-            ]
+            works = (ActivityLog(client).report(), metrics.update_forever(client), service.look_after_models())
+            background = [asyncio.create_task(work) for work in works]
             yield
             await cancel_all(background)
         finally:
@@ -73,12 +75,12 @@ def create_app(client: EngineClient, registry: Registry, settings: ServiceSettin
         openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
             Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
-            Middleware(GuardMiddleware, limits=settings.limits, keys=keys),
+            Middleware(GuardMiddleware, limits=settings.limits, keys=keys, admins=admins),
         ],
     )
     app.state.service = service
     errors.install(app)
-    for module in (generate, encode, openai, huggingface, tokens, operations, playground):
+    for module in (generate, encode, openai, huggingface, tokens, operations, models, playground):
         # `include_router` would rebuild all routes, which delays the first request by 40 ms.
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)

@@ -53,14 +53,14 @@ SERVICE = """
     observability       : model/errors model/api settings core
     planning/outputs    : model/errors model/api model/config model/text settings core schemas
     planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
-    lifecycle           : model/api settings sandbox core observability planning
+    lifecycle           : model/errors model/api model/checkpoint settings sandbox core observability planning
     http                : model/errors model/api settings core schemas observability planning lifecycle
     dialects            : model/text core schemas planning lifecycle http
-    routes              : model/errors model/api core schemas observability planning/outputs planning lifecycle http
-                          dialects
+    routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
+                          lifecycle http dialects
     app                 : settings core observability lifecycle http routes
-    runtimes            : model/errors model/api model/text model/checkpoint model/client settings core lifecycle http
-                          app
+    runtimes            : model/errors model/api model/text model/checkpoint model/client settings core observability
+                          lifecycle http app
     runtimes/ray_serve  : model/errors model/api settings core observability lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/text model/checkpoint
                           model/inspection model/engine model/llm settings observability lifecycle runtimes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,16 @@ def pinned(path: str, *, pickle: bool = True) -> str:
     return f"{PREFIX}{repository}@{local_folder(path, pickle=pickle).name}"
 
 
-def local_folder(path: str, *, pickle: bool = True) -> Path:
-    """Return the folder in the cache, after downloading what is missing; raises `ConfigError`."""
+def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None) -> Path:
+    """Return the folder in the cache, after downloading what is missing; raises `ConfigError`.
+
+    It does so before a download of more than `max_bytes`.
+    """
     repository, revision = _parts(path)
-    folder = _download(path, repository, revision, (*_SMALL, *_SAFETENSORS))
+    folder = _download(path, repository, revision, (*_SMALL, *_SAFETENSORS), max_bytes)
     weights = any(folder.glob("model*.safetensors"))
     if not weights and pickle:  # the commit that was found, even if the revision has moved since
-        folder = _download(path, repository, folder.name, (*_SMALL, *_PICKLES))
+        folder = _download(path, repository, folder.name, (*_SMALL, *_PICKLES), max_bytes)
     return folder
 
 
@@ -61,22 +65,31 @@ def _parts(path: str) -> tuple[str, str | None]:
     return match["repository"], match["revision"]
 
 
-def _download(path: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _download(
+    path: str, repository: str, revision: str | None, patterns: tuple[str, ...], max_bytes: int | None
+) -> Path:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import huggingface_hub  # most services take folders, and it takes a quarter of a second
     from huggingface_hub import errors
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # or each request is a line
 
+    snapshot = partial(
+        huggingface_hub.snapshot_download,
+        repository,
+        revision=revision,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(_OTHERS),
+        tqdm_class=_logged(path),
+        library_name="triptych",
+    )
     try:
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_OTHERS),
-            tqdm_class=_logged(path),
-            library_name="triptych",
-        )
+        if max_bytes is not None:
+            planned: Any = snapshot(dry_run=True)
+            _check_size(path, planned, max_bytes)
+        folder: Any = snapshot()
+    except ConfigError:
+        raise
     except errors.GatedRepoError:
         raise ConfigError(f"{path}: its authors grant access first; set HF_TOKEN to the token of an account") from None
     except errors.RepositoryNotFoundError:
@@ -90,6 +103,12 @@ def _download(path: str, repository: str, revision: str | None, patterns: tuple[
     except Exception as error:  # the HTTP library's own, of which the Hub's exports none
         raise ConfigError(f"{path}: the download failed: {type(error).__name__}: {_short(error)}") from None
     return Path(folder)
+
+
+def _check_size(path: str, files: list[Any], max_bytes: int) -> None:
+    size = sum(file.file_size or 0 for file in files if file.will_download)
+    if size > max_bytes:
+        raise ConfigError(f"{path}: {size / 1e9:.1f} GB would be downloaded, more than the {max_bytes / 1e9:g} allowed")
 
 
 def _logged(path: str) -> type[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from model.api.stats import CachePool, ModelInfo
 from service.lifecycle.state import version
 from service.settings.serve_config import Ready, ServeConfig
@@ -20,16 +22,17 @@ _EXAMPLES = {  # by form: path and body of the example request
 def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
     """Return the text of the banner; `seconds` is how long the start took."""
     settings = config.settings
-    versions = next(iter(ready.models.values())).versions
+    later = settings.models.models_dir
+    versions = next((info.versions for info in ready.models.values()), {})
     lines = [
         "",
-        f"triptych {version()} on {ready.url}  ({ready.ingress}; "
-        + ", ".join(f"{name} {number}" for name, number in versions.items())
-        + ")",
+        f"triptych {version()} on {ready.url}  ({_parts(ready.ingress, versions)})",
         "",
         *(line for info in ready.models.values() for line in _model_lines(info)),
         "",
-        f"  keys    {'required' if settings.asks_for_key else 'none: open to anyone who reaches this port'}",
+        *([f"  folder  {later}: its models are loaded when they are named"] if later else []),
+        f"  keys    {'required' if settings.asks_for_key else 'none: open to anyone who reaches this port'}"
+        + ("; admin keys load and unload models" if settings.has_admin else ""),
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
         f"deadline {settings.limits.request_timeout_s:g} s; all of them in /info",
         f"  routes  {_ROUTES}",
@@ -43,6 +46,12 @@ def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _parts(ingress: str, versions: Mapping[str, str]) -> str:
+    return "; ".join(
+        [ingress, *([", ".join(f"{name} {number}" for name, number in versions.items())] if versions else [])]
+    )
 
 
 def _model_lines(info: ModelInfo) -> list[str]:
@@ -86,7 +95,9 @@ def _where(info: ModelInfo) -> str:
 
 
 def _example(ready: Ready, with_key: bool) -> str:
-    info = next(iter(ready.models.values()))
-    path, body = _EXAMPLES[info.form]
     key = "-H 'Authorization: Bearer KEY' " if with_key else ""
+    info = next(iter(ready.models.values()), None)
+    if info is None:
+        return f"curl {key}{ready.url}/v1/models"
+    path, body = _EXAMPLES[info.form]
     return f"curl {ready.url}{path} {key}-H 'Content-Type: application/json' -d '{body.format(name=info.name)}'"

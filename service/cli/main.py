@@ -17,7 +17,7 @@ from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS, Option, byte_size
-from service.settings.resolve import embedded_model_settings
+from service.settings.resolve import embedded_model_settings, models_or_embedded
 
 if TYPE_CHECKING:
     from model.llm import LLM
@@ -96,7 +96,8 @@ def _add_serve(commands: Any) -> None:
         "models",
         nargs="*",
         metavar="[NAME=]PATH",
-        help="checkpoint folders (default: those in the file of --config, else the embedded models)",
+        help="checkpoint folders (default: those in the file of --config, else, without --models-dir, the embedded "
+        "models)",
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="file of settings and models (TRIPTYCH_CONFIG)")
     sources.add_arguments(parser, OPTIONS)
@@ -215,7 +216,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     if models:
         return serve.serve(models, settings)
-    return serve.serve(content.models or embedded_model_settings(), settings, content.groups)
+    return serve.serve(models_or_embedded(content.models, settings), settings, content.groups)
 
 
 def _serve_config(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ def serve(
     def on_ready(ready: Ready) -> None:
         _print(banner(ready, config, time.monotonic() - began))
 
-    _print(f"triptych {version()}: loading {', '.join(models)} ({config.runtime} runtime)")
+    _print(f"triptych {version()}: loading {', '.join(models) or 'no model yet'} ({config.runtime} runtime)")
     try:
         return run(config, on_ready)
     except EngineDeadError as error:

@@ -23,15 +23,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.errors import EngineGoneError, QueueFullError
+from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
 from service.core.request_context import current
 
 logger = logging.getLogger("triptych.errors")
 
+REFUSALS = (QueueFullError, EngineGoneError, ModelNotLoadedError)  # of an engine, before any work
 NOT_SUPPORTED = "not_supported"  # for a field of a dialect that would change the result
 SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
 
 _SHOWN_ERRORS = 5
+_SHOWN_NAMES = 20
 _UNSAFE = re.compile(r"0x[0-9a-fA-F]{4,}|(?:/[\w.\-]+){2,}|[A-Za-z]:\\\S+")
 
 
@@ -77,7 +79,7 @@ def not_found(message: str, code: str = "not_found", param: str | None = None) -
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    message = f"model {shorten(name)} is not loaded; loaded: {', '.join(known) or 'none'}"
+    message = f"model {shorten(name)} is not loaded; loaded: {listed(known)}"
     return not_found(message, code="model_not_found", param="model")
 
 
@@ -95,8 +97,10 @@ def request_too_slow(seconds: float) -> ApiError:
     return ApiError(408, message, type="timeout_error", code="request_too_slow", headers=headers)
 
 
-def engine_refusal(error: QueueFullError | EngineGoneError) -> ApiError:
+def engine_refusal(error: QueueFullError | EngineGoneError | ModelNotLoadedError) -> ApiError:
     """Return the HTTP error for an engine's refusal of new work."""
+    if isinstance(error, ModelNotLoadedError):
+        return unavailable("the model was unloaded before the request reached it", "model_not_ready", 1)
     if isinstance(error, EngineGoneError):
         return unavailable("the engine has failed; a new one is starting", "engine_dead")
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
@@ -113,6 +117,14 @@ def engine_refusal(error: QueueFullError | EngineGoneError) -> ApiError:
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(503, message, type="unavailable_error", code=code, headers=headers)
+
+
+def forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", code=code)
+
+
+def conflict(message: str, code: str, param: str | None = None) -> ApiError:
+    return ApiError(409, message, type="conflict_error", code=code, param=param)
 
 
 def draining() -> ApiError:
@@ -146,6 +158,13 @@ def shorten(name: str, size: int = 64) -> str:
     """Quote a name that a client sent, printable and of bounded length."""
     cut = name if len(name) <= size else name[: size - 3] + "..."
     return ascii(cut)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names with commas between them, of many only the first."""
+    names = list(names)
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return (", ".join(names[:_SHOWN_NAMES]) or "none") + more
 
 
 def scrub(text: str, size: int = 200) -> str:

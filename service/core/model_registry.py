@@ -1,6 +1,7 @@
 """The registry of served models, which finds the model for a request.
 
-A `ServedModel` holds what is known without the engine: the checkpoint's description, the tokenizer, the engine
+Models come and go while the service runs. An available one is known by its checkpoint, and loaded when a request needs
+it. A `ServedModel` holds what is known without the engine: the checkpoint's description, the tokenizer, the engine
 settings. What the engine determines when it loads (context length, KV blocks) is in `EngineClient.models`.
 """
 
@@ -16,7 +17,7 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.core.chat_template import ChatTemplate
-from service.core.errors import ApiError, invalid, not_found, shorten, unknown_model
+from service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
 
 
 class Task(StrEnum):
@@ -81,10 +82,12 @@ class ServedModel:
 
 
 class Registry:
-    """Holds the served models by name, in the order given, and the routes of models of other applications."""
+    """Holds the loaded and the available models by name, and the routes of models of other applications."""
 
     def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
         self._models: dict[str, ServedModel] = {}
+        self._available: dict[str, Checkpoint] = {}
+        self._refused: dict[str, ApiError] = {}  # names that are known but do not serve now, with the error to raise
         self.elsewhere = dict(elsewhere or {})  # name: route
         for model in models:
             if model.name in self._models:
@@ -92,44 +95,103 @@ class Registry:
             self._models[model.name] = model
 
     def __iter__(self) -> Iterator[ServedModel]:
+        """Iterate over the loaded models."""
         return iter(self._models.values())
 
     @property
     def names(self) -> list[str]:
-        return list(self._models)
+        """The models that requests may name: loaded ones, then available ones."""
+        return [*self._models, *self._available]
 
-    def resolve(self, name: str | None, task: Task) -> ServedModel:
-        """Return the model called `name`, or the only one for the task; raises `ApiError` 404 or 400 naming `model`."""
+    @property
+    def configs(self) -> dict[str, ModelConfig]:
+        """The networks of all models that requests may name."""
+        loaded = {name: model.config for name, model in self._models.items()}
+        return loaded | {name: checkpoint.config for name, checkpoint in self._available.items()}
+
+    @property
+    def available(self) -> Mapping[str, Checkpoint]:
+        """The models that would be loaded if a request named them."""
+        return self._available
+
+    def get(self, name: str) -> ServedModel | None:
+        """Return a loaded model."""
+        return self._models.get(name)
+
+    def config_of(self, name: str) -> ModelConfig | None:
+        """Return the network of a model that requests may name."""
+        found = self._models.get(name) or self._available.get(name)
+        return None if found is None else found.config
+
+    def add(self, model: ServedModel) -> None:
+        """Serve a model that has been loaded."""
+        self.remove(model.name)
+        self._models[model.name] = model
+
+    def offer(self, name: str, checkpoint: Checkpoint) -> None:
+        """List a model that is loaded when a request needs it."""
+        self.remove(name)
+        self._available[name] = checkpoint
+
+    def refuse(self, name: str, error: ApiError) -> None:
+        """Answer requests for a model with `error` from now on."""
+        self.remove(name)
+        self._refused[name] = error
+
+    def remove(self, name: str) -> None:
+        """Forget a model."""
+        for names in (self._models, self._available, self._refused):
+            names.pop(name, None)
+
+    def choose(self, name: str | None, task: Task) -> str:
+        """Return `name`, or the name of the only model for the task; raises `ApiError` 404, 400 or 503.
+
+        The model may be one that is not loaded yet.
+        """
         if name is None:
             return self._only(task)
-        model = self._models.get(name)
-        if model is None:
+        config = self.config_of(name)
+        if config is None:
             raise self.unknown(name)
-        if not model.serves(task):
-            raise self._wrong_task(model, task)
+        if not self._serves(name, config, task):
+            raise self._wrong_task(name, config, task)
+        return name
+
+    def resolve(self, name: str | None, task: Task) -> ServedModel:
+        """Return the loaded model that `choose` finds; raises `ApiError` as it does, a 503 if it is not loaded."""
+        chosen = self.choose(name, task)
+        model = self._models.get(chosen)
+        if model is None:
+            raise unavailable(f"model {chosen} is not loaded", "model_not_ready")
         return model
 
     def unknown(self, name: str) -> ApiError:
-        """Return the 404 for a model that this application does not serve."""
+        """Return the error for a model that this application does not serve, or not now."""
+        if name in self._refused:
+            return self._refused[name]
         if name in self.elsewhere:
             message = f"model {name} is served below {self.elsewhere[name]}: send the request there"
             return not_found(message, code="model_not_found", param="model")
-        return unknown_model(name, self._models)
+        return unknown_model(name, self.names)
 
-    def _only(self, task: Task) -> ServedModel:
-        able = [model for model in self._models.values() if model.serves(task)]
-        native = [model for model in able if model.config.form == "encoder-only"] if task is Task.ENCODE else []
-        for found in (native, able):
+    def _serves(self, name: str, config: ModelConfig, task: Task) -> bool:
+        """Return whether a model can do the task; for an available one, whether it may."""
+        model = self._models.get(name)
+        return model.serves(task) if model is not None else task is not Task.GENERATE or config.can_generate
+
+    def _only(self, task: Task) -> str:
+        able = {name: config for name, config in self.configs.items() if self._serves(name, config, task)}
+        native = [name for name in able if able[name].form == "encoder-only"] if task is Task.ENCODE else []
+        for found in (native, list(able)):
             if len(found) == 1:
                 return found[0]
         if not able:
             raise invalid(f"no loaded model can {task}", "model", "wrong_task")
-        names = ", ".join(model.name for model in able)
-        raise invalid(f"model is required: several can {task}: {names}", "model", "missing_field")
+        raise invalid(f"model is required: several can {task}: {listed(able)}", "model", "missing_field")
 
-    def _wrong_task(self, model: ServedModel, task: Task) -> ApiError:
+    def _wrong_task(self, name: str, config: ModelConfig, task: Task) -> ApiError:
         if task is Task.TOKENIZE:
-            return invalid(f"model {model.name} has no tokenizer", "model", "no_tokenizer")
-        able = ", ".join(other.name for other in self._models.values() if other.serves(task)) or "none"
-        message = f"model {model.name} is {model.config.form} and cannot {task}; models that can: {able}"
+            return invalid(f"model {name} has no tokenizer", "model", "no_tokenizer")
+        able = [other for other, its in self.configs.items() if self._serves(other, its, task)]
+        message = f"model {name} is {config.form} and cannot {task}; models that can: {listed(able)}"
         return invalid(message, "model", "wrong_task")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ class RequestContext:
     rejection: str = ""  # why it was refused
     outcome: str = ""  # how it ended, once accepted
     status: int = 0  # of the reply; 0: not started
+    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when the reply has been sent, or given up
     started: float = field(default_factory=time.monotonic)
 
 

@@ -14,21 +14,21 @@ _TAGS = {
 
 
 def huggingface_info(service: Service) -> Json:
-    """Return the fields that are added to /info; sizes are 0 while the model is not loaded."""
-    first = next(iter(service.registry))
-    info = service.client.models.get(first.name)
+    """Return the fields that are added to /info; sizes are 0 while no model is loaded."""
+    first = next(iter(service.registry), None)
+    info = service.client.models.get(first.name) if first is not None else None
     length = 0 if info is None else info.max_model_len
     threads = service.settings.tokenizer_threads
     return {
-        "model_id": first.name,
+        "model_id": "" if first is None else first.name,
         "model_sha": None,
-        "model_dtype": first.checkpoint.dtype if info is None else info.dtype,
-        "model_pipeline_tag": _TAGS.get(first.config.form),
-        "model_type": _kind(first),
+        "model_dtype": info.dtype if info is not None else "" if first is None else first.checkpoint.dtype,
+        "model_pipeline_tag": None if first is None else _TAGS.get(first.config.form),
+        "model_type": None if first is None else _kind(first),
         "max_concurrent_requests": 0 if info is None else info.max_queued_requests + info.max_num_seqs,
         "max_best_of": 1,
         "max_stop_sequences": service.limits.max_stop_strings,
-        "max_input_length": first.checkpoint.sentences.max_tokens or length,
+        "max_input_length": (first and first.checkpoint.sentences.max_tokens) or length,
         "max_input_tokens": max(0, length - 1),
         "max_total_tokens": length,
         "max_batch_tokens": 0 if info is None else info.max_num_batched_tokens,

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import (
     ApiError,
+    forbidden,
     headers_too_large,
     internal,
     log_unexpected,
@@ -32,6 +33,7 @@ from service.observability.metrics import Metrics
 from service.settings.api_keys import KeyRing
 from service.settings.service_settings import Limits
 
+ADMIN_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
@@ -64,6 +66,8 @@ class ContextMiddleware:
             if context.task is not None and not context.accepted:
                 self._metrics.rejected(context, context.rejection or "client_closed")
             access(context, scope["method"], scope["path"])
+            for release in context.on_end:
+                release()
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         async def tagged(message: Message) -> None:
@@ -82,12 +86,14 @@ class ContextMiddleware:
 
 
 class GuardMiddleware:
-    """Refuses large headers (431), missing and wrong keys (401), and large or slow bodies (413, 408)."""
+    """Refuses large headers (431), missing and wrong keys (401, 403), and large or slow bodies (413, 408)."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing | None) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing | None, admins: KeyRing | None) -> None:
+        """`admins`: the keys of the routes for operators, which are off without any."""
         self._app = app
         self._limits = limits
         self._keys = keys
+        self._admins = admins
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,16 +118,27 @@ class GuardMiddleware:
             raise headers_too_large(message)
 
     def _check_key(self, scope: Scope) -> None:
-        if self._keys is None or scope["path"] in OPEN_PATHS:
-            return
         headers = Headers(scope=scope)
-        digest = self._keys.find(_key_in(headers.get("authorization", "")))
-        if digest is None:
-            wants_page = "text/html" in headers.get("accept", "")
-            raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if wants_page else "Bearer")
-        context = current()
-        if context is not None:
-            context.tenant = hmac.new(self._secret, digest, "sha256").hexdigest()
+        if scope["path"] in ADMIN_PATHS and self._admins is not None:
+            self._check_admin_key(self._admins, headers)
+            return
+        if self._keys is not None and scope["path"] not in OPEN_PATHS:
+            digest = self._keys.find(_key_in(headers.get("authorization", "")))
+            if digest is None:
+                page = "text/html" in headers.get("accept", "")
+                raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if page else "Bearer")
+            context = current()
+            if context is not None:
+                context.tenant = hmac.new(self._secret, digest, "sha256").hexdigest()
+
+    def _check_admin_key(self, admins: KeyRing, headers: Headers) -> None:
+        """Raise a 401 without an admin key, a 403 with a key that is only an API key."""
+        key = _key_in(headers.get("authorization", ""))
+        if admins.find(key) is not None:
+            return
+        if self._keys is not None and self._keys.find(key) is not None:
+            raise forbidden("this route needs an admin key; this key is an API key", "admin_key_required")
+        raise unauthorized("an admin key is needed: Authorization: Bearer KEY")
 
     def _check_declared_body(self, scope: Scope) -> None:
         declared = Headers(scope=scope).get("content-length", "")

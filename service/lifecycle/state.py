@@ -14,8 +14,14 @@ from starlette.requests import Request
 from model.api.stats import ModelInfo
 from service.core.engine_client import EngineClient
 from service.core.errors import draining, scrub, unavailable
-from service.core.model_registry import Registry, Task
+from service.core.model_registry import Registry
+from service.core.model_source import ModelReader
+from service.core.models_folder import ModelsFolder
+from service.lifecycle.fleet import Fleet, LocalFleet
+from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
 from service.lifecycle.jobs import Jobs
+from service.lifecycle.model_manager import ModelManager
+from service.lifecycle.model_orders import ModelOrders
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracer
 from service.planning.encode import EncodePlanner
@@ -25,11 +31,21 @@ from service.planning.tokenization import TokenizerThreads
 from service.sandbox.chat_pool import RenderPool
 from service.settings.service_settings import ServiceSettings
 
+_MODELS_SECONDS = 1.0  # between looks for idle models
+
 
 class Service:
     """Holds everything that routes need; `create_app` stores it as `app.state.service`."""
 
-    def __init__(self, client: EngineClient, registry: Registry, settings: ServiceSettings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        registry: Registry,
+        settings: ServiceSettings,
+        metrics: Metrics,
+        reader: ModelReader | None = None,
+    ) -> None:
+        """Without a `reader` no models can be loaded later. Raises `ConfigError`."""
         self.client = client
         self.registry = registry
         self.settings = settings
@@ -44,6 +60,15 @@ class Service:
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.created = int(time.time())
+        self.models = ModelManager(client, registry, reader, settings, metrics, self.version)
+        watched = settings.models.models_dir if reader is not None else ""
+        folder = ModelsFolder(watched, pickle=settings.models.engine.pickle) if watched else None
+        self.orders = ModelOrders(self.models, registry, settings.models, folder)
+        self.local_fleet = LocalFleet(client, self.models, self.orders)
+        self.fleet: Fleet = self.local_fleet  # a runtime with replicas sets another one
+        self._watch = (
+            FolderWatch(folder, self.models, registry, settings.models, settings.drain_timeout_s) if folder else None
+        )
         # Set by a runtime with replicas: cancels a request on the others and returns how many ended. Raises
         # TimeoutError if a replica may have missed it.
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] | None = None
@@ -53,14 +78,23 @@ class Service:
         """Load the models; raises as `EngineClient.start`."""
         self.client.on_step(self.metrics.step)
         await self.client.start()
-        self.metrics.loaded(self.client.models, self.version)
-        counted = (Task.GENERATE, Task.ENCODE)
-        self.metrics.initialize_counters(
-            (one.name, task) for one in self.registry for task in counted if one.serves(task)
-        )
+        self.models.started()
+        if self._watch is not None:
+            self.models.find_new = self._watch.find_new
+            await self._watch.scan()
+
+    async def look_after_models(self) -> None:
+        """Notice new folders and lost models, and unload idle ones, forever; cancelled at shutdown."""
+        while True:
+            await asyncio.sleep(_MODELS_SECONDS)
+            self.models.notice_lost()
+            self.models.unload_idle()
+            if self._watch is not None:
+                await self._watch.scan(SCAN_SECONDS)
 
     async def close(self) -> None:
         """End the engines, threads and processes."""
+        await self.models.close()
         self.threads.close()
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
@@ -109,11 +143,15 @@ class Service:
 
     def check_ready(self) -> None:
         """Raise a 503 with the reason while no new requests are accepted."""
-        if self._draining:
-            raise draining()
+        self.check_not_draining()
         health = self.client.health()
         if not health.ready:
             raise unavailable(scrub(health.reason) or "the models are not ready", "not_ready")
+
+    def check_not_draining(self) -> None:
+        """Raise a 503 once a drain has begun."""
+        if self._draining:
+            raise draining()
 
     def check_not_given_up(self) -> None:
         """Raise a 503 if a drain's time ran out before the request reached an engine."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Literal
 
@@ -60,7 +60,7 @@ class Metrics:
         make_folder()
         self.registry = CollectorRegistry()
         self._vllm_names = vllm_names
-        self._models: Mapping[str, ModelInfo] = {}
+        self._gauges: list[Gauge] = []
         self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last update
         self._make_counters()
         self._make_histograms()
@@ -104,28 +104,44 @@ class Metrics:
 
     # The engines
 
-    def loaded(self, models: Mapping[str, ModelInfo], version: str) -> None:
-        """Set what does not change while the loaded models run."""
-        self._models = models
-        for info in models.values():
-            self._replicas.labels(info.name).set(1)
-            self._load_seconds.labels(info.name).set(info.load_seconds)
-            self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
+    def loaded(self, info: ModelInfo, version: str, tasks: Iterable[Task], restarts: int) -> None:
+        """Set what does not change while a loaded model runs; `restarts` of the engine were before its time."""
+        self._replicas.labels(info.name).set(1)
+        self._load_seconds.labels(info.name).set(info.load_seconds)
+        self._memory.labels(info.name).set(info.memory_bytes)
+        self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
+        self._seen[info.name, "restarts"] = restarts
+        self._initialize_counters(info.name, tasks)
 
-    def initialize_counters(self, tasks: Iterable[tuple[str, Task]]) -> None:
-        """Export the counters of the service level objectives as 0, for each model and task.
+    def load_ended(self, model: str, outcome: Literal["loaded", "failed", "cancelled"], seconds: float) -> None:
+        """Count a load while the service runs; `seconds` since it was asked for, with its wait for other loads."""
+        self._loads.labels(model, outcome).inc()
+        if outcome == "loaded":
+            self._load_times.labels(model).observe(seconds)
+
+    def unloaded(self, model: str, reason: str) -> None:
+        """Count the end of a model, and set its gauges to 0; `render` leaves them out while no process serves it."""
+        self._unloads.labels(model, reason).inc()
+        for gauge in self._gauges:
+            for sample in next(iter(gauge.collect())).samples:
+                if sample.labels["model"] == model:
+                    gauge.labels(**sample.labels).set(0)
+        for key in [key for key in self._seen if key[0] == model]:
+            del self._seen[key]
+
+    def _initialize_counters(self, model: str, tasks: Iterable[Task]) -> None:
+        """Export the counters of the service level objectives as 0, for each task of a model.
 
         Prometheus' `rate()` misses an increase before a series' first scrape: the requests that fail with the first
         lost engine would not consume the error budget.
         """
         for reason in SERVER_FAULTS:
             self._rejections.labels("", reason)
-        for model, task in tasks:
+            self._rejections.labels(model, reason)
+        for task in tasks:
             self._received.labels(task)
             for outcome in FinishReason:
                 self._requests.labels(model, task, outcome.value)
-            for reason in SERVER_FAULTS:
-                self._rejections.labels(model, reason)
             if task is Task.GENERATE:
                 self._ttft.labels(model)
                 self._inter_token.labels(model)
@@ -143,8 +159,9 @@ class Metrics:
         self.update_engines(client)
         # Ray may write metrics of its own into the shared folder; they are left out.
         families = [one for one in self._collector().collect() if one.name.startswith("triptych_")]
+        _drop_unloaded(families)
         if self._vllm_names:
-            families += vllm_families(families, self._models)
+            families += vllm_families(families, client.models)
         return generate_latest(_Families(families))
 
     async def update_forever(self, client: EngineClient) -> None:
@@ -204,7 +221,9 @@ class Metrics:
 
     def _gauge(self, name: str, text: str, *labels: str, over_replicas: Literal["sum", "max"] = "sum") -> Gauge:
         mode: Literal["livesum", "livemax"] = "livesum" if over_replicas == "sum" else "livemax"
-        return Gauge(f"triptych_{name}", text, ("model", *labels), registry=self.registry, multiprocess_mode=mode)
+        made = Gauge(f"triptych_{name}", text, ("model", *labels), registry=self.registry, multiprocess_mode=mode)
+        self._gauges.append(made)
+        return made
 
     def _make_counters(self) -> None:
         self._received = self._counter("requests_received_total", "Requests received on the routes of a task.", "task")
@@ -227,6 +246,14 @@ class Metrics:
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"
         )
         self._restarts = self._counter("engine_restarts_total", "Restarts of failed engines.", "model")
+        self._loads = self._counter(
+            "model_loads_total", "Loads of models while the service ran, by outcome.", "model", "outcome"
+        )
+        self._unloads = self._counter(
+            "model_unloads_total",
+            "Unloads of models: by request, when idle, evicted for another model, or because the folder is gone.",
+            *("model", "reason"),
+        )
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram(
@@ -236,6 +263,9 @@ class Metrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
         self._queue_time = self._histogram(
             "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled."
+        )
+        self._load_times = self._histogram(
+            "model_load_time_seconds", "Seconds from asking for a model, while the service ran, until it was loaded."
         )
         self._tokenize = self._histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
         self._prefill = self._histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")
@@ -276,10 +306,21 @@ class Metrics:
             "engine_live", "Engines that run or are being restarted, without hung and abandoned ones."
         )
         self._load_seconds = self._gauge("model_load_seconds", "Seconds that loading took.", over_replicas="max")
+        self._memory = self._gauge("model_memory_bytes", "Bytes of a model's weights and KV cache.")
         labels = ("version", "form", "dtype", "attention")
         self._build_info = self._gauge(
             "build_info", "Version and configuration of a model, in labels; always 1.", *labels, over_replicas="max"
         )
+
+
+def _drop_unloaded(families: Iterable[Metric]) -> None:
+    """Remove the gauges of models that no process serves any more; counters and histograms must not vanish."""
+    families = list(families)
+    replicas = [sample for one in families if one.name == "triptych_replicas" for sample in one.samples]
+    served = {sample.labels["model"] for sample in replicas if sample.value}
+    for family in families:
+        if family.type == "gauge":
+            family.samples = [sample for sample in family.samples if sample.labels["model"] in served]
 
 
 class TokenCounter:

@@ -22,7 +22,7 @@ from service.core.engine_client import EngineClient
 from service.core.errors import invalid, too_large
 from service.core.model_registry import Registry, ServedModel, Task
 from service.planning.body_limits import check_encode, encode_too_large
-from service.planning.generate import check_room, engine_id
+from service.planning.generate import check_room, engine_id, loaded_info
 from service.planning.outputs.base import Found, Json, Output, Part
 from service.planning.outputs.inputs import EncodeInput, inputs_of
 from service.planning.outputs.registry import OUTPUTS, output_of
@@ -96,7 +96,7 @@ class EncodePlanner:
     async def plan(self, body: EncodeBody, request_id: str, arrival: float) -> EncodePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.ENCODE)
-        info = self._client.models[served.name]
+        info = loaded_info(self._client, served)
         check_encode(body, self._limits)
         output = output_of(body, served)
         _check_size(body, served, info)

@@ -14,9 +14,9 @@ from typing import cast
 from model.api.request import Request
 from model.api.source import token_source
 from model.api.stats import ModelInfo
-from model.errors import EngineGoneError, QueueFullError
+from model.errors import ModelNotLoadedError
 from service.core.engine_client import EngineClient
-from service.core.errors import ApiError, engine_refusal, invalid
+from service.core.errors import REFUSALS, ApiError, engine_refusal, invalid
 from service.core.model_registry import Registry, ServedModel, Task
 from service.core.request_context import current
 from service.planning.body_limits import check_generate, check_logprobs
@@ -83,8 +83,16 @@ def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) ->
         context.model = served.name
     try:
         client.check_room(served.name, sequences)
-    except (QueueFullError, EngineGoneError) as error:
+    except REFUSALS as error:
         raise engine_refusal(error) from None
+
+
+def loaded_info(client: EngineClient, served: ServedModel) -> ModelInfo:
+    """Return what the engine knows of a model; raises a 503 if it has been unloaded meanwhile."""
+    info = client.models.get(served.name)
+    if info is None:
+        raise engine_refusal(ModelNotLoadedError(served.name))
+    return info
 
 
 class GeneratePlanner:
@@ -107,7 +115,7 @@ class GeneratePlanner:
     async def plan(self, body: GenerateBody, request_id: str, arrival: float) -> GeneratePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE).for_task(body.task)
-        info = self._client.models[served.name]
+        info = loaded_info(self._client, served)
         check_generate(body, self._limits)
         constraint = constraint_of(body, self._limits)
         prompts = _with_prefix(prompt_inputs(body.prompt, "prompt"), body, served)
@@ -121,7 +129,7 @@ class GeneratePlanner:
             await self._grammars.check(constraint, served)
         grammar = "" if constraint is None else constraint.grammar
         requests = [
-            self._request(body, served, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
+            self._request(body, served, info, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
             for prompt, prompt_ids in zip(prompts, ids, strict=True)
         ]
         check_logprobs(body, requests, self._limits)
@@ -139,6 +147,7 @@ class GeneratePlanner:
         self,
         body: GenerateBody,
         served: ServedModel,
+        info: ModelInfo,
         prompt: PromptInput,
         ids: tuple[int, ...],
         forced: tuple[int, ...],
@@ -147,7 +156,6 @@ class GeneratePlanner:
         grammar: str,
     ) -> Request:
         """Return the request of one prompt, checked to fit the context and the KV cache."""
-        info = self._client.models[served.name]
         start = len(forced) if served.is_encoder_decoder else len(ids)
         max_tokens = self._max_tokens(body, served, info, start, prompt.param)
         _check_fit(served, info, len(ids), start + max_tokens, num_beams(body, served), prompt.param)

@@ -31,6 +31,7 @@ from service.schemas.dialect_replies import (
     SglangVector,
 )
 from service.schemas.encode_bodies import EncodeBody
+from service.schemas.models import LoadBody, UnloadBody
 from service.schemas.replies import EncodeReply, ErrorReply, GenerateEvent, GenerateReply
 
 Responses = dict[int | str, dict[str, Any]]
@@ -40,6 +41,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, EmbeddingBody),
     *(TextGenerationBody, EmbedBody, RerankBody, PredictBody),
     *(SglangGenerateBody, SglangEncodeBody),
+    *(LoadBody, UnloadBody),
 )
 _REPLIES: tuple[type[BaseModel], ...] = (
     *(GenerateReply, GenerateEvent, EncodeReply),
@@ -51,10 +53,11 @@ _REFS = "#/components/schemas/{model}"
 _MEANING = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The route is off, needs an admin key, or the model may not be loaded from there.",
     404: "No such model, request or route.",
     405: "The route does not take this method.",
     408: "The body did not arrive in time.",
-    409: "The request was cancelled.",
+    409: "The request was cancelled, or the model's state does not allow it.",
     413: "The body, or what it asks for, is too large.",
     415: "The body is not declared as JSON.",
     429: "The queue is full; try again after `Retry-After` seconds.",

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.api.request import EncodeOutput, FinishReason
-from model.errors import EngineError, EngineGoneError, QueueFullError
-from service.core.errors import cancelled, deadline_passed, engine_failed, engine_refusal
+from model.errors import EngineError
+from service.core.errors import REFUSALS, cancelled, deadline_passed, engine_failed, engine_refusal
+from service.core.model_registry import Task
 from service.dialects import huggingface, sglang
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody
@@ -25,6 +26,7 @@ from service.http.bodies import (
     with_model_of_query,
 )
 from service.http.json_replies import Json, encode_reply
+from service.http.model_use import hold_model
 from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
@@ -90,6 +92,7 @@ async def answer(request: Request, body: EncodeBody, show: Show | None = None) -
     """Encode the inputs of `body`, and reply as /encode does or as `show` converts it."""
     service, context = service_of(request), context_of_request()
     with service.handling():
+        await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
         plan = await service.encode_planner.plan(body, context.request_id, context.started)
         context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
         service.check_not_given_up()
@@ -113,7 +116,7 @@ async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -
     """Run the plan and return the outputs of all inputs; raises `ApiError`."""
     try:
         outputs = await cancel_on_disconnect(request, service.client.encode(plan.requests))
-    except (QueueFullError, EngineGoneError) as error:
+    except REFUSALS as error:
         raise engine_refusal(error) from None
     except EngineError:
         service.jobs.accept(job)

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.api.request import FinishReason
-from model.errors import EngineError, EngineGoneError, QueueFullError
+from model.errors import EngineError
 from service.core.engine_client import GenerationStream
-from service.core.errors import deadline_passed, engine_failed, engine_refusal
+from service.core.errors import REFUSALS, deadline_passed, engine_failed, engine_refusal
 from service.core.model_registry import Task
 from service.dialects import huggingface, sglang
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
@@ -26,6 +26,7 @@ from service.http.bodies import (
     with_model_of_query,
 )
 from service.http.json_replies import Generation, Json, NativeRendering, Render
+from service.http.model_use import hold_model
 from service.http.sse import EventStream, generation_events
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
@@ -92,6 +93,7 @@ async def huggingface_answer(
 
 async def _sglang_answer(request: Request, body: SglangGenerateBody) -> Response:
     with naming_errors(names := sglang.generate_names(body)):
+        await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
         served = service_of(request).registry.resolve(body.model, Task.GENERATE)
         found = sglang.generate(body, served)
         return await answer(request, found, lambda one: sglang.SglangGeneration(one, body), names)
@@ -111,6 +113,7 @@ async def answer(
 async def answer_taken(request: Request, body: GenerateBody, render: Render, names: Mapping[str, str]) -> Response:
     """Generate as `answer` does, inside `Service.handling`."""
     service, context = service_of(request), context_of_request()
+    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
     plan = await service.generate_planner.plan(body, context.request_id, context.started)
     stream, job = submit(service, plan)
     generation = Generation(plan, job, service.metrics)
@@ -132,7 +135,7 @@ def submit(service: Service, plan: GeneratePlan) -> tuple[GenerationStream, Job]
     context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
     try:
         stream = service.client.submit(plan.requests)
-    except (QueueFullError, EngineGoneError) as error:
+    except REFUSALS as error:
         raise engine_refusal(error) from None
     job = service.jobs.open(context, tuple(request.request_id for request in plan.requests), stream)
     service.jobs.accept(job)

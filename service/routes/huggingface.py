@@ -18,6 +18,7 @@ from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.http.bodies import read_body, with_model_of_query
+from service.http.model_use import hold_model
 from service.lifecycle.state import Service, service_of
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
@@ -95,7 +96,7 @@ async def embed(request: Request) -> Response:
 )
 async def rerank(request: Request) -> Response:
     """Requires a model that classifies pairs of texts."""
-    body = _to_classifier(service_of(request), with_model_of_query(request, await read_body(request, RerankBody)))
+    body = await _to_classifier(request, with_model_of_query(request, await read_body(request, RerankBody)))
     with naming_errors(_RERANK_NAMES):
         return await encode.answer(request, huggingface.rerank(body), huggingface.rerank_reply(body))
 
@@ -112,16 +113,19 @@ async def rerank(request: Request) -> Response:
 )
 async def predict(request: Request) -> Response:
     """Requires a model that classifies texts."""
-    body = _to_classifier(service_of(request), with_model_of_query(request, await read_body(request, PredictBody)))
+    body = await _to_classifier(request, with_model_of_query(request, await read_body(request, PredictBody)))
     with naming_errors(huggingface.ENCODE_NAMES):
         return await encode.answer(request, huggingface.predict(body), huggingface.predict_reply(body))
 
 
-def _to_classifier(service: Service, body: C) -> C:
+async def _to_classifier(request: Request, body: C) -> C:
     """Fill in the model that classifies whole texts: the named one, or the only one."""
-    able = [one.name for one in service.registry if one.config.classifier and not one.config.classifier.per_token]
+    registry = service_of(request).registry
     if body.model is not None:
-        name = service.registry.resolve(body.model, Task.ENCODE).name
+        await hold_model(request, body.model, Task.ENCODE)
+    able = [name for name, one in registry.configs.items() if one.classifier and not one.classifier.per_token]
+    if body.model is not None:
+        name = registry.resolve(body.model, Task.ENCODE).name
         if name not in able:
             message = f"model {name} does not classify texts; models that do: {', '.join(able) or 'none'}"
             raise invalid(message, "model", "wrong_task")
@@ -136,5 +140,5 @@ def _to_classifier(service: Service, body: C) -> C:
 def _can_generate(service: Service, request: Request) -> bool:
     """Return whether the model of the URL, or any model if it names none, can generate."""
     name = request.query_params.get("model")
-    models = [model for model in service.registry if name in (None, model.name)]
-    return any(model.serves(Task.GENERATE) for model in models) or not models
+    configs = [config for model, config in service.registry.configs.items() if name in (None, model)]
+    return any(config.can_generate for config in configs) or not configs

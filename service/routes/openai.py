@@ -13,6 +13,7 @@ from service.dialects.common import naming_errors
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
 from service.dialects.openai_replies import ChatCompletions, Completions
 from service.http.bodies import read_body
+from service.http.model_use import hold_model
 from service.lifecycle.state import Service, service_of
 from service.planning.generate import check_room
 from service.routes import encode, generate
@@ -39,6 +40,7 @@ _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]
 async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
     body = await read_body(request, CompletionBody)
+    await hold_model(request, body.model, Task.GENERATE)
     served = service_of(request).registry.resolve(body.model, Task.GENERATE)
     with naming_errors(names := openai.completion_names(body)):
         found = openai.completion(body, served)
@@ -59,6 +61,7 @@ async def chat_completions(request: Request) -> Response:
     """Works with OpenAI's client. The checkpoint's chat template makes the prompt; a model without one gets a 400."""
     body = await read_body(request, ChatBody)
     service = service_of(request)
+    await hold_model(request, body.model, Task.GENERATE)
     served = service.registry.resolve(body.model, Task.GENERATE)
     with service.handling():
         prompt = await _prompt(service, served, body)  # inside, because its errors name fields of a chat

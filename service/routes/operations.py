@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from model.checkpoint.folder import Checkpoint
 from service.core.errors import not_found, shorten
 from service.core.model_registry import ServedModel
 from service.dialects.huggingface_info import huggingface_info
@@ -57,7 +58,10 @@ async def readyz(request: Request) -> Response:
     responses={200: {"model": InfoReply, "description": "What is served and how."}, **error_responses()},
 )
 async def info(request: Request) -> Response:
-    """Describes each model, its device and attention backend, and all limits on a request."""
+    """Describes each model, its device and attention backend, and all limits on a request.
+
+    A model whose `state` is `available` is loaded when a request names it; what the engine decides is not known yet.
+    """
     service = service_of(request)
     versions = {"python": platform.python_version()}
     for one in service.client.models.values():
@@ -66,7 +70,10 @@ async def info(request: Request) -> Response:
         "name": "triptych",
         "version": service.version,
         "versions": versions,
-        "models": [_model(service, served) for served in service.registry],
+        "models": [
+            *(_model(service, served) for served in service.registry),
+            *(_from_checkpoint(name, "available", found) for name, found in service.registry.available.items()),
+        ],
         "elsewhere": service.registry.elsewhere,
         "asks_for_key": service.settings.asks_for_key,
         "limits": asdict(service.limits),
@@ -137,23 +144,31 @@ async def cancel(request: Request) -> Response:
 
 
 def _model(service: Service, served: ServedModel) -> Json:
-    """Return the description of a model from its engine, checkpoint and settings."""
+    """Return the description of a loaded model from its engine, checkpoint and settings."""
     info = service.client.models.get(served.name)
-    described: Json = {"name": served.name, "form": served.config.form, "model_type": served.config.model_type}
+    described = _from_checkpoint(served.name, "loaded", served.checkpoint)
     if info is not None:
         described |= asdict(info)
         del described["versions"]
-    return described | {
-        "can_generate": served.config.can_generate,
-        "has_tokenizer": served.tokenizer is not None,
-        "vocab_size": served.vocab_size,
-        "pooling": "+".join(served.checkpoint.sentences.pooling),
-        "normalize": served.checkpoint.sentences.normalize,
-        "max_input_tokens": served.checkpoint.sentences.max_tokens,
-        "prompts": sorted(served.checkpoint.sentences.prompts),
-        "default_prompt": served.checkpoint.sentences.default_prompt,
-        "similarity": served.checkpoint.sentences.similarity,
-        "outputs": available(served),
-        "sampling_defaults": served.checkpoint.sampling_defaults,
-        "tasks": {name: asdict(task) for name, task in sorted(served.checkpoint.tasks.items())},
+    return described | {"has_tokenizer": served.tokenizer is not None, "outputs": available(served)}
+
+
+def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:
+    """Return what a checkpoint alone tells about a model."""
+    config, sentences = checkpoint.config, checkpoint.sentences
+    return {
+        "name": name,
+        "state": state,
+        "form": config.form,
+        "model_type": config.model_type,
+        "can_generate": config.can_generate,
+        "vocab_size": config.embedding.vocab_size,
+        "pooling": "+".join(sentences.pooling),
+        "normalize": sentences.normalize,
+        "max_input_tokens": sentences.max_tokens,
+        "prompts": sorted(sentences.prompts),
+        "default_prompt": sentences.default_prompt,
+        "similarity": sentences.similarity,
+        "sampling_defaults": checkpoint.sampling_defaults,
+        "tasks": {name: asdict(task) for name, task in sorted(checkpoint.tasks.items())},
     }

@@ -10,6 +10,7 @@ from service.core.errors import invalid
 from service.core.model_registry import Task
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
+from service.http.model_use import hold_model
 from service.lifecycle.state import service_of
 from service.planning.tokenization import check_characters, check_vocabulary
 from service.routes.docs import BODY_ERRORS, error_responses, request_body
@@ -33,6 +34,7 @@ async def tokenize(request: Request) -> Response:
     """Returns the ids that a prompt with this text has."""
     service = service_of(request)
     body = await read_body(request, TokenizeBody)
+    await hold_model(request, body.model, Task.TOKENIZE)
     served = service.registry.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("text")
     info = service.model_info(served.name)
@@ -74,6 +76,7 @@ async def detokenize(request: Request) -> Response:
     """Returns the text of token ids."""
     service = service_of(request)
     body = await read_body(request, DetokenizeBody)
+    await hold_model(request, body.model, Task.TOKENIZE)
     served = service.registry.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("token_ids")
     bound = service.model_info(served.name).max_model_len

@@ -9,20 +9,16 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from fastapi import FastAPI
 
-from model.api.messages import ModelSpec
 from model.checkpoint import hub
-from model.checkpoint.folder import read_checkpoint
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
 from model.errors import ConfigError
-from model.text.tokenizer import Tokenizer
 from service.app import create_app
-from service.core.chat_template import ChatTemplate
-from service.core.model_registry import Registry, ServedModel
+from service.core.model_registry import Registry
+from service.runtimes.model_reader import FolderReader, read_model
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings
 
@@ -35,7 +31,7 @@ def build_registry(config: ServeConfig) -> Registry:
     Models of the Hub are downloaded first.
     """
     config = _with_folders(config)
-    return Registry((_served(spec) for spec in config.models), config.models_elsewhere)
+    return Registry(map(read_model, config.models), config.models_elsewhere)
 
 
 def build_app(config: ServeConfig) -> FastAPI:
@@ -51,7 +47,8 @@ def build_app(config: ServeConfig) -> FastAPI:
         max_unread_bytes=config.settings.limits.stream_unread_bytes,
         stream_interval=config.settings.stream_interval_s,
     )
-    return create_app(client, registry, config.settings)
+    reader = FolderReader(config.settings.models.max_download, config.settings.log_format)
+    return create_app(client, registry, config.settings, reader)
 
 
 def tune_garbage_collector() -> None:
@@ -113,14 +110,3 @@ def _replace_hub_paths(config: ServeConfig, resolve: Callable[..., object]) -> S
         for spec in config.models
     )
     return replace(config, models=models)
-
-
-def _served(spec: ModelSpec) -> ServedModel:
-    folder = Path(spec.path)
-    return ServedModel(
-        spec.name,
-        read_checkpoint(folder, pickle=spec.engine.pickle),
-        Tokenizer.from_folder(folder),
-        spec.engine,
-        ChatTemplate.from_folder(folder),
-    )

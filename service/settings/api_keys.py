@@ -1,4 +1,4 @@
-"""API keys: those of the settings, and those of a file that may change while the service runs."""
+"""API and admin keys: those of the settings, and those of a file that may change while the service runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,31 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Checks API keys. If the file becomes unreadable or holds no key, the last valid keys stay in force."""
+    """Checks keys. If the file becomes unreadable or holds no key, the last valid keys stay in force."""
 
-    def __init__(self, keys: Iterable[str] = (), file: str = "") -> None:
-        """Raises `ConfigError` for a file that is missing or contains anything but keys."""
+    def __init__(self, keys: Iterable[str] = (), file: str = "", setting: str = "api_key_file") -> None:
+        """`setting` names the file in errors. Raises `ConfigError` for one that is missing or has anything but keys."""
         self._fixed = frozenset(digest(key.encode()) for key in keys)
         self._file = Path(file) if file else None
+        self._setting = setting
         self._from_file: frozenset[bytes] = frozenset()
         self._checked = time.monotonic()
         self._stamp: tuple[int, ...] = ()
         if self._file is not None:
             self._stamp = _stamp(self._file)
-            self._from_file = _read(self._file)
+            self._from_file = _read(self._file, setting)
 
     @classmethod
     def of(cls, settings: ServiceSettings) -> KeyRing | None:
         """Return the keys of the settings, None if requests need none. Raises `ConfigError`."""
         return cls(settings.api_keys, settings.api_key_file) if settings.asks_for_key else None
+
+    @classmethod
+    def of_admins(cls, settings: ServiceSettings) -> KeyRing | None:
+        """Return the admin keys of the settings, None if there are none. Raises `ConfigError`."""
+        if not settings.has_admin:
+            return None
+        return cls(settings.admin_keys, settings.admin_key_file, "admin_key_file")
 
     def find(self, key: bytes) -> bytes | None:
         """Return the digest of a valid key, else None. Compares with every key, in constant time for each."""
@@ -55,11 +63,11 @@ class KeyRing:
             return
         self._stamp = stamp
         try:
-            self._from_file = _read(self._file)
+            self._from_file = _read(self._file, self._setting)
         except ConfigError as error:
-            logger.error("the API keys are unchanged: %s", error)
+            logger.error("the keys are unchanged: %s", error)
         else:
-            logger.info("read %d API keys again", len(self._from_file))
+            logger.info("read %d keys of %s again", len(self._from_file), self._setting)
 
 
 def digest(key: bytes) -> bytes:
@@ -67,24 +75,24 @@ def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _read(file: Path) -> frozenset[bytes]:
+def _read(file: Path, setting: str) -> frozenset[bytes]:
     """Read one key a line, skipping empty lines and lines that begin with `#`."""
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
         text = content.decode("ascii")
     except OSError as error:
-        raise ConfigError(f"api_key_file {file}: {error.strerror}") from None
+        raise ConfigError(f"{setting} {file}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file {file} is not ASCII text") from None
+        raise ConfigError(f"{setting} {file} is not ASCII text") from None
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"api_key_file {file} has more than {_MAX_BYTES} bytes")
+        raise ConfigError(f"{setting} {file} has more than {_MAX_BYTES} bytes")
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     keys = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"api_key_file {file} contains no key; expected one a line")
+        raise ConfigError(f"{setting} {file} contains no key; expected one a line")
     for number, key in keys:
-        check_key(key, f"line {number} of api_key_file {file}")
+        check_key(key, f"line {number} of {setting} {file}")
     return frozenset(digest(key.encode()) for _, key in keys)
 
 

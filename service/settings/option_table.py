@@ -21,6 +21,7 @@ from model.api.engine_config import (
     EngineConfig,
 )
 from model.errors import ConfigError
+from service.settings.model_settings import LOAD_SOURCES, ModelSettings
 from service.settings.scaling import Scaling
 from service.settings.service_settings import Limits, ServiceSettings
 
@@ -41,6 +42,14 @@ def byte_size(text: str) -> int:
 def _keys(text: str) -> tuple[str, ...]:
     """Split a list of keys at its commas."""
     return tuple(key.strip() for key in text.split(",") if key.strip())
+
+
+def _sources(text: str) -> tuple[str, ...]:
+    """Parse a list of what may be loaded; `ModelSettings` checks the words."""
+    found = _keys(text)
+    if not found or not set(found) <= set(LOAD_SOURCES):
+        raise ValueError(f"some of {', '.join(LOAD_SOURCES)}, with commas between them")
+    return found
 
 
 def _replicas(text: str) -> dict[str, int]:
@@ -123,6 +132,7 @@ def _text(value: Any) -> str:
 _ENGINE = EngineConfig()
 _SERVICE = ServiceSettings()
 _SCALING = Scaling()
+_MODELS = ModelSettings()
 
 OPTIONS: tuple[Option, ...] = (
     Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
@@ -162,6 +172,72 @@ OPTIONS: tuple[Option, ...] = (
         "api_keys", _keys, (), "API keys, one of which a client must send as a bearer token", "KEY[,KEY]", "none: open"
     ),
     Option("api_key_file", str, "", "file of more API keys, one a line; read again when it changes", "FILE", "none"),
+    Option(
+        "admin_keys",
+        _keys,
+        (),
+        "keys of /models, /models/load and /models/unload, which are off without one",
+        "KEY[,KEY]",
+        "none: off",
+    ),
+    Option(
+        "admin_key_file", str, "", "file of more admin keys, one a line; read again when it changes", "FILE", "none"
+    ),
+    Option(
+        "models_dir",
+        str,
+        _MODELS.models_dir,
+        "folder of models' folders: each is served by its name, and loaded when a request first names it",
+        "DIR",
+        "none",
+    ),
+    Option(
+        "load_from",
+        _sources,
+        _MODELS.load_from,
+        "what /models/load may load: folders below models_dir, models of the Hub, or any folder",
+        "SOURCE[,SOURCE]",
+        ",".join(_MODELS.load_from),
+    ),
+    Option(
+        "keep_alive",
+        float,
+        _MODELS.keep_alive_s,
+        "idle time after which a model is unloaded that was loaded while the service ran",
+        "SECONDS",
+        "none: it stays",
+    ),
+    Option(
+        "model_memory",
+        byte_size,
+        _MODELS.memory,
+        "memory of all models of a replica with their KV caches; the least recently used are unloaded to stay within",
+        "SIZE",
+        "what the machine has",
+    ),
+    Option(
+        "pin",
+        boolean,
+        _MODELS.pin,
+        "unload models given at the start, too, when they are idle or their memory is needed",
+        "BOOL",
+        "they stay",
+    ),
+    Option(
+        "load_timeout",
+        float,
+        _MODELS.load_timeout_s,
+        "how long loading a model while the service runs may take, with its download",
+        "SECONDS",
+    ),
+    Option(
+        "max_download",
+        byte_size,
+        _MODELS.max_download,
+        "largest model of the Hub that is downloaded while the service runs",
+        "SIZE",
+        "100GB",
+    ),
     Option("device", str, _ENGINE.device, "device that runs the models", "auto|cpu|cuda[:N]", per_model=True),
     Option(
         "dtype",

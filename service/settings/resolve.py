@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from model.api.engine_config import EngineConfig
@@ -10,20 +11,32 @@ from model.api.messages import ModelSpec
 from model.errors import ConfigError
 from model.pretrained import embedded_models
 from service.settings.api_keys import KeyRing
+from service.settings.model_settings import ModelSettings
 from service.settings.option_table import ENGINE_OPTIONS, LIMIT_OPTIONS
 from service.settings.scaling import Scaling
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import Limits, ServiceSettings
 from service.settings.sources import FileSettings
 
+Models = Mapping[str, Mapping[str, Any]]
+
 _SERVICE_FIELDS = {  # by option name
     **{
         name: name
-        for name in ("host", "port", "api_keys", "api_key_file", "log_format", "tokenizer_threads", "otlp_endpoint")
+        for name in (
+            *("host", "port", "api_keys", "api_key_file", "admin_keys", "admin_key_file"),
+            *("log_format", "tokenizer_threads", "otlp_endpoint"),
+        )
     },
     "drain_timeout": "drain_timeout_s",
     "stall_timeout": "stall_timeout_s",
     "stream_interval": "stream_interval_s",
+}
+_MODEL_FIELDS = {
+    **{name: name for name in ("models_dir", "load_from", "pin", "max_download")},
+    "keep_alive": "keep_alive_s",
+    "model_memory": "memory",
+    "load_timeout": "load_timeout_s",
 }
 _SCALING_FIELDS = {
     "scale_target": "target",
@@ -34,7 +47,7 @@ _SCALING_FIELDS = {
 
 
 def resolve_config(
-    models: Mapping[str, Mapping[str, Any]],
+    models: Models,
     settings: Mapping[str, Any],
     groups: Mapping[str, FileSettings] | None = None,
 ) -> ServeConfig:
@@ -43,14 +56,17 @@ def resolve_config(
     An engine setting of a model wins over its group's, and a group's over the one for all. Raises `ConfigError`.
     """
     specs = _model_specs(models, settings)
-    if not specs:
+    later = ModelSettings(engine=engine_config(settings), **_renamed(settings, _MODEL_FIELDS))
+    if not specs and not later.models_dir:
         raise ConfigError("no model to serve: give a checkpoint folder")
     service = ServiceSettings(
         limits=Limits(**{o.name: settings[o.name] for o in LIMIT_OPTIONS if o.name in settings}),
+        models=later,
         vllm_metrics=settings.get("metrics") == "vllm",
         **_renamed(settings, _SERVICE_FIELDS),
     )
-    KeyRing.of(service)  # raises for a bad key file before anything starts
+    for ring in (KeyRing.of, KeyRing.of_admins):
+        ring(service)  # raises for a bad key file before anything starts
     return ServeConfig(
         models=specs,
         settings=service,
@@ -59,6 +75,16 @@ def resolve_config(
         groups=tuple(_group(name, group, settings, service) for name, group in (groups or {}).items()),
         haproxy=settings.get("haproxy", "auto") == "auto",
     )
+
+
+def models_or_embedded(models: Models, settings: Mapping[str, Any]) -> Models:
+    """Return the models to start with: those given, else none beside a `models_dir`, else the embedded ones."""
+    return models if models or settings.get("models_dir") else embedded_model_settings()
+
+
+def engine_config(settings: Mapping[str, Any], shared: EngineConfig | None = None) -> EngineConfig:
+    """Build the engine settings of a model: its own, else those of `shared`. Raises `ConfigError`."""
+    return replace(shared or EngineConfig(), **_engine_settings(settings))
 
 
 def embedded_model_settings() -> dict[str, dict[str, Any]]:
@@ -70,20 +96,20 @@ def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service:
     """The application of a group: it inherits engine settings, and has replicas of its own."""
     if not group.models:
         raise ConfigError(f"groups.{name}: there is no model to serve")
+    own = {**settings, **group.settings}
+    later = replace(service.models, models_dir="", engine=engine_config(own))
     return ServeConfig(
-        models=_model_specs(group.models, {**settings, **group.settings}),
-        settings=service,
+        models=_model_specs(group.models, own),
+        settings=replace(service, models=later),
         scaling=_scaling(group.settings),
         name=f"triptych-{name}",
         route=group.settings.get("route", f"/{name}"),
     )
 
 
-def _model_specs(models: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
-    shared = _engine_settings(settings)
+def _model_specs(models: Models, settings: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
     return tuple(
-        ModelSpec(name, str(model["path"]), EngineConfig(**{**shared, **_engine_settings(model)}))
-        for name, model in models.items()
+        ModelSpec(name, str(model["path"]), engine_config({**settings, **model})) for name, model in models.items()
     )
 
 

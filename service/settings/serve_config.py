@@ -30,7 +30,7 @@ class ServeConfig:
     haproxy: bool = True  # under Ray: use Serve's HAProxy ingress where its binary is found, else Serve's own proxy
 
     def __post_init__(self) -> None:
-        if not self.models:
+        if not self.models and not self.settings.models.models_dir:
             raise ConfigError("there is no model to serve")
         if self.scaling.max_replicas > 1 and self.runtime == "local":
             found = self.scaling.max_replicas

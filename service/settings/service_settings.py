@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from model.errors import ConfigError
+from service.settings.model_settings import ModelSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; smaller is served first
 _MAX_STREAM_INTERVAL = 10.0  # seconds
@@ -61,6 +62,7 @@ class Limits:
     )
     stream_unread_bytes: int = _limit(1 << 20, "unread bytes after which a stream is aborted")
     stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a keep-alive comment is sent")
+    max_waiting_for_load: int = _limit(64, "maximum number of requests that wait for models to be loaded (429)")
     max_chat_messages: int = _limit(1_000, "maximum number of messages in a conversation")
     chat_template_s: float = _limit(2.0, "seconds for rendering a chat template")
     min_priority: int = _limit(
@@ -85,7 +87,10 @@ class ServiceSettings:
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str = ""  # more keys, one a line, read again when it changes; without any key, requests need none
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # of the routes that load and unload models
+    admin_key_file: str = ""  # more of them; without any, these routes are off
     limits: Limits = field(default_factory=Limits)
+    models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue after `begin_drain`
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
@@ -103,6 +108,10 @@ class ServiceSettings:
             raise ConfigError(f"otlp_endpoint must begin with http:// or https://, found {self.otlp_endpoint!r}")
         for key in self.api_keys:
             check_key(key, "an API key")
+        for key in self.admin_keys:
+            check_key(key, "an admin key")
+        if set(self.admin_keys) & set(self.api_keys):
+            raise ConfigError("an admin key must not be an API key as well")
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(f"drain_timeout_s must not be negative, and finite, found {self.drain_timeout_s}")
         if not 0 <= self.stream_interval_s <= _MAX_STREAM_INTERVAL:
@@ -116,6 +125,11 @@ class ServiceSettings:
     def asks_for_key(self) -> bool:
         """Whether requests need a key: true if there is a key file, whatever it contains at the moment."""
         return bool(self.api_keys or self.api_key_file)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether the routes that load and unload models are on."""
+        return bool(self.admin_keys or self.admin_key_file)
 
 
 def check_key(key: str, where: str) -> None:

@@ -24,18 +24,19 @@ from service.settings.option_table import (
     boolean,
 )
 
+_REPEATED = ("api_keys", "admin_keys")
 _OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG"})  # read by `service.cli.main`
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add a flag for each option; `--api-key` is repeated where the variable has a list."""
+    """Add a flag for each option; `--api-key` and `--admin-key` are repeated where the variable has a list."""
     limits = parser.add_argument_group("limits of one request")
     for option in options:
         group = limits if option in LIMIT_OPTIONS else parser
         default = option.shown or option.default
         text = f"{option.help} (default: {default}; {option.variable})"
-        if option.name == "api_keys":
-            group.add_argument("--api-key", dest="api_keys", action="append", metavar="KEY", help=text)
+        if option.name in _REPEATED:
+            group.add_argument(option.flag[:-1], dest=option.name, action="append", metavar="KEY", help=text)
         elif option.parse is boolean and not option.default:
             group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
         elif option.parse is boolean:  # on by default
@@ -120,7 +121,12 @@ def _file_model(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(settings.get("path"), str):
         raise ConfigError(f"{where}: path is missing")
     path = settings.pop("path")
-    return {"path": path, **_read_keys(settings, ENGINE_OPTIONS, where)}
+    return {"path": path, **engine_settings(settings, where)}
+
+
+def engine_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check and parse the engine settings of one model, as a file has them beside its `path`."""
+    return _read_keys(_mapping(settings, where), ENGINE_OPTIONS, where)
 
 
 def _read_keys(settings: Mapping[str, Any], options: Iterable[Option], where: str) -> dict[str, Any]:

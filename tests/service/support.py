@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from model.api.messages import ModelSpec
 from model.api.request import Pooling
 from model.api.stats import ModelInfo, StepStats
 from model.checkpoint.folder import Checkpoint
@@ -141,6 +142,7 @@ class App:
     client: FakeEngineClient
     metrics: Metrics
     served: dict[str, ServedModel] = field(default_factory=dict)
+    reader: ScriptedReader = field(default_factory=lambda: ScriptedReader())
 
     @property
     def script(self) -> Script:
@@ -152,8 +154,35 @@ class App:
         return service
 
 
-def make_app(*extra: str | ServedModel, settings: ServiceSettings | None = None, **script: Any) -> App:
-    """`extra`: more models; "bare" is the one without a tokenizer. The script emits "hello " over and over."""
+class ScriptedReader:
+    """Reads models out of nothing, after `delay_s`: a decoder of the name that is asked for."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.error: Exception | None = None
+        self.located: list[ModelSpec] = []
+
+    async def locate(self, spec: ModelSpec) -> ModelSpec:
+        self.located.append(spec)
+        await asyncio.sleep(self.delay_s)
+        return spec
+
+    async def read(self, spec: ModelSpec) -> ServedModel:
+        if self.error is not None:
+            raise self.error
+        return served(spec.name, "decoder-only", byte_tokenizer())
+
+
+def make_app(
+    *extra: str | ServedModel,
+    settings: ServiceSettings | None = None,
+    loadable: Sequence[ModelInfo] = (),
+    **script: Any,
+) -> App:
+    """`extra`: more models; "bare" is the one without a tokenizer. The script emits "hello " over and over.
+
+    `loadable` are what the engine can load later, whatever a `ScriptedReader` reads.
+    """
     byte_level = byte_tokenizer()
     found = [
         served("gen", "decoder-only", byte_level),
@@ -166,9 +195,10 @@ def make_app(*extra: str | ServedModel, settings: ServiceSettings | None = None,
     infos = [info(model.name, model.config.form) for model in found]
     ids = byte_level.encode("hello ", add_special_tokens=False).ids
     tokenizers = {model.name: model.tokenizer for model in found}
-    client = FakeEngineClient(infos, tokenizers, Script(**{"token_ids": ids, **script}))
-    app = create_app(client, Registry(found), settings or ServiceSettings())
-    return App(app, client, app.state.service.metrics, {model.name: model for model in found})
+    client = FakeEngineClient(infos, tokenizers, Script(**{"token_ids": ids, **script}), loadable)
+    reader = ScriptedReader()
+    app = create_app(client, Registry(found), settings or ServiceSettings(), reader)
+    return App(app, client, app.state.service.metrics, {model.name: model for model in found}, reader)
 
 
 @asynccontextmanager

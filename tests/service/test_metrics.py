@@ -33,6 +33,7 @@ used = int(sys.argv[1])
 
 class Client:
     restarts = used
+    models = {}
 
     def health(self):
         return Health(live=True, ready=used == 2, reason="")

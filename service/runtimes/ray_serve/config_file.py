@@ -14,7 +14,7 @@ from typing import Any, Final
 from model.errors import ConfigError
 from service.runtimes.ray_serve.placement import gpus_of_replica
 from service.settings import sources
-from service.settings.resolve import embedded_model_settings, resolve_config
+from service.settings.resolve import models_or_embedded, resolve_config
 from service.settings.serve_config import KEEP_ALIVE_SECONDS, ServeConfig
 
 DEPLOYMENT: Final = "triptych"
@@ -30,8 +30,8 @@ def serve_config(path: Path, num_cpus: float | None = None) -> dict[str, Any]:
         raise ConfigError(f"{path}: runtime: local is one process without Ray")
     if "haproxy" in file.settings:
         raise ConfigError(f"{path}: haproxy is decided where Ray is started (RAY_SERVE_ENABLE_HA_PROXY)")
-    here = {name: value for name, value in file.settings.items() if name != "api_key_file"}
-    config = resolve_config(file.models or embedded_model_settings(), here, file.groups)
+    here = {name: value for name, value in file.settings.items() if name not in ("api_key_file", "admin_key_file")}
+    config = resolve_config(models_or_embedded(file.models, here), here, file.groups)
     return {
         "proxy_location": "EveryNode",
         "http_options": {
@@ -54,7 +54,7 @@ def config_of_application(arguments: Any) -> ServeConfig:
         raise ConfigError(f"args: {setting} is set by the cluster (http_options), not by an application")
     if file.groups and name is None:
         raise ConfigError(f"args: {APPLICATION} is missing: with groups it says which one this is (serve-config)")
-    config = resolve_config(file.models or embedded_model_settings(), file.settings, file.groups)
+    config = resolve_config(models_or_embedded(file.models, file.settings), file.settings, file.groups)
     applications = {one.name: one for one in config.applications}
     if name is not None and name not in applications:
         raise ConfigError(f"args: {APPLICATION}: found {name!r}, expected one of {', '.join(applications)}")
@@ -83,6 +83,9 @@ def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: floa
 def _arguments(content: Mapping[str, Any]) -> dict[str, Any]:
     """Copy the file's content, with absolute paths, since a replica's working directory is unknown."""
     arguments = {key: copy.deepcopy(value) for key, value in content.items() if _setting(key) not in CLUSTER_SETTINGS}
+    for key in content:
+        if _setting(key) == "models_dir":
+            arguments[key] = str(Path(content[key]).absolute())
     for part in (arguments, *arguments.get("groups", {}).values()):
         if "models" in part:
             part["models"] = {name: _absolute(model) for name, model in part["models"].items()}

@@ -84,7 +84,8 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report the saturation of the most loaded model, which `autoscaling_policy` reads."""
-        return {SATURATION: max(one.saturation for one in self._service.client.demand().values())}
+        demand = self._service.client.demand()
+        return {SATURATION: max((one.saturation for one in demand.values()), default=0.0)}
 
     async def models(self) -> dict[str, ModelInfo]:
         """Describe the loaded models."""

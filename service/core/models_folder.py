@@ -1,0 +1,121 @@
+"""The folder of `--models-dir`: which of its sub-folders are models, and which paths below it may be loaded.
+
+A sub-folder counts as a model if it has a config.json and a name that can stand in a URL. What lies outside the folder
+is never read by way of it: neither `..` nor a symbolic link of a sub-folder leads out. Files of a model may be links,
+as in the caches of the Hub.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.errors import ConfigError
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # of models that are loaded while the service runs
+MAX_FOLDERS = 1_000
+_NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
+
+logger = logging.getLogger(__name__)
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def valid_name(name: str) -> bool:
+    """Return whether a model may have this name: it stands in URLs, labels of metrics and log lines."""
+    return _NAME.match(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """Describes a sub-folder: its checkpoint, or the `reason` why it cannot be served."""
+
+    name: str
+    path: Path
+    stamp: Stamp  # changes with the folder's files
+    checkpoint: Checkpoint | None
+    reason: str = ""
+
+
+class ModelsFolder:
+    """Finds the models of a folder, again and again; a model that has not changed is not read again."""
+
+    def __init__(self, folder: str, *, pickle: bool = True) -> None:
+        """Raises `ConfigError` if there is no such folder."""
+        self.path = Path(folder).absolute()
+        self._pickle = pickle
+        self._found: dict[str, FoundModel] = {}
+        self._skipped: set[str] = set()
+        if not self.path.is_dir():
+            raise ConfigError(f"models_dir {folder}: no such folder")
+
+    def scan(self) -> dict[str, FoundModel] | None:
+        """Return all models by name; None if the folder cannot be listed at the moment. Reads headers, so it blocks."""
+        try:
+            real = self.path.resolve(strict=True)
+            names = sorted(entry.name for entry in os.scandir(real) if entry.is_dir())
+        except OSError as error:
+            logger.warning("models_dir cannot be listed: %s", error.strerror)
+            return None
+        folders = {name: folder for name in names if (folder := self._folder(real, name)) is not None}
+        if len(folders) > MAX_FOLDERS:
+            self._skip("", f"models_dir has {len(folders)} models, of which the first {MAX_FOLDERS} are served")
+        self._found = {name: self._read(name, folders[name]) for name in list(folders)[:MAX_FOLDERS]}
+        return self._found
+
+    def below(self, path: str) -> Path:
+        """Return the folder that `path` names relative to this one; raises `ConfigError` if it is not below it."""
+        try:
+            real, found = self.path.resolve(strict=True), (self.path / path).resolve(strict=True)
+        except (OSError, RuntimeError, ValueError):
+            raise ConfigError("path: models_dir has no such folder") from None
+        if real not in found.parents or not found.is_dir():
+            raise ConfigError("path: models_dir has no such folder")
+        return found
+
+    def _folder(self, real: Path, name: str) -> Path | None:
+        """Return the real path of a sub-folder that may be a model."""
+        try:
+            folder = (real / name).resolve(strict=True)
+            if not (folder / "config.json").is_file():
+                return None
+        except (OSError, RuntimeError):
+            return None
+        if real not in folder.parents:
+            self._skip(name, f"models_dir: {name!r} is a link to a folder elsewhere, and is not served")
+            return None
+        if not valid_name(name):
+            self._skip(name, f"models_dir: {name!r} is not served: names have 1-64 letters, digits and ._-")
+            return None
+        return folder
+
+    def _skip(self, name: str, text: str) -> None:
+        if name not in self._skipped:
+            self._skipped.add(name)
+            logger.warning("%s", text)
+
+    def _read(self, name: str, folder: Path) -> FoundModel:
+        stamp = _stamp(folder)
+        known = self._found.get(name)
+        if known is not None and known.stamp == stamp:
+            return known
+        try:
+            return FoundModel(name, folder, stamp, read_checkpoint(folder, pickle=self._pickle))
+        except (ConfigError, OSError) as error:
+            return FoundModel(name, folder, stamp, None, str(error))
+        except Exception as error:  # a folder may hold anything, and must not keep the others from being served
+            logger.warning("models_dir: %s cannot be read: %s", name, type(error).__name__)
+            return FoundModel(name, folder, stamp, None, f"{name}: cannot be read ({type(error).__name__})")
+
+
+def _stamp(folder: Path) -> Stamp:
+    """Return name, size and time of change of each file."""
+    try:
+        files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+    except OSError:
+        return ()
+    return tuple(sorted((name, found.st_size, found.st_mtime_ns) for name, found in files))

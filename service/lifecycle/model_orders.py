@@ -1,0 +1,128 @@
+"""Orders of operators: which model to load from where, checked against what the settings allow.
+
+An order names a model that is known, or a new one by a path: a folder below `models_dir`, a model of the Hub, or, where
+`load_from` says `any`, every folder of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from model.api.messages import ModelSpec
+from model.checkpoint import hub
+from model.errors import ConfigError
+from service.core.errors import ApiError, conflict, forbidden, invalid, scrub
+from service.core.model_registry import Registry
+from service.core.models_folder import ModelsFolder, valid_name
+from service.lifecycle.model_manager import ModelManager
+from service.lifecycle.model_slots import Origin, Slot, State
+from service.settings import sources
+from service.settings.model_settings import ModelSettings
+from service.settings.resolve import engine_config
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Asks for a model: as it is known, or from a path with settings of its own."""
+
+    name: str
+    path: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # as beside the path of a model in a configuration file
+    pinned: bool = False
+
+
+class ModelOrders:
+    """Turns orders into loads."""
+
+    def __init__(
+        self, manager: ModelManager, registry: Registry, settings: ModelSettings, folder: ModelsFolder | None
+    ) -> None:
+        self._manager = manager
+        self._registry = registry
+        self._settings = settings
+        self._folder = folder
+
+    def load(self, order: LoadOrder) -> asyncio.Task[None] | None:
+        """Start loading what is ordered; None if it is loaded already. Raises `ApiError`."""
+        if order.name in self._registry.elsewhere:
+            raise conflict(f"name: {order.name} is a model of another group", "model_exists", "name")
+        slot = self._manager.get(order.name)
+        if slot is None or (order.path is not None and slot.state is State.FAILED and slot.origin is Origin.REQUEST):
+            return self._manager.begin_load(self._new_slot(order))
+        spec = self._spec_of_known(order, slot)
+        if slot.state is State.UNLOADING:
+            raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name")
+        if slot.state in (State.LOADED, State.LOADING):
+            if spec != slot.spec:
+                message = (
+                    f"model {order.name} is {slot.state} with other settings; unload it first, or take another name"
+                )
+                raise conflict(message, "model_exists", "name")
+            return slot.task
+        slot.spec, slot.pinned = spec, order.pinned or (slot.origin is Origin.START and self._settings.pin)
+        return self._manager.begin_load(slot)
+
+    def _new_slot(self, order: LoadOrder) -> Slot:
+        if not valid_name(order.name):
+            raise invalid("name: 1-64 letters, digits and ._-, of which the first is a letter or digit", "name")
+        if order.path is None:
+            raise invalid("path is required: no model of this name is known", "path", "missing_field")
+        spec = ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
+        return self._manager.add(spec, Origin.REQUEST, pinned=order.pinned)
+
+    def _spec_of_known(self, order: LoadOrder, slot: Slot) -> ModelSpec:
+        """Return what is ordered of a known model: by default what it was before."""
+        if order.path is not None and self._allowed(order.path) != slot.spec.path:
+            message = f"name: {order.name} is known from another path; take another name"
+            raise conflict(message, "model_exists", "name")
+        if not order.settings:
+            return slot.spec
+        return ModelSpec(order.name, slot.spec.path, self._engine(order, self._settings.engine))
+
+    def _engine(self, order: LoadOrder, shared: Any) -> Any:
+        try:
+            return engine_config(sources.engine_settings(dict(order.settings), "settings"), shared)
+        except ConfigError as error:
+            raise invalid(scrub(str(error)), "settings") from None
+
+    def _allowed(self, path: str) -> str:
+        """Return the path to load from; raises a 403 for a place that `load_from` does not list, 400 for a bad path."""
+        sources_allowed = self._settings.load_from
+        if hub.is_hub_name(path):
+            if "hub" not in sources_allowed and "any" not in sources_allowed:
+                raise _not_allowed("models of the Hub")
+            try:
+                hub.model_name(path)
+            except ConfigError as error:
+                raise invalid(scrub(str(error)), "path") from None
+            return path
+        if "any" in sources_allowed and Path(path).is_absolute():
+            return self._any_folder(path)
+        if "models-dir" not in sources_allowed and "any" not in sources_allowed:
+            raise _not_allowed("folders")
+        if self._folder is None:
+            raise _not_allowed("folders without --models-dir")
+        if Path(path).is_absolute():
+            raise _not_allowed("folders outside models_dir")
+        try:
+            return str(self._folder.below(path))
+        except ConfigError as error:
+            raise invalid(str(error), "path") from None
+
+    @staticmethod
+    def _any_folder(path: str) -> str:
+        try:
+            found = Path(path).resolve(strict=True)
+        except (OSError, RuntimeError, ValueError):
+            raise invalid("path: no such folder", "path") from None
+        if not found.is_dir():
+            raise invalid("path: no such folder", "path")
+        return str(found)
+
+
+def _not_allowed(what: str) -> ApiError:
+    return forbidden(f"path: {what} may not be loaded; the setting load_from says what may", "source_not_allowed")

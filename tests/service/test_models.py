@@ -1,0 +1,587 @@
+"""Models that come and go while the service runs, over a scripted engine: orders, lazy loads, eviction, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from model.api.messages import ModelSpec
+from model.api.stats import ModelInfo
+from model.errors import ConfigError, LoadFailedError, MemoryShortageError
+from model.text.tokenizer import Tokenizer
+from service.core.fake_engine import FakeEngineClient
+from service.lifecycle import folder_watch
+from service.settings.model_settings import ModelSettings
+from service.settings.service_settings import Limits, ServiceSettings
+from tests import checkpoints
+from tests.service.support import App, check_accounts, counted, hold, info, make_app, run, until
+
+ADMIN = {"authorization": "Bearer admin-key"}
+PROMPT = {"prompt": "hello", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two models, and of what is none."""
+    folder = tmp_path_factory.mktemp("stored")
+    checkpoints.llama(folder / "one")
+    shutil.copytree(folder / "one", folder / "two")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "readme.txt").write_text("no model")
+    return folder
+
+
+@pytest.fixture
+def folder(stored: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stored, tmp_path / "models"))
+
+
+def settings(folder: Path | None = None, *, limits: Limits | None = None, **models: Any) -> ServiceSettings:
+    later = ModelSettings(models_dir=str(folder) if folder else "", **models)
+    return ServiceSettings(admin_keys=("admin-key",), models=later, limits=limits or Limits(), drain_timeout_s=5.0)
+
+
+def make(folder: Path | None = None, *, names: tuple[str, ...] = ("one", "two", "new"), **options: Any) -> App:
+    script = {name: options.pop(name) for name in list(options) if name in ("load_delay_s", "load_error", "delay_s")}
+    loadable = [info(name, "decoder-only", memory_bytes=100) for name in names]
+    return make_app(settings=settings(folder, **options), loadable=loadable, **script)
+
+
+async def listed(client: httpx.AsyncClient) -> dict[str, Any]:
+    reply = await client.get("/models", headers=ADMIN)
+    assert reply.status_code == 200, reply.text
+    return {model["name"]: model for model in reply.json()["models"]}
+
+
+async def load(client: httpx.AsyncClient, name: str, **fields: Any) -> httpx.Response:
+    return await client.post("/models/load", json={"name": name, **fields}, headers=ADMIN)
+
+
+async def unload(client: httpx.AsyncClient, name: str, **fields: Any) -> httpx.Response:
+    return await client.post("/models/unload", json={"name": name, **fields}, headers=ADMIN)
+
+
+async def generate(client: httpx.AsyncClient, model: str, **fields: Any) -> httpx.Response:
+    return await client.post("/generate", json={"model": model, **PROMPT, **fields})
+
+
+def state(app: App, name: str) -> str | None:
+    slot = app.service.models.get(name)
+    return None if slot is None else slot.state.value
+
+
+def code(reply: httpx.Response) -> str:
+    return str(reply.json()["error"]["code"])
+
+
+# -- keys
+
+
+def test_without_an_admin_key_the_routes_say_which_setting_turns_them_on() -> None:
+    app = make_app()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for method, path in (("GET", "/models"), ("POST", "/models/load"), ("POST", "/models/unload")):
+            reply = await client.request(method, path, headers=ADMIN)
+            assert (reply.status_code, code(reply)) == (403, "admin_disabled")
+            assert "--admin-key" in reply.json()["error"]["message"]
+
+    run(app, work)
+
+
+def test_only_an_admin_key_opens_the_routes_and_it_opens_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(settings=ServiceSettings(api_keys=("user-key",), admin_keys=("admin-key",)))
+    caplog.set_level(logging.DEBUG)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for key, status in (("", 401), ("wrong", 401), ("user-key", 403), ("admin-ke", 401), ("admin-key", 200)):
+            for place in ("/models", "/models/load"):
+                body = {} if place == "/models" else {"json": {"name": "gen"}}
+                method = "GET" if place == "/models" else "POST"
+                reply = await client.request(method, place, headers={"authorization": f"Bearer {key}"}, **body)
+                assert reply.status_code == status, (key, place, reply.text)
+        assert (await client.get("/v1/models", headers=ADMIN)).status_code == 401
+        assert (await client.post("/generate", json=PROMPT | {"model": "gen"}, headers=ADMIN)).status_code == 401
+
+    run(app, work)
+    assert "admin-key" not in caplog.text and "user-key" not in caplog.text
+
+
+def test_a_key_cannot_be_both() -> None:
+    with pytest.raises(ConfigError, match="an admin key must not be an API key"):
+        ServiceSettings(api_keys=("same",), admin_keys=("same",))
+
+
+# -- orders
+
+
+def test_a_model_is_loaded_served_and_unloaded(folder: Path) -> None:
+    app = make(folder)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        reply = await load(client, "new", path="one", settings={"dtype": "float32", "max_num_seqs": 4})
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        assert (found["state"], found["origin"], found["memory_bytes"]) == ("loaded", "request", 100)
+        assert found["replicas"] == {"loaded": 1}
+        [spec] = app.client.loaded
+        assert (spec.path, spec.engine.dtype, spec.engine.max_num_seqs) == (str(folder / "one"), "float32", 4)
+        assert (await generate(client, "new")).status_code == 200
+        assert "new" in [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+        described = {one["name"]: one for one in (await client.get("/info")).json()["models"]}
+        assert described["new"]["state"] == "loaded" and described["two"]["state"] == "available"
+        metrics = (await client.get("/metrics")).text
+        assert 'triptych_replicas{model="new"} 1.0' in metrics
+        reply = await unload(client, "new")
+        assert (reply.status_code, reply.json()["state"]) == (200, "unloaded")
+        assert "new" not in await listed(client)
+        reply = await generate(client, "new")
+        assert (reply.status_code, code(reply)) == (404, "model_not_found")
+        metrics = (await client.get("/metrics")).text
+        assert 'triptych_replicas{model="new"}' not in metrics and 'triptych_kv_blocks{model="new"' not in metrics
+        assert 'triptych_requests_total{model="new",outcome="length",task="generate"} 1.0' in metrics
+        assert (await client.get("/readyz")).status_code == 200
+
+    run(app, work)
+    check_accounts(app)
+    assert counted(app, "triptych_model_loads_total") == {("new", "loaded"): 1}
+    assert counted(app, "triptych_model_unloads_total") == {("new", "request"): 1}
+
+
+BAD = {
+    "traversal": ({"path": "../secret"}, 400, "invalid_value"),
+    "deep traversal": ({"path": "one/../../secret"}, 400, "invalid_value"),
+    "absolute": ({"path": "/etc"}, 403, "source_not_allowed"),
+    "the folder itself": ({"path": "."}, 400, "invalid_value"),
+    "a file": ({"path": "one/config.json"}, 400, "invalid_value"),
+    "a link": ({"path": "link"}, 400, "invalid_value"),
+    "a NUL": ({"path": "one\0"}, 400, "invalid_value"),
+    "not a hub name": ({"path": "hf:../x/y"}, 400, "invalid_value"),
+    "no path": ({}, 400, "missing_field"),
+    "a slash in the name": ({"name": "a/b", "path": "one"}, 400, "invalid_value"),
+    "a quote in the name": ({"name": 'a"b', "path": "one"}, 400, "invalid_value"),
+    "a long name": ({"name": "a" * 65, "path": "one"}, 400, "invalid_value"),
+    "a newline": ({"name": "a\n", "path": "one"}, 400, "invalid_value"),
+    "dots": ({"name": "..", "path": "one"}, 400, "invalid_value"),
+    "an unknown setting": ({"path": "one", "settings": {"dtipe": "float32"}}, 400, "invalid_value"),
+    "a bad setting": ({"path": "one", "settings": {"max_num_seqs": -1}}, 400, "invalid_value"),
+    "no engine setting": ({"path": "one", "settings": {"port": 1}}, 400, "invalid_value"),
+    "an unknown field": ({"path": "one", "dtype": "float32"}, 400, "unknown_field"),
+    "another path of a name": ({"name": "gen", "path": "one"}, 409, "model_exists"),
+}
+
+
+def test_what_may_not_be_loaded_is_refused_before_any_work(folder: Path) -> None:
+    app = make(folder)
+    checkpoints.bert(folder.parent / "secret")
+    (folder / "link").symlink_to(folder.parent / "secret")
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for name, (fields, status, expected) in BAD.items():
+            reply = await client.post("/models/load", json={"name": "new", **fields}, headers=ADMIN)
+            assert (reply.status_code, code(reply)) == (status, expected), (name, reply.text)
+            assert str(folder.parent) not in reply.text
+        assert "link" not in await listed(client)
+
+    run(app, work)
+    assert not app.client.loaded and not app.reader.located
+
+
+@pytest.mark.parametrize(
+    ("allowed", "path", "status"),
+    [
+        (("hub",), "one", 403),
+        (("hub",), "hf:org/name@main", 200),
+        (("models-dir",), "hf:org/name", 403),
+        (("models-dir",), "one", 200),
+        (("any",), "hf:org/name", 200),
+        (("any",), "{folder}/../secret", 200),
+    ],
+)
+def test_a_setting_says_where_models_may_come_from(
+    folder: Path, allowed: tuple[str, ...], path: str, status: int
+) -> None:
+    app = make(folder, load_from=allowed)
+    (folder.parent / "secret").mkdir()
+    reply = run(app, lambda client: load(client, "new", path=path.format(folder=folder)))
+    assert reply.status_code == status, reply.text
+    assert [spec.path for spec in app.reader.located] == (
+        []
+        if status != 200
+        else [{"one": str(folder / "one")}.get(path, path)]
+        if "secret" not in path
+        else [str(folder.parent / "secret")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (ConfigError("new: hidden_size is missing"), 400, "load_failed"),
+        (LoadFailedError("out of memory"), 500, "load_failed"),
+        (MemoryShortageError("no", 10_000_000, 1_000_000), 503, "model_memory"),
+        (RuntimeError("canary /etc/secret"), 500, "load_failed"),
+    ],
+)
+def test_a_failed_load_changes_nothing_and_is_told(
+    folder: Path, error: Exception, status: int, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make(folder, load_error=error)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        before = await client.get("/v1/models")
+        reply = await load(client, "new", path="one")
+        assert (reply.status_code, code(reply)) == (status, expected), reply.text
+        assert "canary" not in reply.text
+        found = (await listed(client))["new"]
+        assert found["state"] == "failed" and found["reason"]
+        assert (await client.get("/v1/models")).json() == before.json()
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await generate(client, "new")).status_code == 404
+        assert (await generate(client, "gen")).status_code == 200
+        app.script.load_error = None  # it is tried again when that is asked for
+        assert (await load(client, "new", path="one")).status_code == 200
+
+    run(app, work)
+    assert "new could not be loaded" in caplog.text and "canary" not in caplog.text
+    assert counted(app, "triptych_model_loads_total") == {("new", "failed"): 1, ("new", "loaded"): 1}
+    check_accounts(app)
+
+
+def test_two_loads_of_one_name_are_one_and_a_different_one_is_refused(folder: Path) -> None:
+    app = make(folder, load_delay_s=0.1)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(load(client, "new", path="one"))
+        await until(lambda: state(app, "new"))
+        other = await load(client, "new", path="two")
+        assert (other.status_code, code(other)) == (409, "model_exists")
+        same = await load(client, "new", path="one")
+        assert same.status_code == (await first).status_code == 200
+        again = await load(client, "new")
+        assert again.status_code == 200
+
+    run(app, work)
+    assert len(app.client.loaded) == 1
+
+
+def test_a_load_goes_on_without_its_client_and_can_be_given_up(folder: Path) -> None:
+    app = make(folder, load_delay_s=0.2)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        task = asyncio.create_task(load(client, "new", path="two"))
+        await until(lambda: state(app, "new") == "loading")
+        task.cancel()
+        reply = await load(client, "one", wait=False)
+        assert (reply.status_code, reply.json()["state"]) == (202, "loading")
+        await until(lambda: (state(app, "new"), state(app, "one")) == ("loaded", "loaded"))
+        task = asyncio.create_task(load(client, "two"))
+        await until(lambda: state(app, "two") == "loading")
+        reply = await unload(client, "two")
+        assert (reply.status_code, reply.json()["state"]) == (200, "failed")
+        assert code(await task) == "load_cancelled"
+        assert (await generate(client, "two")).status_code == 200  # given up is not broken
+
+    run(app, work)
+    assert counted(app, "triptych_model_loads_total")["two", "cancelled"] == 1
+
+
+# -- unloading
+
+
+def test_unloading_drains_and_refuses_what_comes_new(folder: Path) -> None:
+    app = make(folder)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        free = hold(app)
+        running = asyncio.create_task(generate(client, "gen"))
+        await until(lambda: app.client.running)
+        leaving = asyncio.create_task(unload(client, "gen"))
+        await until(lambda: state(app, "gen") == "unloading")
+        reply = await generate(client, "gen")
+        assert (reply.status_code, code(reply)) == (503, "model_unloading")
+        assert int(reply.headers["retry-after"]) > 0
+        refused = await load(client, "gen")
+        assert (refused.status_code, code(refused)) == (409, "model_unloading")
+        assert not leaving.done()
+        free.set()
+        assert (await running).json()["choices"][0]["finish_reason"] == "length"
+        assert (await leaving).json()["state"] == "unloaded"
+        reply = await generate(client, "gen")
+        assert reply.status_code == 404 and "/models/load" in reply.json()["error"]["message"]
+        app.client._loadable["gen"] = info("gen", "decoder-only")
+        assert (await load(client, "gen")).status_code == 200
+        assert (await generate(client, "gen")).status_code == 200
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_requests_that_outlast_the_drain_are_cancelled(folder: Path) -> None:
+    app = make(folder, delay_s=0.02)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        running = asyncio.create_task(generate(client, "gen", max_tokens=50))
+        await until(lambda: app.client.running)
+        assert (await unload(client, "gen", drain_s=0.05)).status_code == 200
+        assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_the_last_model_can_go(folder: Path) -> None:
+    app = make()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for name in ("gen", "seq", "enc"):
+            assert (await unload(client, name)).status_code == 200
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await client.get("/v1/models")).json()["data"] == []
+        assert (await client.get("/info")).json()["models"] == []
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.post("/generate", json=PROMPT)).json()["error"][
+            "message"
+        ] == "no loaded model can generate"
+        for name, status in (("gen", 409), ("nope", 404)):
+            assert (await unload(client, name)).status_code == status
+
+    run(app, work)
+
+
+# -- models of a folder
+
+
+def test_a_model_is_loaded_once_for_all_who_ask(folder: Path) -> None:
+    app = make(folder, load_delay_s=0.1)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await listed(client))["one"]["state"] == "available"
+        names = [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+        assert names == ["gen", "seq", "enc", "one", "two"]
+        asked = [asyncio.create_task(generate(client, "one")) for _ in range(5)]
+        asked.append(asyncio.create_task(client.post("/tokenize", json={"model": "one", "text": "a"})))
+        await until(lambda: app.service.models._waiting == 6)
+        asked[0].cancel()  # the client that came first goes
+        replies = await asyncio.gather(*asked[1:])
+        assert [reply.status_code for reply in replies] == [200] * 5
+        assert (await listed(client))["one"]["state"] == "loaded"
+
+    run(app, work)
+    check_accounts(app)
+    assert [spec.name for spec in app.client.loaded] == ["one"]
+
+
+def test_waiting_is_bounded_by_number_and_by_the_request_s_own_time(folder: Path) -> None:
+    app = make(folder, load_delay_s=0.3, limits=Limits(max_waiting_for_load=2))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        late = asyncio.create_task(generate(client, "one", timeout_s=0.05))
+        other = asyncio.create_task(generate(client, "one"))
+        await until(lambda: app.service.models._waiting == 2)
+        full = await generate(client, "two")
+        assert (full.status_code, code(full)) == (429, "queue_full") and full.headers["retry-after"]
+        assert ((await late).status_code, code(await late)) == (504, "deadline")
+        assert (await other).status_code == 200
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_a_model_that_fails_is_not_tried_again_at_once(folder: Path) -> None:
+    app = make(folder, load_error=ConfigError("one: too odd"))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for _ in range(3):
+            reply = await generate(client, "one")
+            assert (reply.status_code, code(reply)) == (503, "model_failed")
+            assert "too odd" in reply.json()["error"]["message"] and 0 < int(reply.headers["retry-after"]) <= 30
+
+    run(app, work)
+    assert len(app.reader.located) == 1
+    check_accounts(app)
+
+
+def test_folders_that_come_change_and_go_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make(folder, names=("one", "two", "late", "bad"))
+    monkeypatch.setattr(folder_watch, "_MIN_SECONDS", 0.0)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        watch = app.service._watch
+        assert watch is not None
+        assert (await generate(client, "late")).status_code == 404
+        shutil.copytree(folder / "one", folder / "late")
+        assert (await generate(client, "late")).status_code == 200  # before the next look at the folder
+        (folder / "bad").mkdir()
+        (folder / "bad" / "config.json").write_text("{")
+        await watch.scan()
+        assert (await listed(client))["bad"]["state"] == "failed"
+        reply = await generate(client, "bad")
+        assert (reply.status_code, code(reply)) == (503, "model_failed")
+        shutil.rmtree(folder / "bad")
+        shutil.copytree(folder / "one", folder / "bad")  # mended
+        await watch.scan()
+        assert (await generate(client, "bad")).status_code == 200
+        shutil.rmtree(folder / "two")
+        shutil.rmtree(folder / "late")
+        await watch.scan()
+        assert "two" not in await listed(client)
+        assert (await listed(client))["late"]["state"] == "loaded"  # once may be an accident
+        await watch.scan()
+        await until(lambda: state(app, "late") == "available")
+        await watch.scan()
+        assert "late" not in await listed(client)
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_names_that_cannot_be_served_and_links_elsewhere_are_left_out(folder: Path) -> None:
+    for name in ("with space", "-dash", "ünï"):
+        shutil.copytree(folder / "one", folder / name)
+    shutil.copytree(folder / "one", folder.parent / "elsewhere")
+    os.symlink(folder.parent / "elsewhere", folder / "outside")
+    os.symlink(folder / "one", folder / "inside")
+    shutil.copytree(folder / "one", folder / "gen")  # the name of a model that is served
+    app = make(folder)
+    names = {name for name, one in run(app, listed).items() if one["origin"] == "models-dir"}
+    assert names == {"one", "two", "inside"}
+
+
+def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
+    app = make(folder, keep_alive_s=0.05)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await generate(client, "one")).status_code == 200
+        assert (await load(client, "two", pinned=True)).status_code == 200
+        free = hold(app)
+        running = asyncio.create_task(generate(client, "one"))
+        await until(lambda: app.client.running)
+        await asyncio.sleep(0.06)
+        app.service.models.unload_idle()
+        assert (await listed(client))["one"]["state"] == "loaded"  # it is in use
+        free.set()
+        await running
+        await asyncio.sleep(0.06)
+        app.service.models.unload_idle()
+        await until(lambda: state(app, "one") == "available")
+        assert {name: one["state"] for name, one in (await listed(client)).items()} == {
+            **dict.fromkeys(("gen", "seq", "enc", "two"), "loaded"),
+            "one": "available",
+        }
+        assert (await generate(client, "one")).status_code == 200
+
+    run(app, work)
+    check_accounts(app)
+    assert counted(app, "triptych_model_unloads_total") == {("one", "idle"): 1}
+
+
+# -- memory
+
+
+@pytest.fixture
+def within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted engine keeps to the memory that a model may take, as a real one does."""
+    real = FakeEngineClient.load
+
+    async def load(self: FakeEngineClient, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
+        needed = self._loadable[spec.name].memory_bytes
+        if spec.memory is not None and spec.memory < needed:
+            raise MemoryShortageError("it does not fit", needed, spec.memory)
+        return await real(self, spec, tokenizer)
+
+    monkeypatch.setattr(FakeEngineClient, "load", load)
+
+
+@pytest.mark.usefixtures("within")
+def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
+    app = make(folder, memory=250)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for name in ("one", "two", "one"):
+            assert (await generate(client, name)).status_code == 200
+        assert (await load(client, "new", path="one")).status_code == 200
+        states = {name: one["state"] for name, one in (await listed(client)).items()}
+        assert (states["one"], states["two"], states["new"]) == ("loaded", "available", "loaded")
+        assert (await generate(client, "two")).status_code == 200  # it comes back when it is needed
+        reply = await client.get("/models", headers=ADMIN)
+        assert (reply.json()["memory_bytes"], reply.json()["memory_limit"]) == (200, 250)
+
+    run(app, work)
+    assert app.client.unloaded == ["two", "one"]
+    assert counted(app, "triptych_model_unloads_total") == {("two", "evicted"): 1, ("one", "evicted"): 1}
+
+
+@pytest.mark.usefixtures("within")
+def test_models_in_use_and_pinned_ones_stay_and_the_rest_is_told_to_wait(folder: Path) -> None:
+    app = make(folder, memory=250)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await load(client, "one", pinned=True)).status_code == 200
+        assert (await generate(client, "two")).status_code == 200
+        free = hold(app)
+        running = asyncio.create_task(generate(client, "two"))
+        await until(lambda: app.client.running)
+        reply = await load(client, "new", path="one")
+        assert (reply.status_code, code(reply)) == (503, "model_memory") and reply.headers["retry-after"]
+        assert "model_memory" in reply.json()["error"]["message"]
+        free.set()
+        assert (await running).status_code == 200
+        app.client._loadable["new"] = info("new", "decoder-only", memory_bytes=1000)
+        reply = await load(client, "new", path="one")  # more than there is in all: nothing is unloaded for it
+        assert reply.status_code == 503
+
+    run(app, work)
+    assert app.client.unloaded == []
+    check_accounts(app)
+
+
+@pytest.mark.usefixtures("within")
+def test_models_of_the_start_are_evicted_where_that_is_said(folder: Path) -> None:
+    app = make(folder, memory=100, pin=False)
+    for name in ("gen", "seq", "enc"):
+        app.client._from_start[name] = info(name, "decoder-only", memory_bytes=50)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await generate(client, "one")).status_code == 200
+        states = {name: one["state"] for name, one in (await listed(client)).items()}
+        assert states == dict.fromkeys(("gen", "seq", "enc", "two"), "available") | {"one": "loaded"}
+
+    run(app, work)
+
+
+def test_a_load_that_takes_too_long_is_given_up(folder: Path) -> None:
+    app = make(folder, load_delay_s=60.0, load_timeout_s=0.05)
+    reply = run(app, lambda client: load(client, "new", path="one"))
+    assert (reply.status_code, code(reply)) == (503, "load_failed")
+    assert "load_timeout" in reply.json()["error"]["message"]
+
+
+def test_a_model_lost_with_the_engine_is_told_and_loaded_again(folder: Path) -> None:
+    app = make(folder)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await generate(client, "one")).status_code == 200
+        del app.client.models["one"]  # the engine was restarted without it
+        assert (await generate(client, "one")).status_code == 503
+        app.service.models.notice_lost()
+        assert (await listed(client))["one"]["state"] == "failed"
+        assert (await generate(client, "one")).status_code == 200
+
+    run(app, work)
+    check_accounts(app)
+
+
+def test_the_documentation_has_the_settings_of_models(folder: Path) -> None:
+    schema = run(make(folder), lambda client: client.get("/openapi.json")).json()
+    body = schema["components"]["schemas"]["LoadBody"]["properties"]["settings"]
+    assert {"dtype", "quantization", "max_model_len"} <= body["properties"].keys()
+    assert json.dumps(schema["paths"]["/models/load"])
