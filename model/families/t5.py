@@ -1,6 +1,7 @@
 """T5: bucketed relative bias shared by a stack's layers, RMS pre-norm, no scaling of scores (Raffel et al. 2020).
 
-mT5, ByT5 and Flan-T5 are T5 with a gated MLP and a head of their own; umT5 has a bias table in every layer.
+mT5, ByT5 and Flan-T5 are T5 with a gated MLP and a head of their own; umT5 has a bias table in every layer. Folders of
+T5EncoderModel have no decoder.
 """
 
 from __future__ import annotations
@@ -62,8 +63,16 @@ def _stack(raw: Settings, side: str) -> StackConfig:
     return StackConfig(repeat(layer, layers), raw["d_model"], causal=decoder, final_norm=norm)
 
 
+def _is_encoder(raw: Settings, names: Collection[str] | None) -> bool:
+    """Return whether the architecture is the encoder alone, and no decoder is stored either."""
+    is_named = any(str(name).endswith("EncoderModel") for name in raw.get("architectures") or ())
+    return is_named and not any(name.startswith("decoder.") for name in names or ())
+
+
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size = raw["d_model"]
+    if _is_encoder(raw, names):
+        return _encoder_config(raw)
     is_tied = tied(raw, names)
     # Models with an untied head, and mT5 always, are trained without scaling. `transformers` 5.x scales umT5, unlike
     # earlier versions and the original code.
@@ -83,8 +92,21 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
+def _encoder_config(raw: Settings) -> ModelConfig:
+    """The encoder alone, as GTR, Sentence-T5 and encoders of images have it."""
+    for unused in ("num_decoder_layers", "scale_decoder_outputs"):
+        raw.get(unused)
+    return ModelConfig(
+        model_type=raw["model_type"],
+        embedding=EmbeddingConfig(raw["vocab_size"], raw["d_model"]),
+        encoder=_stack(raw, "encoder"),
+        eos_token_ids=ids(raw.get("eos_token_id", 1)),
+        pad_token_id=raw.get("pad_token_id", 0),
+        float16_overflows=True,
+    )
+
+
 def rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.head is not None
     yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
         yield TensorRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
@@ -102,7 +124,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
                 yield from affine(f"{here}.1.layer_norm", f"{there}.cross_norms.pre", bias=False)
             yield from _mlp(layer.feed_forward, f"{here}.{1 if layer.cross is None else 2}", there)
         yield TensorRule(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight")
-    if not config.head.tied:
+    if config.head is not None and not config.head.tied:
         yield LinearRule("lm_head", "head", bias=False)
 
 

@@ -219,6 +219,7 @@ _ENCODER_DECODERS: Rows = {
     "umt5-tied": _model("UMT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
 }
 _ENCODERS: Rows = {
+    "t5-encoder": _model("T5EncoderModel", T5),
     "bert": _model("BertModel", BERT),
     "bert-no-pooler": _model("BertForMaskedLM", BERT),
     "roberta": _model("RobertaModel", ROBERTA),
