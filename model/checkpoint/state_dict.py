@@ -13,6 +13,7 @@ system, state dict, keys of the storages) and then the storages, each behind its
 from __future__ import annotations
 
 import math
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -26,6 +27,9 @@ from model.families.table.rules import Shape
 
 MAX_PROGRAM_BYTES = 64 << 20  # of the pickle without its tensors, which takes some 100 bytes a tensor
 MAX_DIRECTORY_BYTES = 4 << 20  # of an archive's directory, which takes some 100 bytes a tensor too
+# Modules with a matrix that may be tied to the embeddings, and stacks with a table that may be tied to a shared one.
+_HEAD = re.compile(r"(lm_head|cls|predictions|lm_predictions|generator_lm_head|vocab_projector|lm_loss|embed_out)\.")
+_STACK_TABLE = re.compile(r"(.*\.)?(encoder|decoder)\.embed_tokens\.")
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of the older layout
 _LEGACY_VERSION = 1001
 _ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
@@ -55,7 +59,8 @@ class SavedTensor:
 def read_state_dict(path: Path) -> list[SavedTensor]:
     """Return the tensors of a file of `torch.save`, in the order of its state dict; raises `CheckpointError`.
 
-    Tied tensors are one place in the file with several names, of which the first one is given.
+    Tied tensors are one place in the file with several names, of which one is given: the embeddings' rather than a
+    head's, that of a table for both stacks rather than for one, else the first.
     """
     try:
         with path.open("rb") as file:
@@ -64,9 +69,16 @@ def read_state_dict(path: Path) -> list[SavedTensor]:
         raise CheckpointError(f"{path.name} is not a state dict that can be read: {error}") from None
     places: dict[object, SavedTensor] = {}
     for tensor in found:
-        place = (tensor.kind, tensor.shape, tensor.strides, tensor.offset)
-        places.setdefault(place if math.prod(tensor.shape) else tensor.name, tensor)
+        place = (tensor.kind, tensor.shape, tensor.strides, tensor.offset) if math.prod(tensor.shape) else tensor.name
+        if place not in places or _rank(tensor) < _rank(places[place]):
+            places[place] = tensor
     return list(places.values())
+
+
+def _rank(tensor: SavedTensor) -> int:
+    if _HEAD.match(tensor.name):
+        return 3 if ".decoder." in tensor.name else 2  # whose bias is the head's own too
+    return 1 if _STACK_TABLE.match(tensor.name) else 0
 
 
 class _Bounded:

@@ -48,6 +48,18 @@ def test_a_published_state_dict_gives_the_same_parameters(kind: str, tmp_path: P
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.parametrize(
+    "kind", ["bert-no-pooler", "roberta-masked", "xlnet", "gpt2", "llama-tied", "t5-relu", "bart", "m2m-100", "marian"]
+)
+def test_tied_tensors_go_by_the_embeddings_name_wherever_it_stands(kind: str, tmp_path: Path) -> None:
+    folder = with_bin(kind, tmp_path)
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    torch.save(dict(reversed(state.items())), folder / "pytorch_model.bin")
+    expected, found = parameters(saved(kind).path), parameters(folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_the_layout_before_zip_archives_is_read(tmp_path: Path) -> None:
     expected, found = parameters(saved("bert").path), parameters(with_bin("bert", tmp_path, legacy=True))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
