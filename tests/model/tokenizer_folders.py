@@ -178,6 +178,7 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "bart": (_byte_level, "bart", "BartTokenizer", {}),
     "roberta": (_byte_level, "roberta", "RobertaTokenizer", {"add_prefix_space": True}),
     "bert": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": True}),
+    "distilbert": (_wordpiece, "distilbert", "", {"do_lower_case": True, "model_max_length": 512}),
     "bert-cased": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": False, "strip_accents": True}),
     "funnel": (_funnel, "funnel", "FunnelTokenizer", {}),
     "mpnet": (_mpnet, "mpnet", "MPNetTokenizer", {}),
@@ -215,5 +216,6 @@ def write_folder(name: str, folder: Path) -> Path:
     for left in folder.glob("*.vocab"):
         left.unlink()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class, **settings}))
+    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}  # old ones say it by the model's type
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
     return folder
