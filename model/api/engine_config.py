@@ -39,6 +39,8 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"
     pickle: bool = True  # read weights from pytorch_model.bin where there are no safetensors; nothing in it is run
+    weights_cache: str | None = None  # folder where a CPU's packed weights are kept and mapped from; None: nowhere
+    weights_cache_size: int | None = None  # bytes of all files there; None: unlimited
     quantization: str = "none"  # of the stacks' weight matrices and the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
@@ -70,7 +72,13 @@ class EngineConfig:
         for name in ("block_size", "tensor_parallel_size"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, found {getattr(self, name)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory",
+            "weights_cache_size",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be positive, found {value}")

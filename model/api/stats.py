@@ -84,6 +84,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     embedding_size: int
     load_seconds: float
+    weights_cache: str = ""  # mapped, written, or why not; empty: no cache is configured
     tensor_parallel_size: int = 1
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason

@@ -32,6 +32,7 @@ from model.engine.memory_plan import plan_memory, plan_pool, plan_share
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import warm_up
+from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
@@ -39,6 +40,7 @@ from model.native.library import Kind
 from model.network.build import plain_parameters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
+from model.network.packed_weights import PackedWeights
 from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
 from model.network.weights import load_model
@@ -99,18 +101,20 @@ def load(spec: ModelSpec) -> LoadedModel:
             "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
     linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
+    packed = find_packed(spec, checkpoint, selection.backend, linear)
     pool, scratch = None, 0
     if device.type == "cpu":
-        pool, scratch = _plan_for_cpu(spec, checkpoint, linear, limits, most)
+        pool, scratch = _plan_for_cpu(spec, checkpoint, linear, limits, most, packed)
     elif spec.memory is not None:
         plan_share(spec, checkpoint, linear)
-    model = _load_model(spec, checkpoint, selection, linear, most)
+    model = _load_model(spec, checkpoint, selection, linear, most) if packed is None else packed.load()
     try:
         loaded = assemble(spec, checkpoint, model, selection, pool)
     except BaseException:
         _close(model)
         raise
     loaded.info.memory_bytes += scratch
+    loaded.info.weights_cache = weights_cache_use(spec.engine, device, packed)
     loaded.info.load_seconds = time.monotonic() - began
     return loaded
 
@@ -223,7 +227,12 @@ def _select(engine: EngineConfig, config: ModelConfig, device: torch.device, dty
 
 
 def _plan_for_cpu(
-    spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory, limits: BatchLimits, context: int
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    linear: LinearFactory,
+    limits: BatchLimits,
+    context: int,
+    packed: PackedWeights | None,
 ) -> tuple[int, int]:
     """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
     scratch = 0
@@ -231,7 +240,8 @@ def _plan_for_cpu(
         kind, rows = Kind.INT8 if linear.quantized else None, limits.max_num_batched_tokens
         config, dtype = checkpoint.config, linear.dtype
         scratch = planned_scratch(linear.library, config, dtype, kind, rows=rows, context=context)
-    available = available_memory()
+    resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
+    available = available_memory(mapped=resident + others) + resident  # what is there need not be found room for
     if spec.memory is not None:
         available = min(available, spec.memory)
     return plan_memory(spec.name, spec.engine, checkpoint, linear, limits, available, scratch), scratch

@@ -137,6 +137,23 @@ class Linear(nn.Module):
     def finish(self) -> None:
         """Do what can only be done once every tensor is there."""
 
+    def array_specs(self) -> dict[str, tuple[torch.dtype, Shape]]:
+        """The arrays that it keeps once it is filled: dtypes and shapes by name."""
+        return {
+            name: (self.dtype, tuple(parameter.shape))
+            for name, parameter in self._parameters.items()
+            if parameter is not None
+        }
+
+    def filled_arrays(self) -> dict[str, Tensor]:
+        """The arrays of a projection that is filled and finished."""
+        return {name: self.parameter(name) for name in self.array_specs()}
+
+    def adopt(self, arrays: Mapping[str, Tensor]) -> None:
+        """Take arrays that were filled before, which nobody may write, instead of filling its own."""
+        for name, array in arrays.items():
+            self._parameters[name] = nn.Parameter(array, requires_grad=False)
+
     @property
     def nbytes(self) -> int:
         """The memory that it takes once it is filled."""

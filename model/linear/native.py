@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config.formats import NumberFormat, NumberKind, Storage
-from model.config.sharding import Index
+from model.config.sharding import Index, Shape
 from model.linear.base import Linear, LinearSpec, Part, TensorShape
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import PackedMatrix
@@ -53,9 +53,18 @@ class NativeLinear(Linear):
         """Reserve the arrays, which are zero where no row and no column will be."""
         if self.arrays:
             return
+        self.adopt({name: reserve(size) for name, size in self._sizes().items()})
+
+    def array_specs(self) -> dict[str, tuple[torch.dtype, Shape]]:
+        return {name: (torch.uint8, (size,)) for name, size in self._sizes().items()}
+
+    def filled_arrays(self) -> dict[str, Tensor]:
+        return self.arrays
+
+    def adopt(self, arrays: Mapping[str, Tensor]) -> None:
         assert self.library is not None, f"{self.spec.name} was only planned"
         self._matrix.tiles = self.library.tiles
-        self.arrays = {name: reserve(size) for name, size in self._sizes().items()}
+        self.arrays = dict(arrays)
         for name, array in self.arrays.items():
             setattr(self._matrix, name, array.data_ptr())
 

@@ -76,6 +76,7 @@ class Library:
         """
         functions = self._functions = ctypes.CDLL(str(built.path))
         self._origin = built.origin
+        self._file = built.path.name
         self._scratch = threading.local()
         for name in self._NUMBERS:
             getattr(functions, name).restype = c_int64
@@ -87,6 +88,11 @@ class Library:
         self._no_tiles = _NO_TILES.get(started)
         if self._no_tiles:
             logger.warning("the library %s multiplies without its AMX tiles: %s", built.origin, self._no_tiles)
+
+    @property
+    def identity(self) -> str:
+        """What packed matrices depend on: sources, compiler flags and CPU, and whether there are tiles."""
+        return f"{self._file} {'with' if self.tiles else 'without'} tiles"
 
     @property
     def description(self) -> str:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
 from model.families import FAMILIES
-from model.families.table.rules import Shape, TensorRule
+from model.families.table.rules import Shape, TensorRule, ZeroRule
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
@@ -50,24 +50,54 @@ def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
 
     Of tensors that are stored as they are kept, only the part that is kept is read.
     """
+    return fill_weights(model, checkpoint.path.name, plan_sources(model, checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSources:
+    """Where the weights of a network come from, by headers alone."""
+
+    stored: Mapping[str, StoredTensor]
+    rules: Sequence[tuple[str, TensorRule]]  # which stored tensor fills what
+    zeros: Sequence[ZeroRule]  # what no stored tensor fills
+    shapes: Mapping[str, Shape]  # of the whole network's tensors
+    slices: Mapping[str, ShardSlice | None]  # what this rank keeps of them
+    table_dtype: torch.dtype  # of the token table
+
+
+def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
+    """Plan how the checkpoint fills a network without storage; raises `CheckpointError`."""
     config, linear = checkpoint.config, model.linear
     alone = linear.shard == WHOLE
     whole = model if alone else build_model(config, model.backend, replace(linear, collective=None))
     shapes, slices = tensor_shapes(whole), shard_slices(whole, linear.shard)
     stored = read_headers(checkpoint.weight_files)
-    plan = plan_tensors(config, stored, shapes)
-    filler = _Filler(model, kept_table_dtype(stored, plan, linear))
-    progress = _Progress(checkpoint.path.name, {name: tensor.shape for name, tensor in stored.items()})
-    with TensorReader(stored) as reader:
-        for name, rule in plan:
-            _fill(filler, reader, name, rule, shapes[rule.target], slices[rule.target])
+    rules = plan_tensors(config, stored, shapes)
+    zeros = FAMILIES[config.model_type].zero_rules(config)
+    return WeightSources(stored, rules, zeros, shapes, slices, kept_table_dtype(stored, rules, linear))
+
+
+def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
+    """Read what is planned into a network without storage; `name` is the checkpoint's, for the log."""
+    filler = _Filler(model, sources.table_dtype)
+    progress = _Progress(name, {name: tensor.shape for name, tensor in sources.stored.items()})
+    with TensorReader(sources.stored) as reader:
+        for name, rule in sources.rules:
+            _fill(filler, reader, name, rule, sources.shapes[rule.target], sources.slices[rule.target])
             progress.read(name)
             give_way()
-    for zero in FAMILIES[config.model_type].zero_rules(config):
-        for _, into in cuts(shapes[zero.target], zero.rows, slices[zero.target]):
+    for zero in sources.zeros:
+        for _, into in cuts(sources.shapes[zero.target], zero.rows, sources.slices[zero.target]):
             filler.put(zero.target, into, torch.zeros([index.stop - index.start for index in into]))
     filler.finish()
     return model.requires_grad_(False).eval()
+
+
+def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table_dtype: torch.dtype) -> None:
+    """Give a network its plain parameters; projections have theirs."""
+    model.load_state_dict(parameters, strict=False, assign=True)
+    if model.tokens is not None and table_dtype is not model.linear.dtype:
+        model.tokens.vector_dtype = model.linear.dtype
 
 
 def plan_tensors(
@@ -129,11 +159,8 @@ class _Filler:
 
     def finish(self) -> None:
         """Hand the parameters over, and let every projection finish."""
-        model = self._model
-        model.load_state_dict(self._parameters, strict=False, assign=True)  # projections have theirs already
-        if model.tokens is not None and self._table_dtype is not model.linear.dtype:
-            model.tokens.vector_dtype = model.linear.dtype
-        for linear in linears(model):
+        adopt_parameters(self._model, self._parameters, self._table_dtype)
+        for linear in linears(self._model):
             linear.finish()
 
 

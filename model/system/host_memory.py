@@ -18,13 +18,16 @@ _CGROUP_FILES = (  # limit, usage, statistics and its field of file cache, for c
 )
 
 
-def available_memory(root: Path = Path("/")) -> int:
-    """Return the available bytes of the machine or, if less, of the container; file cache counts as available."""
-    of_groups = [left for files in _CGROUP_FILES if (left := _left_to_cgroup(root, *files)) is not None]
+def available_memory(root: Path = Path("/"), *, mapped: int = 0) -> int:
+    """Return the available bytes of the machine or, if less, of the container; file cache counts as available.
+
+    Of the file cache, `mapped` bytes are in use and stay.
+    """
+    of_groups = [left for files in _CGROUP_FILES if (left := _left_to_cgroup(root, mapped, *files)) is not None]
     machine = _read_fields(root / "proc/meminfo").get("MemAvailable:")  # in KiB
     if machine is None:
         return min([os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *of_groups])
-    return min([machine * 1024, *of_groups])
+    return min([max(0, machine * 1024 - mapped), *of_groups])
 
 
 def return_free_memory() -> None:
@@ -33,13 +36,16 @@ def return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _left_to_cgroup(root: Path, limit_file: str, usage_file: str, stat_file: str, cache_field: str) -> int | None:
+def _left_to_cgroup(
+    root: Path, mapped: int, limit_file: str, usage_file: str, stat_file: str, cache_field: str
+) -> int | None:
     """Return the bytes left to the control group; None without a group or a limit ("max" or a huge number)."""
     try:
         limit, used = (root / limit_file).read_text().strip(), int((root / usage_file).read_text())
     except (OSError, ValueError):
         return None
-    return max(0, int(limit) - used + _read_fields(root / stat_file).get(cache_field, 0)) if limit.isdigit() else None
+    cached = max(0, _read_fields(root / stat_file).get(cache_field, 0) - mapped)
+    return max(0, int(limit) - used + cached) if limit.isdigit() else None
 
 
 def _read_fields(path: Path) -> dict[str, int]:

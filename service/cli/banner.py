@@ -58,7 +58,8 @@ def _model_lines(info: ModelInfo) -> list[str]:
     lines = [
         f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, "
         f"{info.dtype} ({info.dtype_reason}), {info.weight_bytes / 1e6:.0f} MB on {_where(info)}, "
-        f"loaded in {info.load_seconds:.1f} s",
+        f"loaded in {info.load_seconds:.1f} s"
+        + (f" (weights cache: {cache})" if (cache := info.weights_cache) else ""),
         f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
         *(f"  {'':<10} SLOWER THAN IT COULD BE: {way}" for way in info.fallbacks),
     ]

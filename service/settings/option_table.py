@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from model.api.engine_config import (
@@ -68,6 +69,13 @@ def _context(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError("a whole number, or auto") from None
+
+
+def _folder(text: str) -> str:
+    """Make a folder's path absolute: replicas have other working directories."""
+    if not text:
+        raise ValueError("a folder")
+    return str(Path(text).expanduser().absolute())
 
 
 def _route(text: str) -> str:
@@ -348,6 +356,24 @@ OPTIONS: tuple[Option, ...] = (
         "take weights from safetensors alone, not from pytorch_model.bin (of which nothing is run)",
         "BOOL",
         "pytorch_model.bin is read where there are no safetensors",
+        per_model=True,
+    ),
+    Option(
+        "weights_cache",
+        _folder,
+        None,
+        "folder where packed weights are kept: on a CPU the next start maps them instead of packing again",
+        "DIR",
+        "nothing is kept",
+        per_model=True,
+    ),
+    Option(
+        "weights_cache_size",
+        byte_size,
+        None,
+        "bytes of all files in the weights cache, the ones used longest ago are removed",
+        "SIZE",
+        "unlimited",
         per_model=True,
     ),
     Option(

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_said_within_a_second_and_nothing_is_read(
     large: Large, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TensorReader, "__enter__", lambda reader: pytest.fail("weights were read"))
-    monkeypatch.setattr(builder, "available_memory", lambda: 12 * 10**9)
+    monkeypatch.setattr(builder, "available_memory", lambda **_: 12 * 10**9)
     engine = EngineConfig(device="cpu", dtype="float32")
     began = time.process_time()
     with pytest.raises(ConfigError, match="m: its weights take"):

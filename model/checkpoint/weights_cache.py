@@ -1,0 +1,251 @@
+"""A folder of packed weights, shared by the processes of one user.
+
+    LAYOUT-CONTENT.weights   packed weights: how they are packed, and the digest of the checkpoint that they are of
+    SIGNS.content            the digest of files with these signs, so that they need not be read to be known
+    lock                     held by the process that packs
+    *.new                    being written; left behind by a crash, and removed by the next process that packs
+
+Nobody but its owner may write there: what is mapped is not checked byte for byte. A file that is mapped is locked
+(shared) as long as it is, so that it is not removed to make room. Stdlib only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint.content import Signs
+from model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
+from model.errors import ConfigError
+
+_LOCK_SECONDS = 900.0  # for another process to pack a model; then this one packs for itself
+_POLL_SECONDS = 0.1
+_DIGEST = 32  # characters of each in a file's name
+_CONTENT = re.compile(r"[0-9a-f]{64}")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A file of packed weights, open and locked within a `with`; a mapping of it keeps it so."""
+
+    name: str
+    file: int
+    table: Table
+
+    def __enter__(self) -> PackedFile:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self.file)
+
+
+class WeightsCache:
+    """The folder, of at most `max_bytes`; raises `ConfigError` if others could write there."""
+
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+        except OSError as error:
+            raise ConfigError(f"weights_cache {folder}: {error.strerror}") from None
+        if reason := _untrusted(found, stat.S_ISDIR):
+            raise ConfigError(f"weights_cache {folder}: it {reason}: another user could put weights there")
+
+    def content(self, signs: Signs) -> str | None:
+        """Return the digest of files with these signs, if it is known."""
+        try:
+            found = (self.folder / f"{signs.digest}.content").read_text()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return found if _CONTENT.fullmatch(found) else None
+
+    def remember(self, signs: Signs, content: str) -> None:
+        """Keep the digest of files with these signs, unless they were written a moment ago."""
+        if not signs.settled:
+            return
+        path = self.folder / f"{signs.digest}.content"
+        new = path.with_suffix(f".{os.getpid()}.new")
+        with suppress(OSError):  # the digest is computed again then
+            new.write_text(content)
+            new.replace(path)
+
+    def has(self, layout: str) -> bool:
+        """Whether any weights are there that are packed so."""
+        return any(self.folder.glob(f"{layout[:_DIGEST]}-*.weights"))
+
+    def open(self, layout: str, content: str) -> PackedFile | None:
+        """Open and lock the weights of a content; None if they are not there, or damaged, which removes them."""
+        path = self._path(layout, content)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("the packed weights %s cannot be read: %s", path.name, error.strerror)
+            return None
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_SH)
+            if reason := _untrusted(os.fstat(file), stat.S_ISREG):
+                raise PackedFileError(reason)
+            table = read_table(file)
+            if table.identity != _identity(layout, content):
+                raise PackedFileError("is of something else than its name says")
+        except (OSError, PackedFileError) as error:
+            os.close(file)
+            self.discard(path.name, str(error))
+            return None
+        with suppress(OSError):  # of a file system that is read-only
+            os.utime(path)  # used now
+        return PackedFile(path.name, file, table)
+
+    def discard(self, name: str, reason: str) -> None:
+        """Remove a file that cannot be used."""
+        logger.warning("packed weights are removed: %s %s", name, reason)
+        with suppress(OSError):
+            (self.folder / name).unlink()
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Wait until no other process packs; whether this one may write, which it may not to a folder to read only."""
+        try:
+            file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            logger.warning("weights_cache %s cannot be written: %s", self.folder, error.strerror)
+            yield False
+            return
+        try:
+            locked = _wait_for(file)
+            if locked:
+                for left in self.folder.glob("*.new"):
+                    left.unlink(missing_ok=True)
+            yield locked
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def new_file(self, layout: str, content: str, arrays: Mapping[str, ArraySpec]) -> Iterator[NewFile]:
+        """Write a file under the lock: once the block ends it has its name. Raises `OSError` where there is no room."""
+        path = self.folder / f"{layout[:_DIGEST]}.{os.getpid()}.new"
+        table = Table.of(_identity(layout, content), arrays)
+        self._make_room(table.size)
+        self._forget({content[:_DIGEST]} | {path.stem.partition("-")[2] for path, _ in self._files()})
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH)  # mapped from now on
+            yield NewFile(file, PackedFileWriter(file, table))
+            path.replace(self._path(layout, content))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+
+    def in_use(self, besides: str | None = None) -> int:
+        """Return the bytes of the files that processes have mapped, `besides` that of a name."""
+        files = [(path, found) for path, found in self._files() if path.name != besides]
+        return sum(found.st_size for path, found in files if _is_locked(path))
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was used longest ago for `size` bytes more; raises `OSError` where that is not enough."""
+        kept = self._files()
+        if self.max_bytes is not None:
+            if size > self.max_bytes:
+                raise OSError(errno.EFBIG, f"they take {size / 1e9:.2f} GB, more than weights_cache_size")
+            left = sum(found.st_size for _, found in kept) + size - self.max_bytes
+            for path, found in sorted(kept, key=lambda one: one[1].st_mtime):
+                if left > 0 and not _is_locked(path):
+                    logger.info("removing the packed weights %s to make room", path.name)
+                    path.unlink(missing_ok=True)
+                    left -= found.st_size
+            if left > 0:
+                raise OSError(errno.EFBIG, "the files that are in use leave no room within weights_cache_size")
+
+    def _forget(self, contents: Collection[str]) -> None:
+        """Remove the records of other contents than these."""
+        for record in self.folder.glob("*.content"):
+            with suppress(OSError, UnicodeDecodeError):
+                if record.read_text()[:_DIGEST] not in contents:
+                    record.unlink()
+
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        found = []
+        for path in self.folder.glob("*-*.weights"):
+            with suppress(OSError):
+                found.append((path, path.stat()))
+        return found
+
+    def _path(self, layout: str, content: str) -> Path:
+        return self.folder / f"{layout[:_DIGEST]}-{content[:_DIGEST]}.weights"
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that is being written, and can be mapped."""
+
+    file: int
+    writer: PackedFileWriter
+
+
+def _identity(layout: str, content: str) -> dict[str, str]:
+    return {"layout": layout, "content": content}
+
+
+def _untrusted(found: os.stat_result, kind: Callable[[int], bool]) -> str:
+    """Say why somebody else could have written a file or folder; empty: nobody could."""
+    if not kind(found.st_mode):
+        return "is of another kind than expected"
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    return f"may be written by others (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""
+
+
+def _wait_for(file: int) -> bool:
+    """Take the lock, unless somebody holds it for too long."""
+    until, told = time.monotonic() + _LOCK_SECONDS, False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not told:
+                logger.info("waiting for another process that packs weights")
+            told = True
+        except OSError as error:  # a file system without locks
+            logger.warning("weights_cache cannot be locked: %s", error.strerror)
+            return False
+        if time.monotonic() > until:
+            logger.warning("another process has packed weights for %.0f s: not waiting any longer", _LOCK_SECONDS)
+            return False
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process has mapped the file."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
