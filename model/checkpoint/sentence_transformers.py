@@ -32,6 +32,7 @@ _ACTIVATIONS = {
     "SiLU": Activation.SILU,
 }
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_UNBOUNDED = 10**9  # tokenizers without a length have larger ones
 
 
 class PromptTokenizer(Protocol):
@@ -118,7 +119,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
     pooling: tuple[Pooling, ...] = ()
     include_prompt, normalize, dense, splade = True, False, [], SpladeSettings()
     size = hidden_size
-    for kind, folder in _modules(path):
+    for kind, folder in _modules(path, texts):
         if kind == "Pooling":
             config = read_json(path / folder / "config.json", required=True)
             pooling, include_prompt = _pooling(config, f"{path.name}/{folder}"), config.get("include_prompt", True)
@@ -135,7 +136,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
         include_prompt=include_prompt,
         dense=tuple(dense),
         normalize=normalize,
-        max_tokens=texts.get("max_seq_length"),
+        max_tokens=texts.get("max_seq_length") or _tokenizer_length(path),
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=dict(prompts),
         default_prompt=default,
@@ -144,12 +145,31 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
     )
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """The kind and folder of each module, in a served order."""
+def _tokenizer_length(path: Path) -> int | None:
+    """Return the length of an input that the tokenizer's settings give a folder with modules; None: they give none."""
+    if not (path / "modules.json").is_file():
+        return None
+    length = read_json(path / "tokenizer_config.json").get("model_max_length")
+    return length if type(length) is int and 0 < length < _UNBOUNDED else None
+
+
+def _transformer(kind: str, texts: dict[str, Any], name: str) -> str:
+    """Name the first module by what it returns, for which sentence-transformers 6 has one class and a setting."""
+    task = texts.get("transformer_task", "feature-extraction")
+    if kind != "Transformer" or task == "feature-extraction":
+        return kind
+    if task == "fill-mask":
+        return "MLMTransformer"
+    raise ConfigError(f"{name}/sentence_bert_config.json: transformer_task {task!r} is not served")
+
+
+def _modules(path: Path, texts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The kind and folder of each module, in a served order; `texts` are the first one's settings."""
     found = read_json_value(path / "modules.json") if (path / "modules.json").is_file() else []
     if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
         raise ConfigError(f"{path.name}: modules.json must hold a list of objects")
     modules = [(str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))) for module in found]
+    modules = [(_transformer(kind, texts, path.name), folder) for kind, folder in modules]
     kinds = [kind for kind, _ in modules]
     unknown = sorted(set(kinds) - set(_ORDER))
     if unknown:

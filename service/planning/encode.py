@@ -238,6 +238,10 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
     if "prompt_name" not in OUTPUTS[body.output].fields:
         return ""
     sentences, name = served.checkpoint.sentences, body.prompt_name
+    if served.config.image is not None:
+        if name is not None:
+            raise invalid(f"prompt_name: model {served.name} reads images, which have no prompts", "prompt_name")
+        return ""
     if name is not None and name not in sentences.prompts:
         known = ", ".join(sorted(sentences.prompts)) or "none"
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, EncodeTask, Pooling
 from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.sentence_transformers import SpladeSettings
 from model.engine.builder import load
 from model.errors import CheckpointError, ConfigError
 from model.llm import LLM
 from model.text.tokenizer import Tokenizer
+from service.planning.tokenization import truncate_text
 from tests import checkpoints
-from tests.model.checkpoints import copied, prompt, saved
+from tests.model.checkpoints import MPNET, copied, prompt, randomise, saved
+from tests.model.tokenizer_folders import write_folder
 
 SMALL = {"device": "cpu", "dtype": "float32"}
 TEXTS = ["import os", "class Café: price = '12 €'", "for index in range(10): print(index)"]
@@ -49,7 +52,10 @@ def sentence_folder(
     for file in plain.iterdir():
         (into / file.name).write_bytes(file.read_bytes())
     kinds = ["Transformer", "Pooling", *modules]
-    listed = [{"idx": at, "path": f"{at}_{kind}" if at else "", "type": PREFIX + kind} for at, kind in enumerate(kinds)]
+    listed = [
+        {"idx": at, "name": str(at), "path": f"{at}_{kind}" if at else "", "type": PREFIX + kind}
+        for at, kind in enumerate(kinds)
+    ]
     files |= {"modules": listed}  # type: ignore[dict-item]
     for name, content in files.items():
         (into / f"{name}.json").write_text(json.dumps(content))
@@ -180,6 +186,37 @@ def test_a_sparse_encoder_pools_the_logits_of_its_head(strategy: str, function: 
     assert np.allclose(np.frombuffer(output.data, "<f4"), expected[expected > 0], atol=1e-4)
 
 
+def test_the_length_may_be_the_tokenizers(plain: Path, tmp_path: Path) -> None:
+    """sentence-transformers 6 writes it there; without modules, or where it is none, it bounds nothing."""
+
+    def length(**files: dict[str, Any]) -> int | None:
+        folder = sentence_folder(plain, tmp_path / str(len(list(tmp_path.iterdir()))), MODES["mean"][0], **files)
+        return read_checkpoint(folder).sentences.max_tokens
+
+    assert length(tokenizer_config={"model_max_length": 7}) == 7
+    assert length(tokenizer_config={"model_max_length": 7}, sentence_bert_config={"max_seq_length": 5}) == 5
+    assert length(tokenizer_config={"model_max_length": 10**30}) is None
+    (plain / "tokenizer_config.json").write_text('{"model_max_length": 7}')
+    try:
+        assert read_checkpoint(plain).sentences.max_tokens is None
+    finally:
+        (plain / "tokenizer_config.json").unlink()
+
+
+def test_a_sparse_encoder_of_version_6_is_told_by_its_task(plain: Path, tmp_path: Path) -> None:
+    folder = sentence_folder(
+        plain, tmp_path / "s", MODES["mean"][0], sentence_bert_config={"transformer_task": "fill-mask"}
+    )
+    listed = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.sparse_encoder.SpladePooling"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    settings = {"pooling_strategy": "sum", "activation_function": "log1p_relu"}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    assert read_checkpoint(folder).sentences.splade == SpladeSettings(sums=True, twice=True)
+
+
 def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
     assert read_checkpoint(plain).sentences.pooling == (Pooling.MEAN,)
 
@@ -197,6 +234,7 @@ def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
         ({"dense": {"in_features": 32, "out_features": 4, "module_input_name": "token_embeddings"}}, "not served"),
         ({"dense": {"in_features": 32, "out_features": 4}}, r"no model\.safetensors and no pytorch_model\.bin"),
         ({"dense": {"out_features": 4}}, r"a module's config\.json is malformed"),
+        ({"sentence_bert_config": {"transformer_task": "any-to-any"}}, "transformer_task 'any-to-any' is not served"),
         ({"config_sentence_transformers": {"default_prompt_name": "x"}}, "'x' is none of its prompts"),
     ],
 )
@@ -213,3 +251,81 @@ def test_a_projection_whose_tensors_do_not_fit_is_refused(plain: Path, tmp_path:
     save_file({"linear.weight": torch.randn(20, 31)}, folder / "2_Dense" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"2_Dense/model\.safetensors: expected"):
         encoded(folder)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As all-mpnet-base-v2 was: weights in `.bin`, vocab.txt. So the library's tokenizer is the same as ours."""
+    folder = write_folder("mpnet", tmp_path_factory.mktemp("published") / "mpnet")
+    size = len(transformers.AutoTokenizer.from_pretrained(folder))
+    model = transformers.MPNetModel(transformers.MPNetConfig(**{**MPNET, "vocab_size": size}))
+    randomise(model)
+    model.config.architectures = ["MPNetModel"]
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.slow
+class TestPackage:
+    """Against sentence-transformers itself, of which the lock is spared 200 MB: scipy and scikit-learn."""
+
+    library = staticmethod(
+        lambda: pytest.importorskip(
+            "sentence_transformers",
+            reason="sentence-transformers is not in the lock: pip install it, with scipy and scikit-learn",
+        )
+    )
+
+    def compare(self, folder: Path, texts: list[str] = TEXTS, prompt_names: Sequence[str | None] = (None,)) -> None:
+        theirs, ours = self.library().SentenceTransformer(str(folder), device="cpu"), LLM(folder, EngineConfig(**SMALL))
+        for name in prompt_names:
+            assert_close(ours.encode(texts, name), torch.tensor(theirs.encode(texts, prompt_name=name)))
+
+    @pytest.mark.parametrize("included", [True, False])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_poolings_and_prompts(self, mode: str, included: bool, published: Path, tmp_path: Path) -> None:
+        prompts = {"prompts": {"query": "import os: ", "document": ""}, "default_prompt_name": "query"}
+        pooling = {"word_embedding_dimension": 32, **MODES[mode][0], "include_prompt": included}
+        for modules in ([], ["Normalize"]):
+            folder = tmp_path / str(len(modules))
+            sentence_folder(published, folder, pooling, *modules, config_sentence_transformers=prompts)
+            self.compare(folder, prompt_names=(None, "query", "document"))
+
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("activation", ["Identity", "Tanh", "GELU", "ReLU", "SiLU"])
+    def test_projections(self, activation: str, bias: bool, published: Path, tmp_path: Path) -> None:
+        path = f"torch.nn.modules.{'linear' if activation == 'Identity' else 'activation'}.{activation}"
+        dense = {"in_features": 32, "out_features": 20, "bias": bias, "activation_function": path}
+        pooling = {"word_embedding_dimension": 32, **MODES["mean"][0]}
+        folder = sentence_folder(published, tmp_path / "s", pooling, "Dense", "Normalize", dense=dense)
+        state = {"linear.weight": torch.randn(20, 32)} | ({"linear.bias": torch.randn(20)} if bias else {})
+        torch.save(state, folder / "2_Dense" / "pytorch_model.bin")
+        self.compare(folder)
+
+    def test_truncation_and_lower_case(self, published: Path, tmp_path: Path) -> None:
+        pooling = {"word_embedding_dimension": 32, **MODES["last"][0]}
+        limits = {"max_seq_length": 9, "do_lower_case": False}
+        folder = sentence_folder(published, tmp_path / "s", pooling, sentence_bert_config=limits)
+        theirs, ours = self.library().SentenceTransformer(str(folder), device="cpu"), LLM(folder, EngineConfig(**SMALL))
+        assert ours.tokenizer is not None
+        for text in (TEXTS[1], TEXTS[2] * 3):
+            encoded = ours.tokenizer.encode(text)
+            assert len(encoded.ids) > 9
+            cut = truncate_text(ours.tokenizer, text, None, encoded, 9, "right").ids
+            assert_close(ours.encode([cut]), torch.tensor(theirs.encode([text])))
+
+    def test_folders_that_the_package_writes(self, published: Path, tmp_path: Path) -> None:
+        library = self.library()
+        parts = library.sentence_transformer.modules
+        first = parts.Transformer(str(published), max_seq_length=40)
+        prompts = {"query": "import os: "}
+        for place, mode in enumerate(["mean", "lasttoken", ("cls", "weightedmean")]):
+            pooling = parts.Pooling(32, pooling_mode=mode, include_prompt=False)
+            dense = parts.Dense(pooling.pooling_output_dimension, 20, activation_function=torch.nn.GELU())
+            made = library.SentenceTransformer(
+                modules=[first, pooling, dense, parts.Normalize()], prompts=prompts, device="cpu"
+            )
+            made.save(str(tmp_path / str(place)))
+            self.compare(tmp_path / str(place), prompt_names=(None, "query"))
+            assert read_checkpoint(tmp_path / str(place)).sentences.max_tokens == 40

@@ -207,6 +207,11 @@ class TestImages:
         error = check_error(client.post(model=model, input=[coded(FILES[0])]), 400, "input[0]", "invalid_value")
         assert f"{model} reads text, not images" in error["message"]
 
+    def test_images_have_no_prompts(self, client: Client) -> None:
+        """Whatever the folder says: its prompts would be those of a text model beside it."""
+        reply = client.post(model="vit", input=[coded(FILES[0])], prompt_name="query")
+        assert "vit reads images" in check_error(reply, 400, "prompt_name", "invalid_value")["message"]
+
     def test_too_many_images_in_all(self, client: Client) -> None:
         """Counted before any is decoded."""
         before = client.limits.max_encode_tokens
