@@ -71,7 +71,9 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
         config = replace(config, stored_as=stored_as)
     sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size)
-    if not sentences.pooling:
+    if sentences.pooling:
+        config = _without_head(config)
+    else:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
     encoder_decoder = config.form == "encoder-decoder"
     return Checkpoint(
@@ -102,6 +104,13 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str]:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file.parent.name}: {file.name} is not a valid safetensors file: {error}") from None
     return frozenset(names)
+
+
+def _without_head(config: ModelConfig) -> ModelConfig:
+    """Return a decoder that a folder calls an embedder as one: it generates nothing, and takes no KV pool for it."""
+    head = config.head
+    dispensable = head is not None and (head.tied or FAMILIES[config.model_type].drops("lm_head.weight"))
+    return replace(config, head=None) if dispensable and config.form == "decoder-only" else config
 
 
 def _default_pooling(config: ModelConfig) -> Pooling:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from model.config.layer import Norms
 from model.config.model import ModelConfig
 from model.families import llama
+from model.families.table.bidirectional import either_way
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
@@ -35,4 +36,4 @@ def config(raw: Settings, names: Collection[str] | None, *, sandwich: bool = Fal
     return replace(base, embedding=embedding, decoder=replace(decoder, final_norm=norm))
 
 
-FAMILIES = {"gemma": Family(config, llama.rules, "model.", llama.DROPPED)}
+FAMILIES = {"gemma": either_way(Family(config, llama.rules, "model.", llama.DROPPED))}

@@ -8,6 +8,7 @@ from functools import partial
 
 from model.config.model import ModelConfig
 from model.families import gemma, llama
+from model.families.table.bidirectional import either_way
 from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
@@ -35,5 +36,5 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 FAMILIES = {
-    "gemma2": Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED),
+    "gemma2": either_way(Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED)),
 }

@@ -1,5 +1,8 @@
 """Gemma 3's language model: five layers of windows to one of full attention, each kind with a rotary base of its own,
-sandwich norms, norms of q and k (Kamath et al. 2025)."""
+sandwich norms, norms of q and k (Kamath et al. 2025).
+
+EmbeddingGemma has attention in both directions, and windows on both sides (Schechter Vera et al. 2025).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from functools import partial
 
 from model.config.model import ModelConfig
 from model.families import gemma, llama
+from model.families.table.bidirectional import as_encoder, either_way
 from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
@@ -19,7 +23,8 @@ _PERIOD = 6  # every sixth layer has full attention
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     # `transformers` reads attn_logit_softcapping but does not use it.
-    refuse_unless(raw, use_bidirectional_attention=False, attn_logit_softcapping=None)
+    refuse_unless(raw, attn_logit_softcapping=None)
+    both_ways, window = bool(raw.get("use_bidirectional_attention", False)), raw.get("sliding_window", 4096)
     ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
     base = gemma.config(ropes["full_attention"], names, sandwich=True)
     assert base.decoder is not None
@@ -30,12 +35,13 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         qk_norm=base.decoder.final_norm,
     )
     position = rotary(ropes["sliding_attention"], full.head_dim)
-    sliding = replace(full, window=raw.get("sliding_window", 4096), position=position)
+    sliding = replace(full, window=window // 2 + 1 if both_ways else window, position=position)
     layers = {"sliding_attention": replace(layer, mixer=sliding), "full_attention": replace(layer, mixer=full)}
     period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _PERIOD))
     decoder = replace(base.decoder, layers=layers_by_type(raw, layers, base.decoder.num_layers, period))
     head = base.head and replace(base.head, softcap=raw.get("final_logit_softcapping"))
-    return replace(base, decoder=decoder, head=head)
+    found = replace(base, decoder=decoder, head=head)
+    return as_encoder(found) if both_ways else found
 
 
 def _ropes(raw: Settings) -> dict[str, Settings]:
@@ -51,5 +57,7 @@ def _ropes(raw: Settings) -> dict[str, Settings]:
 
 
 FAMILIES = {
-    "gemma3_text": Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED),
+    "gemma3_text": either_way(
+        Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED)
+    ),
 }

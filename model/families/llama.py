@@ -13,6 +13,7 @@ from typing import Any
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.errors import ConfigError
+from model.families.table.bidirectional import either_way
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import (
     activation,
@@ -146,11 +147,12 @@ def _outside(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule("lm_head", "head", bias=False)
 
 
-DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq",)
+# A head is of no use to an embedder or a classifier.
+DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq", "lm_head.*")
 FAMILIES = {
-    "llama": Family(config, rules, "model.", DROPPED),
-    "mistral": Family(mistral, rules, "model.", DROPPED),
-    "qwen2": Family(qwen2, rules, "model.", DROPPED),
-    "qwen3": Family(qwen3, rules, "model.", DROPPED),
-    "phi3": Family(phi3, phi3_rules, "model.", DROPPED),
+    "llama": either_way(Family(config, rules, "model.", DROPPED)),
+    "mistral": either_way(Family(mistral, rules, "model.", DROPPED)),
+    "qwen2": either_way(Family(qwen2, rules, "model.", DROPPED)),
+    "qwen3": either_way(Family(qwen3, rules, "model.", DROPPED)),
+    "phi3": either_way(Family(phi3, phi3_rules, "model.", DROPPED)),
 }

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, SamplingParams
@@ -26,6 +27,7 @@ from tests.model.checkpoints import (
     BERT,
     DEBERTA_V2,
     DISTILBERT,
+    GEMMA,
     GPT2,
     LLAMA,
     MPNET,
@@ -179,3 +181,61 @@ def test_a_published_nllb_in_shards_writes_the_same_tokens(tmp_path: Path) -> No
         with torch.no_grad():
             [made] = model.float().eval().generate(torch.tensor([source]), do_sample=False, **length)
         assert tokens == made[1:].tolist()
+
+
+_INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+_LAST, _MEAN = {"pooling_mode_lasttoken": True}, {"pooling_mode_mean_tokens": True}
+# As published: tokenizer, class, configuration, pooling, prompts, and the widths of Dense modules.
+EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, str], tuple[int, ...]]] = {
+    "e5-mistral": (
+        *("llama-legacy", "MistralModel", {**LLAMA, "sliding_window": 16}, _LAST),
+        *({"web_search_query": _INSTRUCTION + " "}, ()),
+    ),
+    "qwen3-embedding": (
+        *("llama-legacy", "Qwen3Model", {**LLAMA, **TIED, "head_dim": 12}, _LAST),
+        *({"query": _INSTRUCTION, "document": ""}, ()),
+    ),
+    "embedding-gemma": (
+        *("gemma", "Gemma3TextModel", {**GEMMA, "num_hidden_layers": 6, "use_bidirectional_attention": True}, _MEAN),
+        *({"query": "task: search result | query: ", "document": "title: none | text: "}, (48, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_a_published_embedder_made_of_a_decoder_gives_the_same_vectors(tmp_path: Path, name: str) -> None:
+    kind, architecture, settings, pooling, prompts, widths = EMBEDDERS[name]
+    folder, tokenizer, model = published(tmp_path, kind, architecture, settings)
+    if name == "qwen3-embedding":  # the network of a language model by name, and its tensors without a prefix
+        model.config.architectures = ["Qwen3ForCausalLM"]
+        model.config.save_pretrained(folder)
+    kinds = ["Transformer", "Pooling", *("Dense",) * len(widths), "Normalize"]
+    paths = ["", *(f"{at}_{one}" for at, one in enumerate(kinds) if at)]
+    listed = [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{one}"}
+        for at, (one, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    files: dict[str, Any] = {"modules": listed, "config_sentence_transformers": {"prompts": prompts}}
+    files["1_Pooling/config"] = {"word_embedding_dimension": 32, **pooling, "include_prompt": True}
+    inputs, matrices = 32, []
+    for path, outputs in zip(paths[2:], widths, strict=False):
+        identity = "torch.nn.modules.linear.Identity"
+        sizes = {"in_features": inputs, "out_features": outputs, "bias": False, "activation_function": identity}
+        files[f"{path}/config"], inputs = sizes, outputs
+        matrices.append(torch.randn(outputs, sizes["in_features"]))
+    for path, content in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / f"{path}.json").write_text(json.dumps(content))
+    for path, matrix in zip(paths[2:], matrices, strict=False):
+        save_file({"linear.weight": matrix}, folder / path / "model.safetensors")
+    llm = LLM(folder, EngineConfig(**SMALL))
+    assert not llm.checkpoint.config.can_generate
+    for prompt in [None, *prompts]:
+        for text, found in zip(TEXTS, llm.encode(TEXTS, prompt), strict=True):
+            ids = tokenizer((prompts[prompt] if prompt else "") + text, return_tensors="pt").input_ids
+            with torch.no_grad():
+                hidden = model(input_ids=ids).last_hidden_state[0]
+            vector = hidden[-1] if pooling is _LAST else hidden.mean(dim=0)
+            for matrix in matrices:
+                vector = matrix @ vector
+            assert np.abs(found - torch.nn.functional.normalize(vector, dim=0).numpy()).max() < 1e-4

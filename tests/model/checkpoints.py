@@ -238,6 +238,11 @@ _ENCODERS: Rows = {
     "albert": _model("AlbertModel", BERT, embedding_size=12),
     "electra": _model("ElectraModel", BERT, embedding_size=12),
     "xlnet": _model("XLNetModel", XLNET),
+    "gemma3-both-ways": _model(
+        "Gemma3TextModel", GEMMA, num_hidden_layers=5, use_bidirectional_attention=True, **_GEMMA3
+    ),
+    "qwen2-both-ways": _model("Qwen2Model", LLAMA, is_causal=False, attn_implementation="eager"),
+    "mistral-both-ways": _model("MistralModel", LLAMA, is_causal=False, sliding_window=4, attn_implementation="eager"),
     "deberta": _model("DebertaModel", DEBERTA),
     "deberta-p2c": _model("DebertaModel", DEBERTA, pos_att_type=["p2c"], max_relative_positions=-1),
     "deberta-v2": _model("DebertaV2Model", DEBERTA_V2),
