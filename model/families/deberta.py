@@ -208,7 +208,13 @@ _DROPPED = (
     *("embeddings.position_ids", "embeddings.position_embeddings.*", "encoder.rel_embeddings.*", "encoder.LayerNorm.*"),
     *("cls.*", "lm_predictions.*", "mask_predictions.*"),
 )
+# The head for masked words as it was trained, which `transformers` reads only if told that it is not legacy.
+_RENAMED = {
+    "lm_predictions.lm_head": "cls.predictions",
+    "lm_predictions.lm_head.dense": "cls.predictions.transform.dense",
+    "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
+}
 FAMILIES = {
-    "deberta": Family(config, rules, "deberta.", _DROPPED),
-    "deberta-v2": Family(version_2, rules_2, "deberta.", _DROPPED),
+    "deberta": Family(config, rules, "deberta.", _DROPPED, _RENAMED),
+    "deberta-v2": Family(version_2, rules_2, "deberta.", _DROPPED, _RENAMED),
 }

@@ -300,6 +300,7 @@ HEADS: Rows = {
     "mpnet-masked": _model("MPNetForMaskedLM", MPNET),
     "modernbert-masked": _model("ModernBertForMaskedLM", MODERNBERT),
     "deberta-v2-masked": _model("DebertaV2ForMaskedLM", DEBERTA_V2),
+    "deberta-masked-not-legacy": _model("DebertaForMaskedLM", DEBERTA, legacy=False),
     "bert-entities": _model("BertForTokenClassification", BERT, **_NER),
     "bert-answers": _model("BertForQuestionAnswering", BERT),
     "roberta-answers": _model("RobertaForQuestionAnswering", ROBERTA),

@@ -8,8 +8,8 @@ functions together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from model.config.formats import STORED_TENSORS, NumberKind, Storage
@@ -101,12 +101,14 @@ class Family:
     `config` gets the raw config.json and the tensor names, which tell what a config only claims (tied head, pooler);
     names are None where a config is looked at without weights. `prefix` is what a headed model puts before its base
     model's names, `dropped` patterns (fnmatch) are tensors that carry nothing to serve.
+    `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads).
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
     rules: Callable[[ModelConfig], Iterable[Rule]]
     prefix: str = ""
     dropped: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def tensor_rules(self, config: ModelConfig) -> Iterator[TensorRule]:
         """Every rule of a model, projections by the format that they are stored in."""
@@ -123,7 +125,7 @@ class Family:
     def canonical(self, name: str) -> str:
         """Without the prefix; the gain and shift of a norm were once called gamma and beta."""
         stem, _, kind = name.removeprefix(self.prefix).rpartition(".")
-        kind = _OLD_NAMES.get(kind, kind)
+        kind, stem = _OLD_NAMES.get(kind, kind), self.renamed.get(stem, stem)
         return f"{stem}.{kind}" if stem else kind
 
     def drops(self, name: str) -> bool:
