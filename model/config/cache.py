@@ -79,7 +79,9 @@ def pools_of(layers: Sequence[PagedSpec]) -> tuple[PoolSpec, ...]:
 
 
 def pool_of_layers(stack: StackConfig) -> tuple[int, ...]:
-    """The index of each layer's pool; of a stack without a cache too, whose pools then read the same rows."""
+    """The index of each layer's pool, also of steps without a cache; an encoder, which never has one, has one pool."""
+    if not stack.causal:
+        return (0,) * stack.num_layers
     windows = _windows(layer.mixer.window for layer in stack.layers)
     return tuple(windows.index(layer.mixer.window) for layer in stack.layers)
 

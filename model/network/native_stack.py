@@ -226,6 +226,8 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
     if isinstance(layer.mixer.position, XLNetRelativeConfig):
         return "XLNet's relative positions"
+    if isinstance(layer.mixer.position, DisentangledConfig) and layer.mixer.window is not None:
+        return "a window beside disentangled positions"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC h
 HIDDEN = 48
 FEW = (1, 17, 300, 16, 33)  # one row, a key beyond a panel, more rows than a task
 MANY = tuple(5 + 7 * i % 60 for i in range(60))  # enough that two threads take groups
+WINDOWED = (600, 1, 43, 257)  # a task between two others, and a last one of a single row
 POSITIONS = {
     "none": None,
     "buckets": BucketBiasConfig(),
@@ -55,12 +57,28 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(usual)
 
 
-def stack_of(dim: int, heads: int = 4, kv_heads: int = 4, position: str = "none", *, qk_norm: bool = False) -> Stack:
+def stack_of(
+    dim: int,
+    heads: int = 4,
+    kv_heads: int = 4,
+    position: str = "none",
+    *,
+    qk_norm: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Stack:
     """Two layers whose weights are such that attention is neither uniform nor all on one key."""
     torch.manual_seed(0)
     norm = NormConfig(NormKind.LAYER, 1e-6)
     attention = AttentionConfig(
-        heads, kv_heads, dim, dim**-0.5, position=POSITIONS[position], qk_norm=norm if qk_norm else None
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        scale=dim**-0.5,
+        position=POSITIONS[position],
+        window=window,
+        softcap=softcap,
+        qk_norm=norm if qk_norm else None,
     )
     layer = LayerConfig(attention, MLPConfig(70, Activation.GELU), (Norms(pre=norm),) * 2)
     config = StackConfig((layer, layer), HIDDEN, causal=False, final_norm=norm)
@@ -108,7 +126,26 @@ def run(stack: Stack, rows: Tensor, lengths: Sequence[int]) -> Tensor:
 def test_whole_segments_equal_the_reference(
     dim: int, heads: int, kv_heads: int, position: str, lengths: tuple[int, ...]
 ) -> None:
-    stack, rows = stack_of(dim, heads, kv_heads, position), rows_of(lengths)
+    assert_equals_the_reference(stack_of(dim, heads, kv_heads, position), lengths)
+
+
+@pytest.mark.parametrize(
+    ("dim", "window", "more"),
+    [
+        (16, 1, {}),  # each token alone
+        *((16, window, {"position": "buckets"}) for window in (2, 17, 40, 129, 290)),  # beyond a panel, a tile, a task
+        (5, 40, {"position": "buckets", "softcap": 0.5}),
+        (64, 40, {"position": "rotary", "kv_heads": 2}),
+        (20, 65, {}),
+        (16, 1000, {}),  # nobody is so far away
+    ],
+)
+def test_windows_equal_the_reference(dim: int, window: int, more: dict[str, Any]) -> None:
+    assert_equals_the_reference(stack_of(dim, window=window, **more), WINDOWED)
+
+
+def assert_equals_the_reference(stack: Stack, lengths: Sequence[int]) -> None:
+    rows = rows_of(lengths)
     exact = run(deepcopy(stack).double(), rows.double(), lengths)
     torch.testing.assert_close(run(native_of(stack), rows, lengths), exact.float(), atol=1e-4, rtol=1e-4)
     narrow = stack.bfloat16()
@@ -131,11 +168,16 @@ def test_narrow_rows_are_rounded_in_place_without_touching_the_next(dim: int) ->
 @needs_vectors
 @pytest.mark.parametrize("lengths", [FEW, MANY])
 @pytest.mark.parametrize(
-    ("dim", "position"),  # scores are not in tiles where a head does not fill their rows
-    [*((dim, "none") for dim in (20, 32, 64)), (32, "disentangled"), (20, "shared")],
+    ("dim", "position", "window"),  # scores are not in tiles where a head does not fill their rows
+    [
+        *((dim, "none", None) for dim in (20, 32, 64)),
+        (32, "disentangled", None),
+        (20, "shared", None),
+        (64, "none", 40),
+    ],
 )
-def test_whole_segments_in_tiles(dim: int, position: str, lengths: tuple[int, ...]) -> None:
-    stack, rows = stack_of(dim, position=position), rows_of(lengths)
+def test_segments_in_tiles(dim: int, position: str, window: int | None, lengths: tuple[int, ...]) -> None:
+    stack, rows = stack_of(dim, position=position, window=window), rows_of(lengths)
     exact, narrow = run(deepcopy(stack).double(), rows.double(), lengths), stack.bfloat16()
     tiles = run(native_of(narrow, library=emulated()), rows.bfloat16(), lengths)
     vectors = run(native_of(narrow, library=emulated(*REFUSED)), rows.bfloat16(), lengths)
@@ -145,9 +187,15 @@ def test_whole_segments_in_tiles(dim: int, position: str, lengths: tuple[int, ..
 
 @pytest.mark.parametrize("kind", [None, Kind.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("position", ["none", "buckets", "rotary", "disentangled"])
-def test_bits_do_not_depend_on_neighbours_or_threads(position: str, dtype: torch.dtype, kind: Kind | None) -> None:
-    stack, rows = native_of(stack_of(16, position=position).to(dtype), kind), rows_of(MANY).to(dtype)
+@pytest.mark.parametrize(
+    ("position", "window"),
+    [*((position, None) for position in ("none", "buckets", "rotary", "disentangled")), ("rotary", 9)],
+)
+def test_bits_do_not_depend_on_neighbours_or_threads(
+    position: str, window: int | None, dtype: torch.dtype, kind: Kind | None
+) -> None:
+    stack = native_of(stack_of(16, position=position, window=window).to(dtype), kind)
+    rows = rows_of(MANY).to(dtype)
     torch.set_num_threads(1)
     alone = torch.cat([run(stack, segment, [len(segment)]) for segment in rows.split(MANY)])
     for threads in (1, 2, 3, 16):  # 16 are too many for groups: they share each layer
@@ -166,6 +214,17 @@ def test_a_changed_row_changes_its_own_segment_alone(threads: int) -> None:
     changed = [number for number, (old, new) in enumerate(zip(before, after, strict=True)) if not torch.equal(old, new)]
     assert changed == [20]
     assert (before[20] != after[20]).any(dim=1).all()  # every query sees every key
+
+
+@pytest.mark.parametrize("window", [2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_changed_row_reaches_as_far_as_the_windows(window: int, dtype: torch.dtype) -> None:
+    stack, rows = native_of(stack_of(16, window=window).to(dtype)), rows_of(WINDOWED)
+    before = run(stack, rows.to(dtype), WINDOWED)
+    rows[300] += 1.0
+    changed = (run(stack, rows.to(dtype), WINDOWED) != before).any(dim=1).nonzero().flatten().tolist()
+    reach = 2 * (window - 1)  # of two layers
+    assert changed == list(range(300 - reach, 300 + reach + 1))
 
 
 def test_a_key_without_numbers_shows_in_every_query_of_its_segment() -> None:

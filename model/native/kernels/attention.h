@@ -64,7 +64,7 @@ typedef struct {
     float *out;           /* [rows][heads][dim] */
 } Attention;
 
-/* One attention of segments whose queries all see their own segment's keys, all of them and no others. */
+/* One attention of whole segments, whose queries see keys of their own segment before and behind themselves. */
 typedef struct {
     const AttentionShape *shape;
     const Segments *segments;

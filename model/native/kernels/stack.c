@@ -29,9 +29,9 @@ typedef struct {
     float *inner;      /* [chunk][inner]: between an MLP's products */
 } StackContext;
 
-/* Whether every query of a layer's self attention sees all keys of its own segment and no others. */
-static int is_whole(const Layer *layer, const Step *step) {
-    return !step->pages && !step->segments[layer->self.segments].causal && !layer->self.shape.window;
+/* Whether a layer's self attention is over whole segments, without pages, and sees them in both directions. */
+static int is_bidirectional(const Layer *layer, const Step *step) {
+    return !step->pages && !step->segments[layer->self.segments].causal;
 }
 
 /* The most keys of a segment of some rows' segments. */
@@ -55,7 +55,7 @@ static int64_t attention_scratch(const Stack *stack, const Step *step) {
         int64_t keys = max_i64(longest.decode, longest.prefill);
         for (int64_t number = 0; number < stack->num_layers; number++) {
             const Layer *layer = stack->layers[number];
-            if (layer->self.segments == i && is_whole(layer, step))
+            if (layer->self.segments == i && is_bidirectional(layer, step))
                 bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, keys, layer->self.relative >= 0));
             else if (layer->self.segments == i)
                 bytes = max_i64(bytes, paged_attention_scratch(&layer->self.shape, longest));
@@ -188,7 +188,7 @@ static const ScoreBias *score_bias_of(const AttentionLayer *layer, const Step *s
     return layer->score_bias < 0 ? NULL : step->score_biases + layer->score_bias;
 }
 
-/* Self attention of segments that see all of themselves: products in the operands' kind, no pages. */
+/* Self attention of segments that see themselves in both directions: products in the operands' kind, no pages. */
 static void encoder_self_attention(const StackContext *t, const AttentionLayer *layer) {
     const Stack *stack = t->stack;
     const Step *step = t->step;
@@ -287,7 +287,7 @@ static void run_layer(const StackContext *t, int64_t number) {
         memcpy(t->saved + first * hidden, t->x + first * hidden, (last - first) * hidden * sizeof *t->x);
         from = t->saved;
     }
-    if (is_whole(layer, t->step)) encoder_self_attention(t, &layer->self);
+    if (is_bidirectional(layer, t->step)) encoder_self_attention(t, &layer->self);
     else self_attention(t, &layer->self, number);
     if (layer->has_cross) cross_attention(t, &layer->cross, number);
     for (int64_t at = 0; at < rows; at += CHUNK_ROWS)
@@ -303,10 +303,10 @@ static void run_layers(const StackContext *t) {
 /* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need
  * nothing of each other, and be so many that the last group is not waited for long. */
 static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
-    if (step->num_segments != 1 || !is_whole(stack->layers[0], step)) return 0;
+    if (step->num_segments != 1 || !is_bidirectional(stack->layers[0], step)) return 0;
     if (step->rows < 2 * threads * max_i64(longest_keys(step), GROUP_ROWS)) return 0;
     for (int64_t i = 0; i < stack->num_layers; i++)
-        if (!is_whole(stack->layers[i], step)) return 0;
+        if (!is_bidirectional(stack->layers[i], step)) return 0;
     return 1;
 }
 
