@@ -59,6 +59,10 @@ class ServedModel:
         """The width of the hidden states that /encode gives for tokens."""
         return next(iter(self.config.stacks.values())).hidden_size
 
+    def vector_size(self, *, own_pooling: bool) -> int:
+        """Return the dimensions of an embedding, by the checkpoint's own pooling and projections or by another one."""
+        return self.checkpoint.sentences.output_size(self.hidden_size) if own_pooling else self.hidden_size
+
     def serves(self, task: Task) -> bool:
         if task is Task.GENERATE:
             return self.config.can_generate

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from service.schemas.bodies import ModelName, RequestId, Timeout
 from service.schemas.types import MAX_INT, Body, EncodeInput, Texts
 
+Ranges = Annotated[list[list[float]], Field(min_length=2, max_length=2)]
 OutputName = Literal[
     "embedding",
     "tokens",
@@ -70,6 +71,19 @@ class EncodeBody(Body):
         "float",
         description="Numbers, or base64 of little-endian float32.",
         examples=["float"],
+    )
+    embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] = Field(
+        "float",
+        description="What the numbers of an `embedding` are. `int8` and `uint8` divide a range of each dimension into "
+        "256 steps: `ranges`, or -1 to 1 for vectors of length 1. `binary` and `ubinary` keep the signs, 8 in a number "
+        "from -128 or from 0, the first dimension in the highest bit. In base64 each number is a byte.",
+        examples=["float", "int8"],
+    )
+    ranges: Ranges | None = Field(
+        None,
+        description="For `int8` and `uint8`: the lowest and the highest value of each dimension, from vectors of your "
+        "own; what is outside gets the nearest step.",
+        examples=[[[-0.2, -0.1], [0.2, 0.3]]],
     )
     top_k: int | None = Field(
         None,

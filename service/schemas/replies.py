@@ -115,7 +115,7 @@ class Answer(Reply):
 
 class EncodeItem(Reply):
     index: int = Field(description="Which input.", examples=[0])
-    embedding: list[float] | str | None = Field(None, description="Its vector.", examples=[[0.1, -0.2]])
+    embedding: list[float] | list[int] | str | None = Field(None, description="Its vector.", examples=[[0.1, -0.2]])
     tokens: list[list[float]] | str | None = Field(None, description="A vector for each token.")
     scores: list[float] | list[list[float]] | str | None = Field(
         None, description="Logits over the reply's labels; from a token classifier, a row for each token."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as RawTokenizer
@@ -336,3 +338,51 @@ def test_info_lists_the_outputs_of_each_model(client: Client) -> None:
     assert shown["bert-entities"] == [*vectors, "logits", "token_classification"]
     assert shown["bert-answers"] == [*vectors, "logits", "question_answering"]
     assert shown["bart-nli"] == [*vectors, "logits", "zero_shot"]
+
+
+class TestEmbeddingTypes:
+    """The definitions are those of `sentence_transformers.quantization.quantize_embeddings`."""
+
+    TEXTS = (TEXT, "the cat", "a mat on a mat")
+
+    def vectors(self, client: Client, **fields: Any) -> np.ndarray[Any, Any]:
+        reply = client.encode(model="bert", input=[*self.TEXTS], normalize=True, **fields)
+        return np.array([item["embedding"] for item in reply["data"]])
+
+    @pytest.mark.parametrize("dimensions", [None, 12])
+    def test_bits(self, client: Client, dimensions: int | None) -> None:
+        fields = {} if dimensions is None else {"dimensions": dimensions}
+        expected = np.packbits(self.vectors(client, **fields) > 0, axis=-1)
+        assert np.array_equal(self.vectors(client, embedding_type="ubinary", **fields), expected)
+        assert np.array_equal(self.vectors(client, embedding_type="binary", **fields), expected.astype(int) - 128)
+
+    @pytest.mark.parametrize("given", [False, True])
+    def test_integers(self, client: Client, given: bool) -> None:
+        floats = self.vectors(client).astype(np.float32)
+        ranges = np.stack([floats.min(axis=0), floats.max(axis=0)]) if given else np.array([[-1.0], [1.0]], np.float32)
+        steps = (floats - ranges[0]) / ((ranges[1] - ranges[0]) / 255)
+        fields = {"ranges": ranges.tolist()} if given else {}
+        assert np.abs(self.vectors(client, embedding_type="uint8", **fields) - steps).max() <= 1
+        assert np.abs(self.vectors(client, embedding_type="int8", **fields) - (steps - 128)).max() <= 1
+        outside = {"ranges": [[-0.01] * 32, [0.01] * 32]}
+        assert set(self.vectors(client, embedding_type="int8", **outside).flatten()) >= {-128, 127}
+
+    def test_bytes_in_base64(self, client: Client) -> None:
+        for kind, dtype in (("int8", np.int8), ("uint8", np.uint8), ("binary", np.int8), ("ubinary", np.uint8)):
+            body = dict(model="bert", input=TEXT, normalize=True, embedding_type=kind)
+            [plain], [coded] = client.encode(**body)["data"], client.encode(**body, encoding_format="base64")["data"]
+            assert np.frombuffer(base64.b64decode(coded["embedding"]), dtype).tolist() == plain["embedding"]
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "words"),
+        [
+            (dict(embedding_type="int8"), "embedding_type", "needs ranges, or normalize: true"),
+            (dict(embedding_type="binary", ranges=[[0.0], [1.0]]), "ranges", "no meaning with embedding_type 'binary'"),
+            (dict(embedding_type="int8", ranges=[[0.0], [1.0]]), "ranges", "each of 32 dimensions"),
+            (dict(embedding_type="int8", ranges=[[0.0] * 32] * 2), "ranges", "a lowest and a higher value"),
+            (dict(embedding_type="int8", output="tokens"), "embedding_type", "no meaning with output 'tokens'"),
+        ],
+    )
+    def test_refusals(self, client: Client, fields: dict[str, Any], param: str, words: str) -> None:
+        reply = client.post(model="bert", input="the cat", **fields)
+        assert words in check_error(reply, 400, param, "invalid_value")["message"]

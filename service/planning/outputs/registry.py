@@ -37,7 +37,8 @@ _TABLE = (
         "embedding",
         EncodeTask.EMBEDDING,
         vectors.embedding_item,
-        fields=_VECTOR | {"pooling", "dimensions"},
+        fields=_VECTOR | {"pooling", "dimensions", "embedding_type", "ranges"},
+        settings=vectors.embedding_settings,
     ),
     Output("tokens", EncodeTask.TOKENS, vectors.tokens_item, fields=_VECTOR),
     Output(

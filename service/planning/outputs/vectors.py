@@ -3,21 +3,66 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from model.config.model import ClassifierInput
 from model.text.tokenizer import Encoded
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
-from service.planning.outputs.base import Found, Json
+from service.planning.outputs.base import Array, Found, Json
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
+_NORMALIZED = ((-1.0,), (1.0,))  # the range of every dimension
+
+
+def embedding_settings(
+    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
+) -> Mapping[str, Any]:
+    """Check what integers need: ranges for every dimension, or vectors whose range is known."""
+    scaled = body.embedding_type in ("int8", "uint8")
+    if body.ranges is not None and not scaled:
+        raise invalid(f"ranges has no meaning with embedding_type '{body.embedding_type}'", "ranges")
+    normalized = served.checkpoint.sentences.normalize if body.normalize is None else body.normalize
+    if scaled and body.ranges is None and not normalized:
+        message = f"embedding_type '{body.embedding_type}' needs ranges, or normalize: true"
+        raise invalid(message, "embedding_type")
+    if body.ranges is not None:
+        size = body.dimensions or served.vector_size(own_pooling=body.pooling == "default")
+        low, high = body.ranges
+        if len(low) != size or len(high) != size or not all(a < b for a, b in zip(low, high, strict=True)):
+            raise invalid(f"ranges must have a lowest and a higher value for each of {size} dimensions", "ranges")
+    return {}
+
 
 def embedding_item(found: Found) -> Json:
-    return _numbers(found, "embedding")
+    """Return a vector as floats or integers, or their bytes in base64."""
+    body = found.body
+    if body.embedding_type == "float":
+        return _numbers(found, "embedding")
+    [part] = found.parts
+    numbers = quantized(part.values, body.embedding_type, body.ranges)
+    if body.encoding_format == "base64":
+        return {"embedding": base64.b64encode(numbers.tobytes()).decode()}
+    return {"embedding": numbers.tolist()}
+
+
+def quantized(vector: Array, kind: str, ranges: Sequence[Sequence[float]] | None = None) -> NDArray[np.integer[Any]]:
+    """Return a vector `[D]` as integers, `[D]` or as bits `[D / 8]`, as `quantize_embeddings` of sentence-transformers.
+
+    Without `ranges` a dimension reaches from -1 to 1. What is outside gets the nearest step.
+    """
+    if kind in ("binary", "ubinary"):
+        bits = np.packbits(vector > 0)
+        return bits if kind == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    low, high = (np.asarray(one, np.float32) for one in ranges or _NORMALIZED)
+    steps = np.clip((vector - low) / ((high - low) / 255), 0, 255)
+    return steps.astype(np.uint8) if kind == "uint8" else (steps - 128).astype(np.int8)
 
 
 def tokens_item(found: Found) -> Json:
