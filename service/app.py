@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
@@ -24,13 +25,28 @@ from service.http.sse import DIRECT
 from service.lifecycle.state import Service
 from service.observability.activity_log import ActivityLog
 from service.observability.metrics import Metrics
-from service.routes import docs, encode, generate, huggingface, models, openai, operations, playground, tokens
+from service.routes import (
+    docs,
+    encode,
+    generate,
+    huggingface,
+    models,
+    openai,
+    operations,
+    pipelines,
+    playground,
+    ranking,
+    tokens,
+)
 from service.settings.api_keys import KeyRing
 from service.settings.service_settings import ServiceSettings
 
 _TASKS = {
     **dict.fromkeys(("/generate", "/generate_stream", "/", "/v1/completions", "/v1/chat/completions"), "generate"),
-    **dict.fromkeys(("/encode", "/embed", "/rerank", "/predict", "/v1/embeddings"), "encode"),
+    **dict.fromkeys(("/encode", "/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict"), "encode"),
+    **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/rerank", "/v1/rerank", "/v2/rerank"), "encode"),
+    **dict.fromkeys(("/score", "/v1/score", "/classify", "/v1/classify"), "encode"),
+    **dict.fromkeys((route.path for route in pipelines.router.routes if isinstance(route, APIRoute)), "encode"),
 }
 _DESCRIPTION = (
     "One service for all three forms of the Transformer: decoder-only, encoder-decoder, encoder-only. Errors have "
@@ -80,7 +96,8 @@ def create_app(
     )
     app.state.service = service
     errors.install(app)
-    for module in (generate, encode, openai, huggingface, tokens, operations, models, playground):
+    modules = (generate, encode, openai, huggingface, ranking, pipelines, tokens, operations, models, playground)
+    for module in modules:
         # `include_router` would rebuild all routes, which delays the first request by 40 ms.
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)

@@ -55,7 +55,7 @@ SERVICE = """
     planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
     lifecycle           : model/errors model/api model/checkpoint settings sandbox core observability planning
     http                : model/errors model/api settings core schemas observability planning lifecycle
-    dialects            : model/text core schemas planning lifecycle http
+    dialects            : model/text core schemas planning/outputs planning lifecycle http
     routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
                           lifecycle http dialects
     app                 : settings core observability lifecycle http routes

@@ -20,6 +20,7 @@ from service.dialects.huggingface_bodies import (
     PredictBody,
     RerankBody,
     TextGenerationBody,
+    Truncated,
 )
 from service.http.json_replies import Generation, Json
 from service.planning.encode import EncodePlan
@@ -159,7 +160,7 @@ class TextGeneration:
 def embed(body: EmbedBody) -> EncodeBody:
     """Translate an embedding body."""
     fields = {"input": body.inputs, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
-    return native(EncodeBody, _encode_fields(body) | fields | {"normalize": body.normalize is not False})
+    return native(EncodeBody, encode_fields(body) | fields | {"normalize": body.normalize is not False})
 
 
 def embed_reply(plan: EncodePlan, reply: Json) -> object:
@@ -170,7 +171,7 @@ def embed_reply(plan: EncodePlan, reply: Json) -> object:
 def rerank(body: RerankBody) -> EncodeBody:
     """Translate a reranking body: each text is classified together with the query."""
     pairs = [{"text": body.query, "text_pair": text} for text in body.texts]
-    return native(EncodeBody, _encode_fields(body) | {"input": pairs, "output": "logits"})
+    return native(EncodeBody, encode_fields(body) | {"input": pairs, "output": "logits"})
 
 
 def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:
@@ -192,7 +193,7 @@ def predict(body: PredictBody) -> EncodeBody:
     several = body.inputs if _is_batch(body) else [body.inputs]
     pairs = [[one] if isinstance(one, str) else one for one in several]
     inputs = [{"text": pair[0], "text_pair": pair[1] if len(pair) == 2 else None} for pair in pairs]
-    return native(EncodeBody, _encode_fields(body) | {"input": inputs, "output": "logits"})
+    return native(EncodeBody, encode_fields(body) | {"input": inputs, "output": "logits"})
 
 
 def predict_reply(body: PredictBody) -> Callable[[EncodePlan, Json], object]:
@@ -200,7 +201,7 @@ def predict_reply(body: PredictBody) -> Callable[[EncodePlan, Json], object]:
 
     def show(plan: EncodePlan, reply: Json) -> object:
         head = plan.served.config.classifier
-        scored = _scores if body.raw_scores else _each if head is not None and head.multi_label else probabilities
+        scored = _scores if body.raw_scores else logistic if head is not None and head.multi_label else probabilities
         found = [_classes(scored(item["scores"]), reply["labels"]) for item in reply["data"]]
         return found if _is_batch(body) else found[0]
 
@@ -210,14 +211,14 @@ def predict_reply(body: PredictBody) -> Callable[[EncodePlan, Json], object]:
 def probabilities(logits: Sequence[float]) -> list[float]:
     """Return probabilities from logits: the logistic function for one class, softmax for several."""
     if len(logits) == 1:
-        return _each(logits)
+        return logistic(logits)
     top = max(logits)
     weights = [math.exp(one - top) for one in logits]
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
-def _each(logits: Sequence[float]) -> list[float]:
+def logistic(logits: Sequence[float]) -> list[float]:
     """Return the probabilities of labels that do not exclude each other, by the logistic function."""
     return [1 / (1 + math.exp(-logit)) if logit > -700 else 0.0 for logit in logits]
 
@@ -235,7 +236,8 @@ def _is_batch(body: PredictBody) -> bool:
     return not isinstance(body.inputs, str) and isinstance(body.inputs[0], list)
 
 
-def _encode_fields(body: EmbedBody | RerankBody | PredictBody) -> Json:
+def encode_fields(body: Truncated) -> Json:
+    """Return the native fields that all bodies for inputs have."""
     side = (body.truncation_direction or "right").lower()
     fields = {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
     return fields | {"truncate": side if body.truncate else None}

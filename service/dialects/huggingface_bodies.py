@@ -62,7 +62,9 @@ class TextGenerationBody(Extended):
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
 
 
-class _Truncated(Extended):
+class Truncated(Extended):
+    """Adds how inputs that are too long are read."""
+
     truncate: bool | None = Field(
         None, description="Truncate an input that is too long; default: refuse it.", examples=[False]
     )
@@ -71,7 +73,7 @@ class _Truncated(Extended):
     )
 
 
-class EmbedBody(_Truncated):
+class EmbedBody(Truncated):
     """Turn inputs into vectors, as text-embeddings-inference does."""
 
     inputs: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
@@ -82,7 +84,7 @@ class EmbedBody(_Truncated):
     parameters: NotFilled = None
 
 
-class RerankBody(_Truncated):
+class RerankBody(Truncated):
     """Score texts against a query with a classifier of pairs, as text-embeddings-inference does."""
 
     query: Text = Field(description="The question.", examples=["What is Ray?"])
@@ -108,7 +110,7 @@ PredictInput = Annotated[
 ]
 
 
-class PredictBody(_Truncated):
+class PredictBody(Truncated):
     """Classify texts, as text-embeddings-inference does."""
 
     inputs: PredictInput = Field(

@@ -14,19 +14,38 @@ from starlette.responses import JSONResponse, Response
 
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
+from service.dialects.pipeline_bodies import (
+    ClassBody,
+    EmbedAllBody,
+    EmbedSparseBody,
+    EntityBody,
+    FillMaskBody,
+    QuestionBody,
+    SimilarityBody,
+    ZeroShotBody,
+)
+from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
 from service.http.route_prefix import prefix_of
 from service.http.static_pages import page
 from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
 from service.schemas.dialect_replies import (
+    Classified,
+    CohereVectors,
+    HuggingFaceAnswer,
     HuggingFaceClass,
+    HuggingFaceEntity,
     HuggingFaceEvent,
+    HuggingFaceFill,
     HuggingFaceRank,
+    HuggingFaceSparse,
     HuggingFaceText,
     OpenAIChatChunk,
     OpenAIChatCompletion,
     OpenAICompletion,
     OpenAIEmbeddings,
+    Ranked,
+    Scored,
     SglangText,
     SglangVector,
 )
@@ -42,12 +61,17 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(TextGenerationBody, EmbedBody, RerankBody, PredictBody),
     *(SglangGenerateBody, SglangEncodeBody),
     *(LoadBody, UnloadBody),
+    *(RankBody, ScoreBody, ClassifyBody, CohereEmbedBody),
+    *(EmbedAllBody, EmbedSparseBody, SimilarityBody),
+    *(FillMaskBody, QuestionBody, EntityBody, ZeroShotBody, ClassBody),
 )
 _REPLIES: tuple[type[BaseModel], ...] = (
     *(GenerateReply, GenerateEvent, EncodeReply),
     *(OpenAICompletion, OpenAIChatCompletion, OpenAIChatChunk, OpenAIEmbeddings),
     *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
     *(SglangText, SglangVector),
+    *(Ranked, Scored, Classified, CohereVectors),
+    *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),
 )
 _REFS = "#/components/schemas/{model}"
 _MEANING = {

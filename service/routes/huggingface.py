@@ -17,16 +17,18 @@ from service.core.model_registry import Task
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.http.bodies import read_body, with_model_of_query
+from service.dialects.ranking_bodies import RankBody
+from service.http.bodies import read_body, read_one_of, with_model_of_query
 from service.http.model_use import hold_model
 from service.lifecycle.state import Service, service_of
-from service.routes import encode, generate
+from service.routes import encode, generate, ranking
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import (
     HuggingFaceClass,
     HuggingFaceEvent,
     HuggingFaceRank,
     HuggingFaceText,
+    Ranked,
     Vectors,
 )
 
@@ -37,6 +39,7 @@ _GENERATE = {"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"
 _EMBED = {"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]}
 _EVENTS = (HuggingFaceEvent,)
 _RERANK_NAMES = {"input": "texts"}
+_RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": RankBody}
 
 
 @router.post(
@@ -89,14 +92,18 @@ async def embed(request: Request) -> Response:
     summary="Rerank, as text-embeddings-inference does",
     response_model=None,
     responses={
-        **ok_response("`index` and `score` of each text, best first.", list[HuggingFaceRank]),
+        **ok_response("`index` and `score` of each text, best first.", list[HuggingFaceRank], Ranked),
         **error_responses(*WORK_ERRORS),
     },
-    openapi_extra={**request_body(RerankBody), **query_model()},
+    openapi_extra={**request_body(RerankBody, RankBody), **query_model()},
 )
 async def rerank(request: Request) -> Response:
-    """Requires a model that classifies pairs of texts."""
-    body = await _to_classifier(request, with_model_of_query(request, await read_body(request, RerankBody)))
+    """Requires a model that classifies pairs of texts. A body with `documents` is Cohere's: see /v1/rerank."""
+    read = with_model_of_query(request, await read_one_of(request, RerankBody, _RERANK_BODIES))
+    if isinstance(read, RankBody):
+        return await ranking.rank(request, read)
+    assert isinstance(read, RerankBody)
+    body = await _to_classifier(request, read)
     with naming_errors(_RERANK_NAMES):
         return await encode.answer(request, huggingface.rerank(body), huggingface.rerank_reply(body))
 

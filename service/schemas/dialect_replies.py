@@ -197,6 +197,99 @@ class HuggingFaceClass(Reply):
     label: str = Field(description="The class.", examples=["POSITIVE"])
 
 
+class EncodeUsage(Reply):
+    prompt_tokens: int = _PROMPT_TOKENS
+    total_tokens: int = _TOTAL_TOKENS
+
+
+class RankedDocument(Reply):
+    text: str = Field(description="The text.", examples=["a cat"])
+
+
+class RankedResult(Reply):
+    index: int = Field(description="Which document.", examples=[0])
+    relevance_score: float = Field(description="Relevance to the query.", examples=[0.9])
+    document: RankedDocument | None = Field(None, description="The document, if requested.")
+
+
+class Ranked(Reply):
+    id: str = _ID
+    model: str = _MODEL
+    object: Literal["list"] = Field(description="Always list.", examples=["list"])
+    results: list[RankedResult] = Field(description="The best first.")
+    usage: EncodeUsage = Field(description="Token counts.")
+
+
+class _Listed(Reply):
+    id: str = _ID
+    object: Literal["list"] = Field(description="Always list.", examples=["list"])
+    created: int = _CREATED
+    model: str = _MODEL
+    usage: EncodeUsage = Field(description="Token counts.")
+
+
+class ScoredPair(Reply):
+    index: int = Field(description="Which pair.", examples=[0])
+    object: Literal["score"] = Field(description="Always score.", examples=["score"])
+    score: float = Field(description="How well the two belong together.", examples=[0.9])
+
+
+class Scored(_Listed):
+    data: list[ScoredPair] = Field(description="One for each pair, in order.")
+
+
+class ClassifiedText(Reply):
+    index: int = Field(description="Which text.", examples=[0])
+    label: str = Field(description="The most likely class.", examples=["POSITIVE"])
+    probs: list[float] = Field(description="The probability of each class.", examples=[[0.1, 0.9]])
+    num_classes: int = Field(description="Number of classes.", examples=[2])
+
+
+class Classified(_Listed):
+    data: list[ClassifiedText] = Field(description="One for each text, in order.")
+
+
+class CohereVectors(Reply):
+    id: str = _ID
+    response_type: Literal["embeddings_floats", "embeddings_by_type"] = Field(
+        description="Whether `embeddings` is a list of vectors or has lists by type.", examples=["embeddings_by_type"]
+    )
+    embeddings: list[list[float]] | dict[str, list[Any]] = Field(
+        description="The vectors.", examples=[{"float": [[0.1, -0.2]]}]
+    )
+    texts: list[str] = Field(description="The texts.", examples=[["a cat"]])
+    meta: dict[str, Any] = Field(description="The version.", examples=[{"api_version": {"version": "2"}}])
+
+
+class HuggingFaceSparse(Reply):
+    index: int = Field(description="Id of a vocabulary entry.", examples=[2051])
+    value: float = Field(description="Its weight.", examples=[0.4])
+
+
+class HuggingFaceFill(Reply):
+    score: float = Field(description="Probability.", examples=[0.4])
+    token: int = Field(description="Token id.", examples=[2051])
+    token_str: str = Field(description="The token alone as text.", examples=["time"])
+    sequence: str = Field(description="The text with the token in the mask's place.", examples=["a long time ago"])
+
+
+class HuggingFaceAnswer(Reply):
+    score: float = Field(description="Probability.", examples=[0.7])
+    start: int = Field(description="First character in the context.", examples=[10])
+    end: int = Field(description="Character behind the last one.", examples=[14])
+    answer: str = Field(description="The answer; empty: there is none.", examples=["1843"])
+
+
+class HuggingFaceEntity(Reply):
+    entity: str | None = Field(None, description="The label, without aggregation.", examples=["B-PER"])
+    entity_group: str | None = Field(None, description="The label, with aggregation.", examples=["PER"])
+    score: float = Field(description="Probability.", examples=[0.98])
+    index: int | None = Field(None, description="The token's place, without aggregation.", examples=[1])
+    word: str = Field(description="As the tokenizer writes it.", examples=["Ada"])
+    start: int = Field(description="First character.", examples=[0])
+    end: int = Field(description="Character behind the last one.", examples=[3])
+
+
 class SglangMatched(Reply):
     type: Literal["stop"] = Field(description="Ended by a stop id or text.", examples=["stop"])
     matched: int | str | None = Field(description="The stop id or text.", examples=[2])

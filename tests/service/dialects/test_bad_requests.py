@@ -31,6 +31,19 @@ GOOD: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "w1", "texts": ["w2"]},
     "/predict": {"inputs": "w1"},
 }
+_COMPARED = {"inputs": {"source_sentence": "w1", "sentences": ["w2"]}}
+TASKS: dict[str, dict[str, Any]] = {
+    "/embed_all": {"inputs": "w1"},
+    "/embed_sparse": {"inputs": "w1"},
+    "/similarity": _COMPARED,
+    "/pipeline/sentence-similarity": _COMPARED,
+    "/pipeline/feature-extraction": {"inputs": "w1"},
+    "/pipeline/fill-mask": {"inputs": "w1"},
+    "/pipeline/question-answering": {"inputs": {"question": "w1", "context": "w2"}},
+    "/pipeline/token-classification": {"inputs": "w1"},
+    "/pipeline/zero-shot-classification": {"inputs": "w1", "parameters": {"candidate_labels": ["w2"]}},
+    "/pipeline/text-classification": {"inputs": "w1"},
+}
 TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
 
@@ -297,8 +310,8 @@ def test_the_address_names_the_model_on_every_route_that_says_so(app: App) -> No
     async def work(client: httpx.AsyncClient) -> None:
         paths = (await client.get("/openapi.json")).json()["paths"]
         routes = [path for path, found in paths.items() if "parameters" in found.get("post", {})]
-        assert set(routes) == {G, E, "/", "/generate_stream", "/embed", "/rerank", "/predict"}
-        for route, body in [*NATIVE.items(), *((route, GOOD[route]) for route in routes)]:
+        assert set(routes) == {G, E, "/", "/generate_stream", "/embed", "/rerank", "/predict", *TASKS}
+        for route, body in [*NATIVE.items(), *((route, (GOOD | TASKS)[route]) for route in routes)]:
             unnamed = {key: value for key, value in body.items() if key != "model"}
             reply = await client.post(f"{route}?model=nope", json=unnamed)
             check_error(reply, 404, "model", "model_not_found")

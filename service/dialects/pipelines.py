@@ -1,0 +1,213 @@
+"""Hugging Face's tasks beside generation, as `InferenceClient` asks for them, and TEI's routes of the same kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from service.dialects.common import Extended, native
+from service.dialects.huggingface import encode_fields, logistic, probabilities
+from service.dialects.pipeline_bodies import (
+    ClassBody,
+    EmbedAllBody,
+    EntityBody,
+    FillMaskBody,
+    QuestionBody,
+    SimilarityBody,
+    ZeroShotBody,
+)
+from service.http.json_replies import Json
+from service.planning.encode import EncodePlan
+from service.schemas.encode_bodies import EncodeBody
+
+Show = Callable[[EncodePlan, Json], object]
+
+# Native names of fields by those of each task, for errors.
+SIMILARITY_NAMES = {"input": "inputs.sentences", "prompt_name": "parameters.prompt_name"}
+FILL_NAMES = {"input": "inputs", "top_k": "parameters.top_k", "targets": "parameters.targets"}
+QUESTION_NAMES = {
+    "input": "inputs",
+    "top_k": "parameters.top_k",
+    "stride": "parameters.doc_stride",
+    "max_answer_length": "parameters.max_answer_len",
+}
+ENTITY_NAMES = {"input": "inputs", "stride": "parameters.stride"}
+ZERO_SHOT_NAMES = {
+    "input": "inputs",
+    "labels": "parameters.candidate_labels",
+    "hypothesis_template": "parameters.hypothesis_template",
+}
+CLASS_NAMES = {"input": "inputs"}
+
+
+def embed_all(body: EmbedAllBody, output: str) -> EncodeBody:
+    """Translate a body for vectors of tokens, or for sparse ones."""
+    fields = {"input": body.inputs, "prompt_name": body.prompt_name, "output": output}
+    return native(EncodeBody, encode_fields(body) | fields)
+
+
+def embed_all_reply(plan: EncodePlan, reply: Json) -> object:
+    return [item["tokens"] for item in reply["data"]]
+
+
+def embed_sparse_reply(plan: EncodePlan, reply: Json) -> object:
+    """Return each input's vocabulary entries with their weights."""
+    return [
+        [{"index": index, "value": weight} for index, weight in zip(item["indices"], item["weights"], strict=True)]
+        for item in reply["data"]
+    ]
+
+
+def similarity(body: SimilarityBody) -> EncodeBody:
+    """Translate a comparison; the sentence that others are compared with is the last input."""
+    parameters = body.parameters
+    fields: Json = {"input": [*body.inputs.sentences, body.inputs.source_sentence], "normalize": True}
+    if parameters is not None:
+        side = (parameters.truncation_direction or "right").lower()
+        fields |= {"truncate": side if parameters.truncate else None, "prompt_name": parameters.prompt_name}
+    return native(EncodeBody, _common(body) | fields)
+
+
+def similarity_reply(plan: EncodePlan, reply: Json) -> object:
+    """Return the cosine of the source sentence and each other one."""
+    vectors = np.array([item["embedding"] for item in reply["data"]])
+    return (vectors[:-1] @ vectors[-1]).tolist()
+
+
+def fill_mask(body: FillMaskBody) -> EncodeBody:
+    fields = _given(body.parameters, top_k="top_k", targets="targets")
+    return native(EncodeBody, _common(body) | fields | {"input": body.inputs, "output": "fill_mask"})
+
+
+def fill_mask_reply(body: FillMaskBody) -> Show:
+    """Return the candidates of each input's mask, in lists where an input has several masks, or there are several."""
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        found: list[Any] = []
+        for item in reply["data"]:
+            masks = [[_fill(one) for one in mask["candidates"]] for mask in item["masks"]]
+            found.append(masks[0] if len(masks) == 1 else masks)
+        return found[0] if isinstance(body.inputs, str) else found
+
+    return show
+
+
+def question(body: QuestionBody) -> EncodeBody:
+    fields = _given(
+        body.parameters,
+        top_k="top_k",
+        stride="doc_stride",
+        max_answer_length="max_answer_len",
+        no_answer="handle_impossible_answer",
+        align_to_words="align_to_words",
+    )
+    pair = {"text": body.inputs.question, "text_pair": body.inputs.context}
+    return native(EncodeBody, _common(body) | fields | {"input": [pair], "output": "question_answering"})
+
+
+def question_reply(body: QuestionBody) -> Show:
+    """Return the best answer, or with `top_k` above 1 a list."""
+    several = body.parameters is not None and (body.parameters.top_k or 1) > 1
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        [item] = reply["data"]
+        found = [
+            {"score": one["score"], "start": one["start"], "end": one["end"], "answer": one["text"]}
+            for one in item["answers"]
+        ]
+        return found if several else found[0]
+
+    return show
+
+
+def entities(body: EntityBody) -> EncodeBody:
+    names = {"aggregation": "aggregation_strategy", "ignore_labels": "ignore_labels", "stride": "stride"}
+    fields = {"aggregation": "simple"} | _given(body.parameters, **names)
+    return native(EncodeBody, _common(body) | fields | {"input": body.inputs, "output": "token_classification"})
+
+
+def entities_reply(body: EntityBody) -> Show:
+    """Return the entities of a text, or a list of those of each."""
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        found = [[_entity(one) for one in item["entities"]] for item in reply["data"]]
+        return found[0] if isinstance(body.inputs, str) else found
+
+    return show
+
+
+def zero_shot(body: ZeroShotBody) -> EncodeBody:
+    parameters = body.parameters
+    fields: Json = {
+        "labels": parameters.candidate_labels,
+        "hypothesis_template": parameters.hypothesis_template,
+        "multi_label": parameters.multi_label,
+    }
+    return native(EncodeBody, _common(body) | fields | {"input": body.inputs, "output": "zero_shot"})
+
+
+def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
+    [item] = reply["data"]
+    return [{"label": label, "score": score} for label, score in zip(item["labels"], item["scores"], strict=True)]
+
+
+def classes(body: ClassBody) -> EncodeBody:
+    return native(EncodeBody, _common(body) | {"input": body.inputs, "output": "logits"})
+
+
+def classes_reply(body: ClassBody) -> Show:
+    """Return each text's classes by descending score; in a list of lists, also for one text."""
+    parameters = body.parameters
+    function = parameters.function_to_apply if parameters is not None else None
+    top_k = parameters.top_k if parameters is not None else None
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        head = plan.served.config.classifier
+        independent = head is not None and head.multi_label
+        scored = _FUNCTIONS[function] if function is not None else logistic if independent else probabilities
+        found = []
+        for item in reply["data"]:
+            pairs = zip(scored(item["scores"]), reply["labels"], strict=True)
+            ranked = sorted(pairs, key=lambda pair: -float(pair[0]))[:top_k]
+            found.append([{"label": label, "score": score} for score, label in ranked])
+        return found
+
+    return show
+
+
+def _softmax(logits: Sequence[float]) -> list[float]:
+    """Return probabilities, also of a single class."""
+    weights = [math.exp(one - max(logits)) for one in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+_FUNCTIONS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
+    "none": list,
+    "sigmoid": logistic,
+    "softmax": _softmax,
+}
+
+
+def _fill(one: Json) -> Json:
+    return {"score": one["score"], "token": one["token"], "token_str": one["text"], "sequence": one["sequence"]}
+
+
+def _entity(one: Json) -> Json:
+    place: Json = {"word": one["text"], "start": one["start"], "end": one["end"]}
+    if "position" in one:
+        return {"entity": one["label"], "score": one["score"], "index": one["position"], **place}
+    return {"entity_group": one["label"], "score": one["score"], **place}
+
+
+def _given(parameters: BaseModel | None, **names: str) -> Json:
+    """Return native fields by the names of the parameters that give them, where they are given."""
+    found = {} if parameters is None else {field: getattr(parameters, name) for field, name in names.items()}
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _common(body: Extended) -> Json:
+    return {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}

@@ -1,0 +1,214 @@
+"""Hugging Face's tasks beside generation: /pipeline/TASK for `InferenceClient`, and TEI's routes of the same kind.
+
+Their clients name no model in the body; it may be given in the URL (`?model=`). Without one the only model that has
+what the task needs answers.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.dialects import pipelines, ranking
+from service.dialects.common import Extended, naming_errors
+from service.dialects.huggingface_bodies import EmbedBody
+from service.dialects.pipeline_bodies import (
+    ClassBody,
+    EmbedAllBody,
+    EmbedSparseBody,
+    EntityBody,
+    FillMaskBody,
+    QuestionBody,
+    SimilarityBody,
+    ZeroShotBody,
+)
+from service.http.bodies import read_body, with_model_of_query
+from service.planning.outputs.registry import OUTPUTS
+from service.routes import encode
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.routes.ranking import only_model
+from service.schemas.dialect_replies import (
+    HuggingFaceAnswer,
+    HuggingFaceClass,
+    HuggingFaceEntity,
+    HuggingFaceFill,
+    HuggingFaceSparse,
+    Vectors,
+)
+
+router = APIRouter()
+B = TypeVar("B", bound=Extended)
+
+_SENTENCES = {
+    "model": "embed",
+    "inputs": {"source_sentence": "a cat on a mat", "sentences": ["a kitten on a rug", "a ship at sea"]},
+}
+
+
+@router.post(
+    "/embed_all",
+    summary="Embed each token, as text-embeddings-inference does",
+    response_model=None,
+    responses={**ok_response("Vectors of each input's tokens.", list[Vectors]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(EmbedAllBody), **query_model()},
+)
+async def embed_all(request: Request) -> Response:
+    """Returns hidden states, without pooling and projections."""
+    body = with_model_of_query(request, await read_body(request, EmbedAllBody))
+    with naming_errors(pipelines.CLASS_NAMES):
+        return await encode.answer(request, pipelines.embed_all(body, "tokens"), pipelines.embed_all_reply)
+
+
+@router.post(
+    "/embed_sparse",
+    summary="Embed sparsely, as text-embeddings-inference does",
+    response_model=None,
+    responses={
+        **ok_response("Weights of vocabulary entries.", list[list[HuggingFaceSparse]]),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(EmbedSparseBody), **query_model()},
+)
+async def embed_sparse(request: Request) -> Response:
+    """Requires a model with the output `sparse`."""
+    body = await _body(request, EmbedSparseBody, "sparse")
+    with naming_errors(pipelines.CLASS_NAMES):
+        return await encode.answer(request, pipelines.embed_all(body, "sparse"), pipelines.embed_sparse_reply)
+
+
+async def _similarity(request: Request) -> Response:
+    body = with_model_of_query(request, await read_body(request, SimilarityBody))
+    with naming_errors(pipelines.SIMILARITY_NAMES):
+        return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply)
+
+
+@router.post(
+    "/similarity",
+    summary="Compare sentences, as text-embeddings-inference does",
+    response_model=None,
+    responses={**ok_response("A cosine for each sentence.", list[float]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(SimilarityBody, huggingface=_SENTENCES), **query_model()},
+)
+async def similarity(request: Request) -> Response:
+    """Returns the cosine of the source sentence's vector and each other one's."""
+    return await _similarity(request)
+
+
+@router.post(
+    "/pipeline/sentence-similarity",
+    summary="Compare sentences, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("A cosine for each sentence.", list[float]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(SimilarityBody, huggingface=_SENTENCES), **query_model()},
+)
+async def sentence_similarity(request: Request) -> Response:
+    """The same as /similarity."""
+    return await _similarity(request)
+
+
+@router.post(
+    "/pipeline/feature-extraction",
+    summary="Embed, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("A vector for each input.", Vectors), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(EmbedBody), **query_model()},
+)
+async def feature_extraction(request: Request) -> Response:
+    """The same as /embed."""
+    return await encode.huggingface_answer(request, with_model_of_query(request, await read_body(request, EmbedBody)))
+
+
+@router.post(
+    "/pipeline/fill-mask",
+    summary="Fill masks, as InferenceClient asks for it",
+    response_model=None,
+    responses={
+        **ok_response("Candidates, the best first.", list[HuggingFaceFill], list[list[HuggingFaceFill]]),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(FillMaskBody), **query_model()},
+)
+async def fill_mask(request: Request) -> Response:
+    """Requires a model with the output `fill_mask`."""
+    body = await _body(request, FillMaskBody, "fill_mask")
+    with naming_errors(pipelines.FILL_NAMES):
+        return await encode.answer(request, pipelines.fill_mask(body), pipelines.fill_mask_reply(body))
+
+
+@router.post(
+    "/pipeline/question-answering",
+    summary="Answer a question, as InferenceClient asks for it",
+    response_model=None,
+    responses={
+        **ok_response("The best answer, or several.", HuggingFaceAnswer, list[HuggingFaceAnswer]),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(QuestionBody), **query_model()},
+)
+async def question_answering(request: Request) -> Response:
+    """Requires a model with the output `question_answering`."""
+    body = await _body(request, QuestionBody, "question_answering")
+    with naming_errors(pipelines.QUESTION_NAMES):
+        return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
+
+
+@router.post(
+    "/pipeline/token-classification",
+    summary="Find entities, as InferenceClient asks for it",
+    response_model=None,
+    responses={
+        **ok_response("Entities.", list[HuggingFaceEntity], list[list[HuggingFaceEntity]]),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(EntityBody), **query_model()},
+)
+async def token_classification(request: Request) -> Response:
+    """Requires a model with the output `token_classification`. Neighbours of one label are joined by default."""
+    body = await _body(request, EntityBody, "token_classification")
+    with naming_errors(pipelines.ENTITY_NAMES):
+        return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
+
+
+@router.post(
+    "/pipeline/zero-shot-classification",
+    summary="Classify by any labels, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("The labels, the best first.", list[HuggingFaceClass]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(ZeroShotBody), **query_model()},
+)
+async def zero_shot_classification(request: Request) -> Response:
+    """Requires a model with the output `zero_shot`."""
+    body = await _body(request, ZeroShotBody, "zero_shot")
+    with naming_errors(pipelines.ZERO_SHOT_NAMES):
+        return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
+
+
+@router.post(
+    "/pipeline/text-classification",
+    summary="Classify, as InferenceClient asks for it",
+    response_model=None,
+    responses={
+        **ok_response("Each text's classes, the best first.", list[list[HuggingFaceClass]]),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(ClassBody), **query_model()},
+)
+async def text_classification(request: Request) -> Response:
+    """Requires a model that classifies texts."""
+    body = with_model_of_query(request, await read_body(request, ClassBody))
+    served = await only_model(request, body.model, ranking.judges_pairs, "classifies texts")
+    body = body.model_copy(update={"model": served.name})
+    with naming_errors(pipelines.CLASS_NAMES):
+        return await encode.answer(request, pipelines.classes(body), pipelines.classes_reply(body))
+
+
+async def _body(request: Request, kind: type[B], output: str) -> B:
+    """Read a body, and fill in the only model that has the output if it names none; raises a 400 without one."""
+    body = with_model_of_query(request, await read_body(request, kind))
+    if body.model is not None:
+        return body
+    able = await only_model(request, None, lambda one: OUTPUTS[output].missing(one) is None, f"has the output {output}")
+    return body.model_copy(update={"model": able.name})

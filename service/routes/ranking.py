@@ -1,0 +1,183 @@
+"""Routes of Cohere, Jina and vLLM: reranking, scores of pairs, classes, and Cohere's vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.core.errors import invalid
+from service.core.model_registry import ServedModel, Task
+from service.dialects import cohere, ranking
+from service.dialects.common import naming_errors
+from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from service.http.bodies import read_body
+from service.http.model_use import hold_model
+from service.lifecycle.state import service_of
+from service.routes import encode
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
+from service.schemas.dialect_replies import Classified, CohereVectors, Ranked, Scored
+
+router = APIRouter()
+
+_RANK = {"model": "embed", "query": "What is Ray?", "documents": ["Ray is a framework.", "A ray of light."]}
+_SCORE = {"model": "embed", "text_1": "What is Ray?", "text_2": ["Ray is a framework.", "A ray of light."]}
+_EMBED = {"model": "embed", "texts": ["a cat on a mat", "a kitten on a rug"], "input_type": "search_document"}
+
+
+async def rank(request: Request, body: RankBody) -> Response:
+    """Rank documents with a classifier of pairs, or by the cosine of vectors."""
+    served = await judge_of(request, body.model)
+    with naming_errors(ranking.RANK_NAMES):
+        asked, show = ranking.rank(body.model_copy(update={"model": served.name}), served)
+        return await encode.answer(request, asked, show)
+
+
+@router.post(
+    "/v1/rerank",
+    summary="Rerank, as Cohere, Jina and vLLM do",
+    response_model=None,
+    responses={**ok_response("The documents, best first.", Ranked), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(RankBody, rank=_RANK),
+)
+async def rerank_v1(request: Request) -> Response:
+    """Scores are probabilities of a model that classifies pairs of texts, or else the cosine of its vectors."""
+    return await rank(request, await read_body(request, RankBody))
+
+
+@router.post(
+    "/v2/rerank",
+    summary="Rerank, as Cohere does",
+    response_model=None,
+    responses={**ok_response("The documents, best first.", Ranked), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(RankBody, rank=_RANK),
+)
+async def rerank_v2(request: Request) -> Response:
+    """The same as /v1/rerank."""
+    return await rank(request, await read_body(request, RankBody))
+
+
+@router.post(
+    "/v1/score",
+    summary="Score pairs of texts, as vLLM does",
+    response_model=None,
+    responses={**ok_response("A score for each pair.", Scored), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(ScoreBody, score=_SCORE),
+)
+async def score_v1(request: Request) -> Response:
+    """Scores are those of /v1/rerank."""
+    return await _score(request)
+
+
+@router.post(
+    "/score",
+    summary="Score pairs of texts, as vLLM does",
+    response_model=None,
+    responses={**ok_response("A score for each pair.", Scored), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(ScoreBody, score=_SCORE),
+)
+async def score(request: Request) -> Response:
+    """The same as /v1/score."""
+    return await _score(request)
+
+
+@router.post(
+    "/v1/classify",
+    summary="Classify texts, as vLLM does",
+    response_model=None,
+    responses={**ok_response("The class of each text.", Classified), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(ClassifyBody),
+)
+async def classify_v1(request: Request) -> Response:
+    """Requires a model that classifies texts."""
+    return await _classify(request)
+
+
+@router.post(
+    "/classify",
+    summary="Classify texts, as vLLM does",
+    response_model=None,
+    responses={**ok_response("The class of each text.", Classified), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(ClassifyBody),
+)
+async def classify(request: Request) -> Response:
+    """The same as /v1/classify."""
+    return await _classify(request)
+
+
+@router.post(
+    "/v1/embed",
+    summary="Embed, as Cohere's first version does",
+    response_model=None,
+    responses={**ok_response("A vector for each text.", CohereVectors), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(CohereEmbedBody, cohere=_EMBED),
+)
+async def embed_v1(request: Request) -> Response:
+    """Works with Cohere's client. Vectors have length 1."""
+    return await _embed(request, by_type=False)
+
+
+@router.post(
+    "/v2/embed",
+    summary="Embed, as Cohere does",
+    response_model=None,
+    responses={**ok_response("Vectors by their type.", CohereVectors), **error_responses(*WORK_ERRORS)},
+    openapi_extra=request_body(CohereEmbedBody, cohere=_EMBED),
+)
+async def embed_v2(request: Request) -> Response:
+    """Works with Cohere's client. Vectors have length 1."""
+    return await _embed(request, by_type=True)
+
+
+async def _score(request: Request) -> Response:
+    body = await read_body(request, ScoreBody)
+    served = await judge_of(request, body.model)
+    with naming_errors(ranking.SCORE_NAMES):
+        asked, show = ranking.score(body.model_copy(update={"model": served.name}), served)
+        return await encode.answer(request, asked, show)
+
+
+async def _classify(request: Request) -> Response:
+    body = await read_body(request, ClassifyBody)
+    served = await only_model(request, body.model, ranking.judges_pairs, "classifies texts")
+    with naming_errors(ranking.CLASSIFY_NAMES):
+        asked = ranking.classify(body.model_copy(update={"model": served.name}))
+        return await encode.answer(request, asked, ranking.classify_reply)
+
+
+async def _embed(request: Request, *, by_type: bool) -> Response:
+    body = await read_body(request, CohereEmbedBody)
+    await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
+    served = service_of(request).registry.resolve(body.model, Task.ENCODE)
+    with naming_errors(cohere.NAMES):
+        return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
+
+
+async def judge_of(request: Request, name: str | None) -> ServedModel:
+    """Return the model that scores pairs: the named one, the only classifier of texts, or the only one that embeds."""
+    registry = service_of(request).registry
+    if name is None and any(map(ranking.judges_pairs, registry)):
+        return await only_model(request, name, ranking.judges_pairs, "classifies texts")
+    await hold_model(request, name, Task.ENCODE)
+    return registry.resolve(name, Task.ENCODE)
+
+
+async def only_model(request: Request, name: str | None, able: Callable[[ServedModel], bool], what: str) -> ServedModel:
+    """Return the named model, or the only loaded one that is `able`; raises a 400 that names `model` without one."""
+    registry = service_of(request).registry
+    if name is not None:
+        await hold_model(request, name, Task.ENCODE)
+    models = [one for one in registry if able(one)]
+    names = ", ".join(one.name for one in models) or "none"
+    if name is not None:
+        served = registry.resolve(name, Task.ENCODE)
+        if served not in models:
+            raise invalid(f"model {served.name} is none that {what}; models that do: {names}", "model", "wrong_task")
+        return served
+    if not models:
+        raise invalid(f"no loaded model {what}", "model", "wrong_task")
+    if len(models) > 1:
+        raise invalid(f"model is required: several models do what is asked: {names}", "model", "missing_field")
+    return models[0]

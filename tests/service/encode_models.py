@@ -1,0 +1,82 @@
+"""Tiny models with heads of every kind, behind the service and as the pipelines of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.checkpoint.folder import read_checkpoint
+from model.client.async_engine import AsyncEngine
+from model.engine.thread_transport import ThreadTransport
+from model.text.tokenizer import Tokenizer
+from service.app import create_app
+from service.core.model_registry import Registry, ServedModel
+from service.settings.service_settings import ServiceSettings
+from tests.model.checkpoints import VOCAB, saved
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "Ada", "Love", "##lace"]
+TEXT = "Ada Lovelace sat on a mat , in Londonx the cat sat"
+
+
+def raw_tokenizer() -> RawTokenizer:
+    """WordPiece over all ids of the models: words, pieces within words, special tokens."""
+    names = [*WORDS, "##x", "London", ",", "in"]
+    names += [f"{'##' if at % 3 else ''}p{at}" for at in range(VOCAB - len(names))]
+    raw = RawTokenizer(models.WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.decoder = decoders.WordPiece()
+    raw.add_special_tokens(WORDS[:5])
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return raw
+
+
+def bart_tokenizer() -> RawTokenizer:
+    """The same with BART's special tokens around texts: its end of sequence is id 2."""
+    raw = raw_tokenizer()
+    raw.post_processor = processors.TemplateProcessing(
+        single="[PAD] $A [CLS]", pair="[PAD] $A [CLS] [CLS] $B [CLS]", special_tokens=[("[PAD]", 0), ("[CLS]", 2)]
+    )
+    return raw
+
+
+def encode_app(*kinds: str) -> FastAPI:
+    """The application over real engines of these kinds."""
+    config = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
+    tokenizers = {kind: Tokenizer(bart_tokenizer() if kind.startswith("bart") else raw_tokenizer()) for kind in kinds}
+    specs = [ModelSpec(kind, str(saved(kind).path), config) for kind in kinds]
+    registry = Registry(
+        ServedModel(kind, read_checkpoint(saved(kind).path), tokenizers[kind], config) for kind in kinds
+    )
+    return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
+
+
+def hf_tokenizer(kind: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    raw = bart_tokenizer() if kind.startswith("bart") else raw_tokenizer()
+    inputs = ["input_ids", "attention_mask"]
+    if kind.startswith(("bert", "albert", "electra")):
+        inputs.insert(1, "token_type_ids")
+    names = dict(unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", mask_token="[MASK]")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, model_input_names=inputs, **names)
+
+
+def pipeline(task: str, kind: str) -> Any:
+    import transformers
+
+    model = saved(kind).reference
+    return transformers.pipeline(task, model=model, tokenizer=hf_tokenizer(kind), device="cpu")
+
+
+def reference_logits(kind: str, text: str, pair: str | None = None) -> torch.Tensor:
+    tokens = hf_tokenizer(kind)(text, pair, return_tensors="pt")
+    with torch.inference_mode():
+        return saved(kind).reference(**tokens).logits[0]  # type: ignore[no-any-return]
