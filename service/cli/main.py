@@ -1,6 +1,6 @@
-"""The command line `triptych`: serve, serve-config, generate, encode, inspect. Usage errors print one line and exit 2.
+"""The command line `triptych`: serve, serve-config, download, generate, encode, inspect.
 
-Slow imports are inside the commands, so that `--help` answers at once.
+Usage errors print one line and exit 2. Slow imports are inside the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     _add_serve(commands)
     _add_serve_config(commands)
+    _add_download(commands)
     _add_generate(commands)
     _add_encode(commands)
     _add_inspect(commands)
@@ -114,6 +115,15 @@ def _add_serve_config(commands: Any) -> None:
     )
     _add_verbose(parser)
     parser.set_defaults(command=_serve_config, flags=_flags(parser))
+
+
+def _add_download(commands: Any) -> None:
+    text = "download models of the Hub into the cache, and print their names with their commits"
+    parser = commands.add_parser("download", help=text, description=text)
+    parser.add_argument("models", nargs="+", metavar="hf:ORGANISATION/NAME[@REVISION]")
+    sources.add_arguments(parser, (BY_NAME["pickle"],))
+    _add_verbose(parser)
+    parser.set_defaults(command=_download, flags=_flags(parser))
 
 
 def _add_generate(commands: Any) -> None:
@@ -227,6 +237,20 @@ def _serve_config(arguments: argparse.Namespace) -> int:
     made = serve_config(Path(arguments.file), arguments.num_cpus)
     print(f"# Made from {arguments.file} by `triptych serve-config`.")
     print(yaml.safe_dump(made, sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    import logging
+
+    settings = sources.from_environment(os.environ) | sources.from_arguments(arguments, (BY_NAME["pickle"],))
+    others = [name for name in arguments.models if not hub.is_hub_name(name)]
+    if others:
+        raise ConfigError(f"{others[0]}: expected hf:ORGANISATION/NAME or hf:ORGANISATION/NAME@REVISION")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger(hub.__name__).setLevel(logging.INFO)  # progress
+    for name in arguments.models:
+        print(hub.pinned(name, pickle=settings.get("pickle", True)), flush=True)
     return 0
 
 

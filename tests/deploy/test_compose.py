@@ -55,14 +55,25 @@ def test_it_has_time_to_drain(name: str) -> None:
 def test_profiles_are_what_the_readme_says() -> None:
     profiles = {name: service.get("profiles", []) for name, service in SERVICES.items()}
     assert profiles["triptych"] == []
-    assert {p for found in profiles.values() for p in found} == {"gpu", "monitoring", "loadtest"}
+    assert {p for found in profiles.values() for p in found} == {"gpu", "monitoring", "loadtest", "download"}
     assert (ROOT / "deploy/.env").read_text() == "COMPOSE_PROFILES=monitoring\n"
 
 
 @pytest.mark.parametrize("name", SERVING)
 def test_compose_sets_only_known_variables(name: str) -> None:
     known = {option.variable for option in OPTIONS}
-    assert set(SERVICES[name]["environment"]) <= known
+    assert set(SERVICES[name]["environment"]) - {"HF_HOME", "HF_HUB_OFFLINE"} <= known
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_one_downloads_models_and_those_that_serve_have_them_to_read(name: str) -> None:
+    download, serving = SERVICES["download"], SERVICES[name]
+    home = download["environment"]["HF_HOME"]
+    assert download["command"] == "download ${MODELS:-}" and serving["command"] == "serve ${MODELS:-}"
+    assert download["volumes"] == [f"models:{home}"] and serving["volumes"] == [f"models:{home}:ro"]
+    assert serving["environment"]["HF_HOME"] == home and serving["environment"]["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in download["environment"]
+    assert f"/{home.strip('/')}" in (ROOT / "Dockerfile").read_text()  # whose owner a new volume takes over
 
 
 def test_keys_are_secrets_and_in_no_variable() -> None:

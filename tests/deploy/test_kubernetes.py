@@ -227,15 +227,15 @@ def test_serving_containers_have_probes_and_grace(name: str) -> None:
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub"])
 def test_probes_ask_what_they_mean(overlay: str) -> None:
-    (container,) = containers(deployment(overlay))
+    (container,) = (one for one in containers(deployment(overlay)) if "ports" in one)
     paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/livez"}
     assert set(paths.values()) <= OPEN_PATHS  # probes have no key
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub"])
 def test_the_grace_is_longer_than_the_drain(overlay: str) -> None:
     (pod,) = pod_specs(deployment(overlay))
     (container,) = pod["containers"]
@@ -248,9 +248,9 @@ def test_the_grace_is_longer_than_the_drain(overlay: str) -> None:
     assert stop >= readiness["periodSeconds"] * readiness["failureThreshold"]
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub"])
 def test_deployments_set_only_known_variables(overlay: str) -> None:
-    (container,) = containers(deployment(overlay))
+    (container,) = (one for one in containers(deployment(overlay)) if "ports" in one)
     ours = {one["name"] for one in container["env"] if one["name"].startswith("TRIPTYCH_")}
     assert ours <= {option.variable for option in OPTIONS}
 
@@ -274,11 +274,44 @@ def test_everything_selects_the_pods_there_are() -> None:
 
 def test_networks_are_closed_in_both_directions() -> None:
     policies = [one["spec"] for one in MANIFESTS.values() if one["kind"] == "NetworkPolicy"]
-    assert len(policies) == 3
+    assert len(policies) == 5
     assert all(set(policy["policyTypes"]) == {"Ingress", "Egress"} for policy in policies)
     assert all(rule.get("from") for policy in policies for rule in policy["ingress"])
     (job,) = OVERLAYS["loadtest"]
     assert job["spec"]["template"]["metadata"]["labels"]["triptych.io/client"] == "true"
+
+
+def of_kind(overlay: str, kind: str) -> Manifest:
+    (found,) = (one for one in OVERLAYS[overlay] if one["kind"] == kind)
+    return found
+
+
+def test_a_model_of_the_hub_is_downloaded_by_a_job_and_served_without_network() -> None:
+    (pod,) = pod_specs(deployment("hub"))
+    (serving,), (checking,) = pod["containers"], pod["initContainers"]
+    (job,) = pod_specs(of_kind("hub", "Job"))
+    (downloading,) = job["containers"]
+    # The Job is not selected by the policy, or the Service, of the pods that serve, and only it may reach others.
+    labels = of_kind("hub", "Job")["spec"]["template"]["metadata"]["labels"]
+    policies = {one["metadata"]["name"]: one["spec"] for one in OVERLAYS["hub"] if one["kind"] == "NetworkPolicy"}
+    assert policies["triptych"]["egress"] == []
+    assert policies["triptych"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "triptych"
+    assert policies["triptych-download"]["podSelector"]["matchLabels"] == labels
+    assert labels["app.kubernetes.io/name"] != "triptych"
+    # All three name the same models and the same volume, which one of them writes.
+    models = downloading["args"][1:]
+    assert downloading["args"][0] == "download" and all(name.startswith("hf:") for name in models)
+    assert checking["args"] == downloading["args"] and serving["args"][3:] == models
+    for container, offline in ((serving, True), (checking, True), (downloading, False)):
+        variables = {one["name"]: one.get("value") for one in container["env"]}
+        [mount] = [one for one in container["volumeMounts"] if one["mountPath"] == variables["HF_HOME"]]
+        assert mount.get("readOnly", False) is offline
+        assert (variables.get("HF_HUB_OFFLINE") == "1") is offline
+        assert container["image"] == serving["image"]
+    claim = of_kind("hub", "PersistentVolumeClaim")["metadata"]["name"]
+    for spec in (pod, job):
+        [volume] = [one for one in spec["volumes"] if one["name"] == "models"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim
 
 
 def test_control_the_renderer_refuses_what_it_does_not_know(tmp_path: Path) -> None:

@@ -50,7 +50,14 @@ def test_help_shows_defaults_and_variables() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(("--help",), ("serve", "--help"), ("generate", "--help"), ("encode", "--help"), ("inspect", "--help")),
+        *(
+            ("--help",),
+            ("serve", "--help"),
+            ("generate", "--help"),
+            ("encode", "--help"),
+            ("inspect", "--help"),
+            ("download", "--help"),
+        ),
         *(("serve", "/no/such"), ("generate", "code", "x", "--dtype", "int3"), ("inspect", "nothing")),
     ],
 )

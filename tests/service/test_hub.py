@@ -163,3 +163,38 @@ def test_the_command_line_takes_names_of_the_hub(hub: tuple[Hub, str], files: Fi
     line = client.run("-m", "service.cli.main", "encode", "--model", "hf:org/bert", "import os")
     assert len(json.loads(line)["embedding"]) == 32
     assert "bert" in client.run("-m", "service.cli.main", "inspect", "hf:org/bert", "--json")
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(file): file.lstat().st_mtime_ns for file in [folder, *folder.rglob("*")]}
+
+
+def test_a_cache_that_was_filled_before_serves_without_network_and_is_not_written(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path
+) -> None:
+    """As in the manifests: one downloads, the others have the volume to read and no network."""
+    served, url = hub
+    commit = served.publish("org/bert", files)
+    client = Client(url, tmp_path)
+    assert client.run("-m", "service.cli.main", "download", "hf:org/bert") == f"hf:org/bert@{commit}\n"
+    before, asked = contents(tmp_path), served.requests.copy()
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert client.run("-m", "service.cli.main", "download", "hf:org/bert", **offline) == f"hf:org/bert@{commit}\n"
+    line = client.run("-m", "service.cli.main", "encode", "--model", "hf:org/bert", "import os", **offline)
+    assert len(json.loads(line)["embedding"]) == 32
+    assert contents(tmp_path) == before and served.requests == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("org/bert",), "org/bert: expected hf:ORGANISATION/NAME or hf:ORGANISATION/NAME@REVISION"),
+        (("hf:org/bert",), "the Hub does not answer, and the cache lacks files"),
+    ],
+)
+def test_what_cannot_be_downloaded_ends_with_a_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "service.cli.main", "download", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
