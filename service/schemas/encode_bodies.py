@@ -69,7 +69,7 @@ class EncodeBody(Body):
     )
     encoding_format: Literal["float", "base64"] = Field(
         "float",
-        description="Numbers, or base64 of little-endian float32.",
+        description="Numbers (as many digits as float32 needs), or base64 of little-endian float32.",
         examples=["float"],
     )
     embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] = Field(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import struct
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from model.api.request import EncodeTask, Pooling
+from service.http import bodies
 from service.planning.tokenization import truncate_text
 from service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
 from tests.service.support import App, ask, check_accounts, hold, make_app, run, samples, until, word_tokenizer
@@ -82,6 +85,25 @@ def test_base64_holds_the_same_numbers(app: App) -> None:
     tokens = encode(app, encoding_format="base64", output="tokens")["data"][0]
     assert tokens["shape"] == [4, 8]
     assert len(base64.b64decode(tokens["tokens"])) == 4 * 8 * 4
+
+
+@pytest.mark.parametrize("writer", ["orjson", "msgspec"])
+def test_numbers_of_a_reply_are_the_same_float32(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if writer == "msgspec":
+        monkeypatch.setattr(bodies, "_write_array", None)
+    elif bodies._write_array is None:
+        pytest.skip("orjson is not installed")
+    values = np.random.default_rng(0).integers(0, 2**32, 4_000, np.uint32).view(np.float32)
+    values[:6] = (0.0, -0.0, 1e-45, -3.4e38, 0.1, 16_777_217.0)
+    values = values[np.isfinite(values)].reshape(-1, 2)
+    written = bodies.json_response({"a": values, "b": values[0]}).body
+    read = json.loads(written)
+    assert np.array(read["a"], np.float32).tobytes() == values.tobytes()
+    assert np.array(read["b"], np.float32).tobytes() == values[0].tobytes()
+    unknown = bodies.json_response([np.float32([np.nan, np.inf])]).body
+    assert json.loads(unknown) == [[None, None]]
+    with pytest.raises(TypeError, match="JSON"):
+        bodies.json_response({"a": values.dtype})
 
 
 def test_cutting_keeps_special_tokens(app: App) -> None:

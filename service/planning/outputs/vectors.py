@@ -70,14 +70,17 @@ def tokens_item(found: Found) -> Json:
 
 
 def scores_item(found: Found) -> Json:
-    return _numbers(found, "scores")
+    item = _numbers(found, "scores")
+    if found.body.encoding_format != "base64":
+        item["scores"] = item["scores"].tolist()  # a few, which dialects compute with
+    return item
 
 
 def _numbers(found: Found, name: str) -> Json:
-    """Return floats, or base64 with the shape of a matrix."""
+    """Return an array, which the reply writes as a list, or base64 with the shape of a matrix."""
     [part] = found.parts
     if found.body.encoding_format != "base64":
-        return {name: part.values.tolist()}
+        return {name: part.values}
     item: Json = {name: base64.b64encode(part.output.data).decode()}
     if len(part.output.shape) > 1:
         item["shape"] = list(part.output.shape)
