@@ -61,7 +61,7 @@ SERVICE = """
     app                 : settings core observability lifecycle http routes
     runtimes            : model/errors model/api model/text model/checkpoint model/client settings core observability
                           lifecycle http app
-    runtimes/ray_serve  : model/errors model/api settings core observability lifecycle http runtimes
+    runtimes/ray_serve  : model/errors model/api model/checkpoint settings core observability lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/text model/checkpoint
                           model/inspection model/engine model/llm settings observability lifecycle runtimes
                           runtimes/ray_serve

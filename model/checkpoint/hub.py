@@ -41,8 +41,12 @@ def pinned(path: str, *, pickle: bool = True) -> str:
 
     Downloads what is missing. Raises `ConfigError`.
     """
-    repository, _ = _parts(path)
-    return f"{PREFIX}{repository}@{local_folder(path, pickle=pickle).name}"
+    return with_commit(path, local_folder(path, pickle=pickle))
+
+
+def with_commit(path: str, folder: Path) -> str:
+    """Return the name with the commit that `folder` of the cache holds."""
+    return f"{PREFIX}{_parts(path)[0]}@{folder.name}"
 
 
 def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None) -> Path:
@@ -108,7 +112,8 @@ def _download(
 def _check_size(path: str, files: list[Any], max_bytes: int) -> None:
     size = sum(file.file_size or 0 for file in files if file.will_download)
     if size > max_bytes:
-        raise ConfigError(f"{path}: {size / 1e9:.1f} GB would be downloaded, more than the {max_bytes / 1e9:g} allowed")
+        megabytes = f"{size / 1e6:,.1f} MB would be downloaded, more than the {max_bytes / 1e6:,g} MB"
+        raise ConfigError(f"{path}: {megabytes} that max_download allows")
 
 
 def _logged(path: str) -> type[Any]:

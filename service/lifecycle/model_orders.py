@@ -46,37 +46,48 @@ class ModelOrders:
         self._settings = settings
         self._folder = folder
 
+    def check(self, order: LoadOrder) -> None:
+        """Raise the `ApiError` with which `load` would refuse the order."""
+        self._resolve(order)
+
     def load(self, order: LoadOrder) -> asyncio.Task[None] | None:
         """Start loading what is ordered; None if it is loaded already. Raises `ApiError`."""
-        if order.name in self._registry.elsewhere:
-            raise conflict(f"name: {order.name} is a model of another group", "model_exists", "name")
-        slot = self._manager.get(order.name)
-        if slot is None or (order.path is not None and slot.state is State.FAILED and slot.origin is Origin.REQUEST):
-            return self._manager.begin_load(self._new_slot(order))
-        spec = self._spec_of_known(order, slot)
-        if slot.state is State.UNLOADING:
-            raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name")
+        slot, spec = self._resolve(order)
+        if slot is None:
+            slot = self._manager.add(spec, Origin.REQUEST, pinned=order.pinned)
+            slot.given_path = order.path
+            return self._manager.begin_load(slot)
         if slot.state in (State.LOADED, State.LOADING):
-            if spec != slot.spec:
-                message = (
-                    f"model {order.name} is {slot.state} with other settings; unload it first, or take another name"
-                )
-                raise conflict(message, "model_exists", "name")
+            slot.pinned |= order.pinned
             return slot.task
         slot.spec, slot.pinned = spec, order.pinned or (slot.origin is Origin.START and self._settings.pin)
         return self._manager.begin_load(slot)
 
-    def _new_slot(self, order: LoadOrder) -> Slot:
+    def _resolve(self, order: LoadOrder) -> tuple[Slot | None, ModelSpec]:
+        """Return the known model, None for a new one, and what to load."""
+        if order.name in self._registry.elsewhere:
+            raise conflict(f"name: {order.name} is a model of another group", "model_exists", "name")
+        slot = self._manager.get(order.name)
+        if slot is None or (order.path is not None and slot.state is State.FAILED and slot.origin is Origin.REQUEST):
+            return None, self._new_spec(order)
+        spec = self._spec_of_known(order, slot)
+        if slot.state is State.UNLOADING:
+            raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name")
+        if slot.state in (State.LOADED, State.LOADING) and spec != slot.spec:
+            message = f"model {order.name} is {slot.state} with other settings; unload it, or take another name"
+            raise conflict(message, "model_exists", "name")
+        return slot, spec
+
+    def _new_spec(self, order: LoadOrder) -> ModelSpec:
         if not valid_name(order.name):
             raise invalid("name: 1-64 letters, digits and ._-, of which the first is a letter or digit", "name")
         if order.path is None:
             raise invalid("path is required: no model of this name is known", "path", "missing_field")
-        spec = ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
-        return self._manager.add(spec, Origin.REQUEST, pinned=order.pinned)
+        return ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
 
     def _spec_of_known(self, order: LoadOrder, slot: Slot) -> ModelSpec:
         """Return what is ordered of a known model: by default what it was before."""
-        if order.path is not None and self._allowed(order.path) != slot.spec.path:
+        if order.path not in (None, slot.given_path) and self._allowed(order.path) != slot.spec.path:
             message = f"name: {order.name} is known from another path; take another name"
             raise conflict(message, "model_exists", "name")
         if not order.settings:

@@ -42,6 +42,7 @@ class Slot:
     origin: Origin
     pinned: bool
     state: State
+    given_path: str | None = None  # as an operator named it
     stamp: Stamp = ()  # of the files that `spec` was read from, if they are watched
     reason: str = ""  # why it failed, or is unloaded
     error: ApiError | None = None  # of the last load that failed, for who asked for it

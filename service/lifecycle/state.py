@@ -141,6 +141,10 @@ class Service:
         with self.jobs.in_progress():
             yield
 
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
     def check_ready(self) -> None:
         """Raise a 503 with the reason while no new requests are accepted."""
         self.check_not_draining()

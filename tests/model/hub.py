@@ -26,6 +26,7 @@ class Hub:
         self.gated: set[str] = set()
         self.cut: dict[str, int] = {}  # files whose next answer ends after so many bytes
         self.error: int = 0  # status of every answer; 0: none
+        self.held: threading.Event | None = None  # for which every large file waits
 
     def publish(self, repository: str, files: Files, branch: str = "main") -> str:
         """A new commit that the branch points at."""
@@ -123,6 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, repository: str, commit: str, name: str, *, body: bool) -> None:
         data = self.hub.commits[repository][commit][name]
+        if self.hub.held is not None:
+            self.hub.held.wait(60)
         begin, status, headers = 0, 200, {"ETag": f'"{_digest(data)}"', "Accept-Ranges": "bytes"}
         asked = self.headers.get("Range")
         if asked:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,42 @@ def test_what_cannot_be_downloaded_ends_with_a_line(arguments: tuple[str, ...], 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+DOWNLOAD = """
+import asyncio, os, sys
+from pathlib import Path
+from model.errors import ConfigError
+from service.runtimes.hub_download import download
+
+def children():
+    return Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+
+async def main():
+    path, most, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    try:
+        async with asyncio.timeout(seconds):
+            print(await download(path, pickle=True, max_bytes=most, log_format="plain"))
+    except (ConfigError, TimeoutError) as error:
+        print(type(error).__name__, error)
+    print("left:", len(children()))
+
+asyncio.run(main())
+"""
+
+
+def test_a_download_while_the_service_runs_is_bounded_and_can_be_given_up(
+    hub: tuple[Hub, str], files: Files, tmp_path: Path
+) -> None:
+    served, url = hub
+    commit = served.publish("org/bert", files)
+    client = Client(url, tmp_path)
+    refused = client.run("-c", DOWNLOAD, "hf:org/bert", "1000", "60")
+    assert "MB would be downloaded, more than the 0.001 MB that max_download allows" in refused
+    assert not [name for name in served.requests if name == "GET model.safetensors"]
+    served.held = threading.Event()
+    given_up = client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "3")
+    served.held.set()
+    assert given_up == "TimeoutError \nleft: 0\n"
+    done = client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "60")
+    assert done == f"{tmp_path}/hub/models--org--bert/snapshots/{commit}\nleft: 0\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import time
@@ -124,6 +125,32 @@ def test_a_request_is_cancelled_whichever_replica_is_asked(models: list[str]) ->
             assert (cancelled.status_code, cancelled.json()["cancelled"]) == (200, 1)
             assert b'"finish_reason":"cancelled"' in read_all(connection)
         assert httpx.delete(f"{service.url}/requests/r0").status_code == 404
+
+
+@pytest.mark.slow
+def test_models_that_were_loaded_later_outlive_a_replica(models: list[str], tmp_path: Path) -> None:
+    shutil.copytree(models[0].partition("=")[2], tmp_path / "more")
+    later = ["--models-dir", str(tmp_path), "--admin-key", "key"]
+    with (
+        running([*models, *later, *RUNTIMES["ray"], "--replicas", "2"]) as service,
+        httpx.Client(base_url=service.url, headers={"Authorization": "Bearer key"}, timeout=60) as operator,
+    ):
+
+        def replicas(name: str) -> dict[str, int]:
+            found = operator.get("/models").json()
+            return next((one["replicas"] for one in found.get("models", ()) if one["name"] == name), {})
+
+        reply = operator.post("/models/load", json={"name": "new", "path": "more", "settings": {"max_num_seqs": 8}})
+        assert reply.json()["replicas"] == {"loaded": 2}, reply.text
+        assert operator.post("/models/unload", json={"name": "enc"}).status_code == 200
+        [killed, _] = [pid for pid, line in service.descendants().items() if "ServeReplica" in line]
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: replicas("new") == {"loaded": 2} and replicas("enc") == {"unloaded": 2}, 90)
+        assert {generate(service.url, model="new")["choices"][0]["text"] for _ in range(8)} == {
+            generate(service.url)["choices"][0]["text"]
+        }
+        assert operator.post("/models/unload", json={"name": "new"}).status_code == 200
+        assert replicas("new") == {}
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -25,10 +27,20 @@ from tests.service.processes import ServiceProcess, eventually, running
     scope="module",
     params=["local", "ray", pytest.param("ray-default-proxy", marks=pytest.mark.slow)],
 )
-def service(request: pytest.FixtureRequest, models: list[str]) -> Iterator[ServiceProcess]:
+def service(
+    request: pytest.FixtureRequest, models: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("later")
+    shutil.copytree(models[0].partition("=")[2], folder / "lazy")
+    later = ["--models-dir", str(folder), "--admin-key", "of-an-operator"]
     # float32: in torch's bfloat16 and that of AMX tiles sums depend on the others in the batch.
-    with running([*models, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32"]) as started:
+    with running([*models, *later, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32"]) as started:
         yield started
+
+
+def order(base_url: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    """What an operator posts."""
+    return httpx.post(base_url + path, json=body, headers={"Authorization": "Bearer of-an-operator"}, timeout=60)
 
 
 @pytest.fixture
@@ -40,7 +52,9 @@ def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
     assert httpx.get(f"{base_url}/livez").json() == {"status": "ok"}
     assert httpx.get(f"{base_url}/readyz").json() == {"status": "ok"}
     info = httpx.get(f"{base_url}/info").json()
-    assert [model["name"] for model in info["models"]] == ["gen", "enc"]
+    assert [(model["name"], model["state"]) for model in info["models"]] == [
+        *(("gen", "loaded"), ("enc", "loaded"), ("lazy", "available"))
+    ]
 
 
 def test_it_listens_on_this_machine_alone(service: ServiceProcess) -> None:
@@ -109,6 +123,23 @@ def test_a_client_that_leaves_aborts_its_request(base_url: str, streamed: bool) 
     eventually(lambda: metric(base_url, "requests_running") == 0)
 
 
+def test_models_come_and_go_while_others_are_served(base_url: str) -> None:
+    assert generate(base_url, model="lazy")["choices"] == generate(base_url)["choices"]
+    connection = post(base_url, "/generate", {**LONG, "stream": True, "ignore_eos": True})
+    reply = order(base_url, "/models/load", {"name": "new", "path": "lazy", "settings": {"quantization": "int8"}})
+    assert (reply.status_code, reply.json()["replicas"]) == (200, {"loaded": 1}), reply.text
+    assert b'"finish_reason":"length"' in read_all(connection)
+    connection = post(base_url, "/generate", {**LONG, "model": "new", "n": 8, "stream": True, "ignore_eos": True})
+    eventually(lambda: metric(base_url, "requests_running", model="new") > 0)
+    reply = order(base_url, "/models/unload", {"name": "new", "drain_s": 0})
+    assert (reply.status_code, reply.json()["state"]) == (200, "unloaded"), reply.text
+    assert b'"finish_reason":"cancelled"' in read_all(connection)
+    assert httpx.post(f"{base_url}/generate", json={**PROMPT, "model": "new"}).status_code == 404
+    assert order(base_url, "/models/load", {"name": "new", "path": "../lazy"}).status_code == 400
+    assert httpx.get(f"{base_url}/readyz").status_code == 200
+    eventually(lambda: metric(base_url, "replicas", model="new") == 0)
+
+
 def test_accounts_add_up(base_url: str) -> None:
     eventually(lambda: metric(base_url, "requests_running") == 0)
     received = metric(base_url, "requests_received_total")
@@ -173,6 +204,7 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(service: ServiceProce
     assert httpx.get(f"{service.url}/livez").status_code == 200
     eventually(lambda: httpx.get(f"{service.url}/readyz").status_code == 200)
     generate(service.url)
+    generate(service.url, model="lazy")
     eventually(lambda: metric(service.url, "engine_restarts_total", model="gen") == 1)
 
 

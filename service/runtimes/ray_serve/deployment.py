@@ -23,7 +23,8 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -32,15 +33,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.api.stats import ModelInfo
 from model.errors import ConfigError, EngineDeadError
+from service.core.errors import internal, unavailable
 from service.http.route_prefix import unprefixed
 from service.lifecycle.state import service_of
 from service.observability import log_pipe, logs
 from service.runtimes.assembly import base_url, build_app, build_registry, listening, tune_garbage_collector
 from service.runtimes.ray_serve.autoscaling_policy import SATURATION
+from service.runtimes.ray_serve.cluster_models import Answer, Command, WantedStore
 from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from service.runtimes.ray_serve.descendants import adopt_orphans, end_descendants
 from service.runtimes.ray_serve.main_signals import MainSignals, time_limit
 from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
+from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet, error_fields
 from service.settings.scaling import Scaling
 from service.settings.serve_config import KEEP_ALIVE_SECONDS, OnReady, Ready, ServeConfig
 
@@ -52,6 +56,8 @@ _EXIT_SECONDS = 2.0  # for processes that Ray has told to exit
 _CONTROL_SECONDS = 30.0  # for a call to the replicas
 _LOOKUP_SECONDS = 5.0  # for finding the replicas
 _CANCEL_SECONDS = 5.0  # for cancelling on other replicas, of which one may hang
+_STORE = "triptych"  # the namespace of keys in the cluster's store
+_LATER_REQUESTS = 1 << 16  # where models may be loaded later: more than the queues of any number of them hold
 _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum: the service stores no objects
 
 logger = logging.getLogger("triptych.ray")
@@ -70,12 +76,19 @@ class Replica:
         self._service = service_of(self._app)
         self._service.cancel_elsewhere = self._cancel_elsewhere
         self._siblings: DeploymentHandle[Any] | None = None
+        self._fleet: ReplicatedFleet | None = None
+        if config.settings.has_admin:
+            self._follow_seconds = config.settings.models.load_timeout_s + _CONTROL_SECONDS
+            store = WantedStore(_ClusterStore(), config.name)
+            self._fleet = self._service.fleet = ReplicatedFleet(self._service, store, self._tell_others)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Load the models and return the application; Serve calls this once."""
         lifespan = self._app.router.lifespan_context(self._app)
         await lifespan.__aenter__()
         tune_garbage_collector()
+        if self._fleet is not None:
+            await self._fleet.start()
         return _Mounted(self._app, lifespan)
 
     async def check_health(self) -> None:
@@ -101,10 +114,7 @@ class Replica:
         """Cancel a request on all other replicas: its DELETE may reach any replica, and only one has the request."""
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
-                if self._siblings is None:
-                    self._siblings = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
-                calls = self._siblings.broadcast("cancel", request_id, _replica_id())
-                answers = await calls.results_async(return_exceptions=True)
+                answers = await self._broadcast("cancel", request_id)
         except (RayError, RayServeException) as error:
             raise TimeoutError from error
         ended = sum(answer for answer in answers if isinstance(answer, int))
@@ -112,9 +122,55 @@ class Replica:
             raise TimeoutError
         return ended
 
+    async def follow(self, command: Command, caller: str) -> Answer | None:
+        """Load or unload a model as another replica says; None from the caller itself."""
+        if caller == _replica_id() or self._fleet is None:
+            return None
+        return await self._fleet.follow(command)
+
+    async def _tell_others(self, command: Command) -> list[Answer | None]:
+        """Send a command to all other replicas and return their answers, None for one that has ended meanwhile."""
+        seconds = _CANCEL_SECONDS if command.kind == "entries" else self._follow_seconds + (command.drain_s or 0.0)
+        try:
+            async with asyncio.timeout(seconds):
+                answers = await self._broadcast("follow", command)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("the other replicas did not answer: %s", type(error).__name__)
+            raise unavailable("the other replicas did not answer", "not_live") from error
+        return [_answer(one) for one in answers if one is not None]
+
+    async def _broadcast(self, method: str, argument: object) -> list[Any]:
+        """Call a method of every replica, this one too, with the argument and this one's id."""
+        if self._siblings is None:
+            self._siblings = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
+        calls = self._siblings.broadcast(method, argument, _replica_id())
+        return list(await calls.results_async(return_exceptions=True))
+
     async def drain(self) -> None:
         """Refuse new requests, and return when running ones have ended or run out of time."""
         await self._service.drain()
+
+
+class _ClusterStore:
+    """Ray's key-value store, which lives as long as the cluster (`service.runtimes.ray_serve.cluster_models.Store`)."""
+
+    async def get(self, key: str) -> bytes | None:
+        return await asyncio.to_thread(_internal_kv_get, key, namespace=_STORE)
+
+    async def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        existed = await asyncio.to_thread(_internal_kv_put, key, value, overwrite, namespace=_STORE)
+        return overwrite or not existed
+
+    async def delete(self, key: str) -> None:
+        await asyncio.to_thread(_internal_kv_del, key, namespace=_STORE)
+
+
+def _answer(answer: Answer | BaseException) -> Answer | None:
+    """Return a replica's answer, None if it has ended; an exception in it is an error of its own."""
+    if isinstance(answer, Answer):
+        return answer
+    logger.warning("a replica did not answer: %s", type(answer).__name__)
+    return None if isinstance(answer, RayActorError) else Answer(error=error_fields(internal()))
 
 
 def _replica_id() -> str:
@@ -238,12 +294,15 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
 def _deployment(config: ServeConfig) -> serve.Deployment:
     """Build the deployment. Serve's limits are wider than the service's, so that the service refuses, with a reason."""
     limits = [spec.engine.largest_limits() for spec in config.models]
+    requests = sum(one.max_num_seqs + one.max_queued_requests for one in limits) + _SPARE_REQUESTS
+    if config.settings.has_admin or config.settings.models.models_dir:
+        requests += _LATER_REQUESTS
     gpus = _gpus(config)
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
         name=DEPLOYMENT,
         **_scaling(config.scaling),
         ray_actor_options={"num_cpus": 0, **({"num_gpus": gpus} if gpus else {})},
-        max_ongoing_requests=sum(one.max_num_seqs + one.max_queued_requests for one in limits) + _SPARE_REQUESTS,
+        max_ongoing_requests=requests,
         max_queued_requests=_SPARE_REQUESTS,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=5),
         graceful_shutdown_timeout_s=math.ceil(config.settings.drain_timeout_s + _STOP_MARGIN),

@@ -1,0 +1,235 @@
+"""Loads and unloads models on all replicas of an application (`service.lifecycle.fleet.Fleet`). Imports no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from model.checkpoint import hub
+from service.core.errors import ApiError, conflict, log_unexpected
+from service.lifecycle.fleet import LocalFleet, ModelEntry, keep, merged, wait_for
+from service.lifecycle.model_orders import LoadOrder
+from service.lifecycle.model_slots import Origin, Slot, State
+from service.lifecycle.state import Service
+from service.runtimes.ray_serve.cluster_models import (
+    POLL_SECONDS,
+    Answer,
+    Command,
+    WantedModel,
+    WantedModels,
+    WantedStore,
+)
+
+_RETRY_SECONDS = 30.0  # before a wanted model that could not be loaded here is tried again
+
+logger = logging.getLogger("triptych.models")
+
+Broadcast = Callable[[Command], Awaitable[Sequence[Answer | None]]]
+
+
+class ReplicatedFleet:
+    """One replica's part: starts operations, follows those of the others, and keeps to the set that is wanted."""
+
+    def __init__(self, service: Service, store: WantedStore, others: Broadcast) -> None:
+        """`others` sends a command to all other replicas and returns their answers, None for one that has gone."""
+        self._service = service
+        self._local: LocalFleet = service.local_fleet
+        self._manager = service.models
+        self._store = store
+        self._others = others
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tentative: dict[str, str] = {}  # models that an operation loads, with its token
+        self._retry_at: dict[str, float] = {}  # of wanted models that could not be loaded, by `time.monotonic()`
+
+    # -- operators
+
+    def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
+        self._service.orders.check(order)
+        return keep(self._tasks, self._load(order))
+
+    def begin_unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
+        return keep(self._tasks, self._unload(name, drain_s))
+
+    async def entries(self) -> list[ModelEntry]:
+        answers = await self._others(Command("entries"))
+        found = merged([self._local.own_entries(), *(answer.entries for answer in answers if answer is not None)])
+        missing = answers.count(None)
+        if not missing:
+            return found
+        return [replace(entry, replicas=entry.replicas | {"unknown": missing}) for entry in found]
+
+    async def _load(self, order: LoadOrder) -> None:
+        async with self._store.locked() as token:
+            had = self._is_loaded(order.name)
+            self._tentative[order.name] = token
+            try:
+                await self._local.begin_load(order)  # what fails here changes nothing on the others
+                slot = self._manager.get(order.name)
+                assert slot is not None
+                wanted = self._fixed(order, slot)
+                load = Command("load", order.name, token, wanted.path, dict(wanted.settings), pinned=wanted.pinned)
+                answers = await self._others(load)
+                failed = [answer.error for answer in answers if answer is not None and answer.error is not None]
+                if failed:
+                    await self._take_back(order.name, token, here=not had)
+                    raise _failure(failed[0], len(failed), len(answers) + 1)
+                await self._store.change(lambda all_wanted: _want(all_wanted, order.name, slot, wanted))
+            finally:
+                self._tentative.pop(order.name, None)
+
+    async def _take_back(self, name: str, token: str, *, here: bool) -> None:
+        """Unload the model again where the operation has loaded it."""
+        if here and self._is_loaded(name):
+            await self._local.begin_unload(name, 0.0)
+        await self._others(Command("take_back", name, token))
+
+    async def _unload(self, name: str, drain_s: float | None) -> None:
+        given_up = [await self._give_up(name), *(await self._others(Command("give_up", name)))]
+        if any(answer is not None and answer.done for answer in given_up):
+            return
+        async with self._store.locked() as token:
+            if not any(entry.name == name and "loaded" in entry.replicas for entry in await self.entries()):
+                raise conflict(f"model {name} is not loaded", "model_not_loaded", "name")
+            slot = self._manager.get(name)
+            from_start = slot is not None and slot.origin is Origin.START
+            await self._store.change(lambda wanted: _want_no_more(wanted, name, from_start=from_start))
+            command = Command("unload", name, token, drain_s=drain_s)
+            await asyncio.gather(self.follow(command), self._others(command))
+
+    # -- the other replicas' operations
+
+    async def follow(self, command: Command) -> Answer:
+        """Do what another replica asks for."""
+        try:
+            if command.kind == "entries":
+                return Answer(True, entries=tuple(self._local.own_entries()))
+            if command.kind == "give_up":
+                return await self._give_up(command.name)
+            if command.kind == "load":
+                return await self._follow_load(command)
+            if command.kind == "take_back":
+                loaded_by_it = self._tentative.pop(command.name, None) == command.token
+                if loaded_by_it and self._is_loaded(command.name):
+                    await self._local.begin_unload(command.name, 0.0)
+                return Answer(loaded_by_it)
+            await self._local.begin_unload(command.name, command.drain_s)
+            return Answer(True)
+        except ApiError as error:
+            return Answer(error=error_fields(error))
+
+    async def _follow_load(self, command: Command) -> Answer:
+        if self._is_loaded(command.name):
+            return Answer()
+        self._tentative[command.name] = command.token
+        order = LoadOrder(command.name, command.path, command.settings, command.pinned)
+        await self._local.begin_load(order)
+        return Answer(True)
+
+    async def _give_up(self, name: str) -> Answer:
+        """Stop a load in progress."""
+        slot = self._manager.get(name)
+        if slot is None or slot.state is not State.LOADING:
+            return Answer()
+        await wait_for(self._manager.unload(name, 0.0))
+        return Answer(True)
+
+    # -- the set that is wanted
+
+    async def start(self) -> None:
+        """Load what is wanted, and keep to the set from now on."""
+        await self._try_reconcile()
+        keep(self._tasks, self._keep_to_wanted())
+
+    async def _keep_to_wanted(self) -> None:
+        while not self._service.is_draining:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._try_reconcile()
+
+    async def _try_reconcile(self) -> None:
+        try:
+            await self.reconcile()
+        except Exception as error:  # the store may not answer for a while; the next attempt is soon
+            log_unexpected(error)
+
+    async def reconcile(self) -> None:
+        """Load what is wanted and unload what is not, beside what operations in progress are about to change."""
+        if self._service.is_draining:
+            return
+        operation = await self._store.operation()  # before the set: what an operation has done is then in the set
+        wanted = await self._store.read()
+        for name in [name for name, token in self._tentative.items() if token != operation]:
+            del self._tentative[name]
+        for slot in self._manager:
+            if slot.name not in self._tentative and slot.state is State.LOADED and _is_unwanted(slot, wanted):
+                logger.info("%s is unloaded: the other replicas do not have it", slot.name)
+                await self._local.begin_unload(slot.name, None)
+        for name, model in wanted.models.items():
+            if name not in self._tentative and time.monotonic() >= self._retry_at.get(name, 0.0):
+                await self._load_if_missing(name, model)
+
+    async def _load_if_missing(self, name: str, model: WantedModel) -> None:
+        """Load a wanted model, unless this replica has it or, as it is not pinned, had it and loads it when needed."""
+        slot = self._manager.get(name)
+        absent = slot is None or slot.state in (State.UNLOADED, State.FAILED)
+        if not absent and not (model.pinned and slot is not None and slot.state is State.AVAILABLE):
+            return
+        try:
+            await self._local.begin_load(LoadOrder(name, model.path, model.settings, model.pinned))
+        except ApiError as error:
+            self._retry_at[name] = time.monotonic() + _RETRY_SECONDS
+            logger.error("%s, which the other replicas have, cannot be loaded here: %s", name, error.message)
+
+    def _is_loaded(self, name: str) -> bool:
+        slot = self._manager.get(name)
+        return slot is not None and slot.state is State.LOADED
+
+    def _fixed(self, order: LoadOrder, slot: Slot) -> WantedModel:
+        """Return what the other replicas load: of a model of the Hub, the commit that this one has loaded."""
+        path = slot.given_path
+        served = self._service.registry.get(order.name)
+        if path is not None and hub.is_hub_name(path) and served is not None:
+            path = hub.with_commit(path, served.checkpoint.path)
+        return WantedModel(path, dict(order.settings), slot.pinned)
+
+
+def _want(wanted: WantedModels, name: str, slot: Slot, model: WantedModel) -> None:
+    if name in wanted.unloaded:
+        wanted.unloaded.remove(name)
+    if slot.origin is not Origin.START:
+        wanted.models[name] = model
+
+
+def _want_no_more(wanted: WantedModels, name: str, *, from_start: bool) -> None:
+    wanted.models.pop(name, None)
+    if from_start and name not in wanted.unloaded:
+        wanted.unloaded.append(name)
+
+
+def _is_unwanted(slot: Slot, wanted: WantedModels) -> bool:
+    if slot.origin is Origin.START:
+        return slot.name in wanted.unloaded
+    return slot.origin is Origin.REQUEST and slot.name not in wanted.models
+
+
+def error_fields(error: ApiError) -> dict[str, object]:
+    """Return the content of an error, which can be sent to another replica."""
+    return {
+        "status": error.status,
+        "message": error.message,
+        "type": error.type,
+        "code": error.code,
+        "param": error.param,
+        "headers": error.headers,
+    }
+
+
+def _error(fields: dict[str, object]) -> ApiError:
+    return ApiError(**fields)  # type: ignore[arg-type]
+
+
+def _failure(fields: dict[str, object], failed: int, replicas: int) -> ApiError:
+    message = f"{failed} of {replicas} replicas failed, and all are as before: {fields['message']}"
+    return _error(fields | {"message": message})
