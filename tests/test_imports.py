@@ -59,8 +59,8 @@ SERVICE = """
     routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
                           lifecycle http dialects
     app                 : settings core observability lifecycle http routes
-    runtimes            : model/errors model/api model/text model/checkpoint model/client settings core observability
-                          lifecycle http app
+    runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
+                          observability lifecycle http app
     runtimes/ray_serve  : model/errors model/api model/checkpoint settings core observability lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/text model/checkpoint
                           model/inspection model/engine model/llm settings observability lifecycle runtimes

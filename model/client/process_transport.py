@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import subprocess
 from collections.abc import Callable
 
 import msgspec
 
 from model.api.messages import Commands, Events
-from model.system.child_process import HEADER, describe_exit, start_child
+from model.system.child_process import ENGINE, HEADER, ConnectedChild, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,9 @@ _CLOSE_SECONDS = 5.0  # for the child to end by itself
 class ProcessTransport:
     """Starts the engine process and turns its frames into calls on the front's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, child: ConnectedChild | None = None) -> None:
+        """`child` is an engine process that was started before, which has got no command yet."""
+        self._child = child
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._read_task: asyncio.Task[None] | None = None
@@ -41,11 +42,10 @@ class ProcessTransport:
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
         """Start the child; `on_lost` is called once, with a reason, if it ends before `close`."""
-        parent_end, child_end = socket.socketpair()
-        parent_end.setblocking(False)
-        self._process = start_child("model.engine", child_end.fileno(), descriptors=[child_end.fileno()])
-        child_end.close()
-        reader, self._writer = await asyncio.open_connection(sock=parent_end)
+        child = self._child or ConnectedChild(ENGINE)
+        child.connection.setblocking(False)
+        self._process = child.process
+        reader, self._writer = await asyncio.open_connection(sock=child.connection)
         self._read_task = asyncio.create_task(self._read(reader, on_events, on_lost))
 
     def send(self, commands: Commands) -> None:

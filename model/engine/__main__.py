@@ -11,7 +11,6 @@ import sys
 import msgspec
 
 from model.api.messages import Commands, Events
-from model.engine.loop import EngineLoop
 from model.system.child_process import FrameSocket, ignore_signals
 
 _YOUNG_OBJECTS = 10_000  # between garbage collections; reference counting frees nearly all of a step's objects
@@ -42,11 +41,16 @@ def freeze_objects() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
+    gc.enable()
 
 
 def main() -> None:
     """Run the engine loop until the front closes the socket."""
     ignore_signals()
+    gc.disable()  # importing makes hardly any garbage, and collections take a quarter of a second of it
+    from model.engine.loop import EngineLoop
+
+    gc.freeze()  # all libraries
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         EngineLoop(SocketChannel(connection), freeze_objects).run()

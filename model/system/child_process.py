@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+ENGINE = "model.engine"  # the module of the engine process
 HEADER = struct.Struct("<I")  # the size of the frame that follows, in bytes
 # OpenMP threads spin this often (tens of microseconds) at a barrier, then sleep. GCC's default is milliseconds, which
 # on a machine shared by several engines takes CPU time from the threads that are waited for.
@@ -67,6 +68,21 @@ def start_child(module: str, *arguments: int, descriptors: Iterable[int]) -> sub
         stdin=subprocess.DEVNULL,
         env=environment,
     )
+
+
+class ConnectedChild:
+    """A child process that computes, `python -m module FD`, and this process's end of a socket pair to it."""
+
+    def __init__(self, module: str) -> None:
+        self.connection, other = socket.socketpair()
+        with other:
+            self.process = start_child(module, other.fileno(), descriptors=[other.fileno()])
+
+    def close(self) -> None:
+        """End the child at once, if it has not ended by itself."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
 
 
 def ignore_signals() -> None:

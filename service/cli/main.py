@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from model.api.sampling_bounds import check_value
 from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
+from model.system.child_process import ENGINE, ConnectedChild
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS, Option, byte_size
 from service.settings.resolve import embedded_model_settings, models_or_embedded
@@ -222,11 +223,26 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("two models have the same name: rename one with NAME=PATH")
     if models and (content.models or content.groups):
         raise ConfigError(f"models are given by {file} and by {arguments.models[0]}: give all of them in one place")
+    groups = None if models else content.groups
+    served = models or models_or_embedded(content.models, settings)
+    if settings.get("runtime") != "local":
+        return _run(served, settings, groups, None)
+    engine = ConnectedChild(ENGINE)  # it imports torch meanwhile
+    try:
+        return _run(served, settings, groups, engine)
+    finally:
+        engine.close()
+
+
+def _run(
+    models: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    groups: Mapping[str, sources.FileSettings] | None,
+    engine: ConnectedChild | None,
+) -> int:
     from service.cli import serve  # takes a second, so after all usage errors
 
-    if models:
-        return serve.serve(models, settings)
-    return serve.serve(models_or_embedded(content.models, settings), settings, content.groups)
+    return serve.serve(models, settings, groups, engine)
 
 
 def _serve_config(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from model.errors import EngineDeadError
+from model.system.child_process import ConnectedChild
 from service.cli.banner import banner
 from service.lifecycle.state import version
 from service.observability import logs
@@ -22,8 +23,12 @@ def serve(
     models: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
     groups: Mapping[str, FileSettings] | None = None,
+    engine: ConnectedChild | None = None,
 ) -> int:
-    """Serve models (name -> `path` and engine settings), and groups of others, until a signal; return the exit code."""
+    """Serve models (name -> `path` and engine settings), and groups of others, until a signal; return the exit code.
+
+    `engine` is an engine process for the local runtime, which has been started already.
+    """
     began = time.monotonic()
     config = resolve_config(models, settings, groups)
 
@@ -32,13 +37,13 @@ def serve(
 
     _print(f"triptych {version()}: loading {', '.join(models) or 'no model yet'} ({config.runtime} runtime)")
     try:
-        return run(config, on_ready)
+        return run(config, on_ready, engine)
     except EngineDeadError as error:
         _print(f"triptych: {error}")
         return 1
 
 
-def run(config: ServeConfig, on_ready: OnReady) -> int:
+def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = None) -> int:
     """Serve by the runtime that `config` names, until a signal, and return the exit code.
 
     Calls `on_ready` when the first request can be served. Raises `ConfigError`, or `EngineDeadError` if loading fails.
@@ -51,7 +56,7 @@ def run(config: ServeConfig, on_ready: OnReady) -> int:
     if config.runtime == "local":
         from service.runtimes.local import run_local
 
-        return run_local(config, on_ready)
+        return run_local(config, on_ready, engine)
     from service.runtimes.ray_serve import environment
 
     with environment.prepared(config) as folder:

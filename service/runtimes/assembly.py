@@ -16,6 +16,7 @@ from model.checkpoint import hub
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
 from model.errors import ConfigError
+from model.system.child_process import ConnectedChild
 from service.app import create_app
 from service.core.model_registry import Registry
 from service.runtimes.model_reader import FolderReader, read_model
@@ -34,14 +35,18 @@ def build_registry(config: ServeConfig) -> Registry:
     return Registry(map(read_model, config.models), config.models_elsewhere)
 
 
-def build_app(config: ServeConfig) -> FastAPI:
-    """Build the application; its lifespan starts the engines in a child process. Raises `ConfigError`."""
+def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> FastAPI:
+    """Build the application; its lifespan starts the engines in a child process. Raises `ConfigError`.
+
+    The first child process may have been started before, as `engine`.
+    """
+    started = [engine] if engine is not None else []
     config = _with_folders(config)
     registry = build_registry(config)
     tokenizers = {model.name: model.tokenizer for model in registry}
     client = AsyncEngine(
         config.models,
-        ProcessTransport,
+        lambda: ProcessTransport(started.pop() if started else None),
         tokenizers,
         stall_seconds=config.settings.stall_timeout_s,
         max_unread_bytes=config.settings.limits.stream_unread_bytes,

@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from model.system.child_process import ConnectedChild
 from service.http.bodies import cancel_all
 from service.http.bounded_protocol import bounded_protocol
 from service.lifecycle.state import service_of
@@ -27,9 +28,12 @@ from service.settings.service_settings import Limits
 _CLOSE_SECONDS = 5  # for replies that are still being sent after the drain
 
 
-def run_local(config: ServeConfig, on_ready: OnReady) -> int:
-    """Serve until a signal and return the exit code. Raises `ConfigError`, or `EngineDeadError` if loading fails."""
-    return uvloop.run(_serve(config, on_ready))
+def run_local(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = None) -> int:
+    """Serve until a signal and return the exit code. Raises `ConfigError`, or `EngineDeadError` if loading fails.
+
+    `engine` is an engine process that has been started already.
+    """
+    return uvloop.run(_serve(config, on_ready, engine))
 
 
 class _Signals:
@@ -49,11 +53,11 @@ class _Signals:
         self.number = number
 
 
-async def _serve(config: ServeConfig, on_ready: OnReady) -> int:
+async def _serve(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None) -> int:
     """Answer HTTP from the start, with 503 while the models load."""
     signals = _Signals()
     drained = False
-    app = build_app(config)
+    app = build_app(config, engine)
     lifespan = app.router.lifespan_context(app)
     with listening(config.settings) as listener:
         async with _http(app, listener, config.settings.limits):

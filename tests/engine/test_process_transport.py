@@ -31,7 +31,7 @@ from model.engine import __main__ as engine_main
 from model.engine.__main__ import SocketChannel
 from model.engine.thread_transport import ThreadTransport
 from model.errors import EngineDeadError
-from model.system.child_process import FrameSocket
+from model.system.child_process import ENGINE, ConnectedChild, FrameSocket
 from tests.engine.front import async_test, collect, idle, ids_of, served, until
 from tests.engine.support import mixed, request, running
 from tests.model.checkpoints import prompt, saved
@@ -195,6 +195,20 @@ def test_socket_descriptor_above_1023_works() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@async_test
+async def test_a_child_that_was_started_before_is_taken() -> None:
+    child = ConnectedChild(ENGINE)
+    try:
+        transport = ProcessTransport(child)
+        await transport.start(lambda events: None, lambda reason: None)
+        assert transport.pid == child.process.pid
+        assert child.process.poll() is None
+    finally:
+        child.close()
+        assert child.process.poll() is not None
+        await transport.close()
+
+
 def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     thresholds = gc.get_threshold()
@@ -216,7 +230,7 @@ def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytes
     try:
         frames.send(msgspec.msgpack.encode(Commands(start=[spec])))
         engine_main.main()
-        assert gc.get_threshold()[0] > thresholds[0]
+        assert gc.isenabled() and gc.get_threshold()[0] > thresholds[0]
         assert len(ready) == 1 and ready[0] > before + 10_000
     finally:
         gc.unfreeze()
