@@ -30,6 +30,7 @@ from model.config.formats import Storage
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
+from model.families.table.classifiers import token_classifier
 from model.media.images import ImageProcessing, read_image_processing
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards with an index
@@ -71,6 +72,8 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
         config = replace(config, stored_as=stored_as)
     sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size)
+    if sentences.score_tokens:
+        config = token_classifier(config, sentences.score_tokens)
     if sentences.pooling:
         config = _without_head(config)
     else:

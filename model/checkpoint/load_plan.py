@@ -29,7 +29,8 @@ def plan_load(
         if sources[stored[rule.source]] != (wanted := wanted_shape(rule, targets))
     ]
     unfilled = _unfilled([*(rule for rule in rules if not rule.duplicate), *family.zero_rules(config)], targets)
-    extra += _unread(present)
+    whole = {rule.source for rule in present if rule.part is None}  # or what is left of it is of no use
+    extra += _unread(rule for rule in present if rule.source not in whole and not family.drops(rule.source))
     _raise_all({"missing": missing, "extra": extra, "misshaped": shapes, "parameters without a rule": unfilled})
     return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
 

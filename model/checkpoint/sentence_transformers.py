@@ -15,7 +15,16 @@ from model.checkpoint.json_files import read_json, read_json_value
 from model.config.layer import Activation
 from model.errors import ConfigError
 
-_ORDER = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize")
+_ORDER = (
+    *("Transformer", "MLMTransformer", "CausalTransformer"),
+    *("Pooling", "SpladePooling", "Dense", "Normalize", "LogitScore"),
+)
+_TASKS = {  # what a folder's Transformer returns, and the module that sentence-transformers had for it before
+    "feature-extraction": "Transformer",
+    "sequence-classification": "Transformer",
+    "fill-mask": "MLMTransformer",
+    "text-generation": "CausalTransformer",
+}
 _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "cls": Pooling.CLS,
     "max": Pooling.MAX,
@@ -62,6 +71,14 @@ class SpladeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageSettings:
+    """How a reranker's chat template gets a query and a document: as messages of roles of these names."""
+
+    structured: bool = False  # contents are lists of parts
+    variables: dict[str, Any] = field(default_factory=dict)  # of the template, beside the messages
+
+
+@dataclass(frozen=True, slots=True)
 class SentenceSettings:
     """How hidden states become one vector; `pooling` is empty where the folder says nothing of it."""
 
@@ -75,6 +92,8 @@ class SentenceSettings:
     default_prompt: str | None = None  # the name of the prompt of a request that names none
     similarity: str | None = None  # the function that the vectors were trained for
     splade: SpladeSettings = SpladeSettings()
+    score_tokens: tuple[int, ...] = ()  # of a reranker made of a language model: "yes", and "no" if there is one
+    messages: MessageSettings | None = None  # how a pair becomes a text of the chat template; None: it does not
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name, without a name the default one; empty if there is none."""
@@ -118,6 +137,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
         raise ConfigError(f"{path.name}: default_prompt_name {default!r} is none of its prompts")
     pooling: tuple[Pooling, ...] = ()
     include_prompt, normalize, dense, splade = True, False, [], SpladeSettings()
+    score_tokens: tuple[int, ...] = ()
     size = hidden_size
     for kind, folder in _modules(path, texts):
         if kind == "Pooling":
@@ -129,6 +149,10 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
             size = dense[-1].outputs
         elif kind == "Normalize":
             normalize = True
+        elif kind == "LogitScore":
+            score_tokens = _score_tokens(
+                read_json(path / folder / "config.json", required=True), f"{path.name}/{folder}"
+            )
         elif kind == "SpladePooling":
             splade = _splade(read_json(path / folder / "config.json", required=True), f"{path.name}/{folder}")
     return SentenceSettings(
@@ -142,6 +166,8 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
         default_prompt=default,
         similarity=names.get("similarity_fn_name"),
         splade=splade,
+        score_tokens=score_tokens,
+        messages=_messages(texts, f"{path.name}/sentence_bert_config.json"),
     )
 
 
@@ -156,11 +182,11 @@ def _tokenizer_length(path: Path) -> int | None:
 def _transformer(kind: str, texts: dict[str, Any], name: str) -> str:
     """Name the first module by what it returns, for which sentence-transformers 6 has one class and a setting."""
     task = texts.get("transformer_task", "feature-extraction")
-    if kind != "Transformer" or task == "feature-extraction":
+    if kind != "Transformer":
         return kind
-    if task == "fill-mask":
-        return "MLMTransformer"
-    raise ConfigError(f"{name}/sentence_bert_config.json: transformer_task {task!r} is not served")
+    if task not in _TASKS:
+        raise ConfigError(f"{name}/sentence_bert_config.json: transformer_task {task!r} is not served")
+    return _TASKS[task]
 
 
 def _modules(path: Path, texts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -181,10 +207,35 @@ def _modules(path: Path, texts: dict[str, Any]) -> list[tuple[str, str]]:
     sparse = [kind for kind in kinds if kind in ("MLMTransformer", "SpladePooling")]
     if sparse and kinds != ["MLMTransformer", "SpladePooling"]:
         raise ConfigError(f"{path.name}: modules.json must have MLMTransformer, SpladePooling, has {', '.join(kinds)}")
+    scored = [kind for kind in kinds if kind in ("CausalTransformer", "LogitScore")]
+    if scored and kinds != ["CausalTransformer", "LogitScore"]:
+        raise ConfigError(f"{path.name}: modules.json must have Transformer, LogitScore, has {', '.join(kinds)}")
     outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]
     if outside:
         raise ConfigError(f"{path.name}: modules.json names folders outside: {', '.join(outside)}")
     return modules
+
+
+def _score_tokens(config: dict[str, Any], where: str) -> tuple[int, ...]:
+    name = config.get("module_input_name", "causal_logits")
+    if name != "causal_logits":
+        raise ConfigError(f"{where}: LogitScore of {name!r} is not served")
+    tokens = (config["true_token_id"], config.get("false_token_id"))
+    return tuple(token for token in tokens if token is not None)
+
+
+def _messages(texts: dict[str, Any], where: str) -> MessageSettings | None:
+    """Read what the first module does with pairs. Raises `ConfigError` for vectors of texts in a chat template."""
+    message = (texts.get("modality_config") or {}).get("message")
+    if message is None:
+        return None
+    if texts.get("transformer_task", "feature-extraction") not in ("text-generation", "sequence-classification"):
+        raise ConfigError(f"{where}: vectors of texts that stand in a chat template are not served")
+    kind = message.get("format", "flat")
+    if kind not in ("flat", "structured"):
+        raise ConfigError(f"{where}: messages of format {kind!r} are not served")
+    variables = dict((texts.get("processing_kwargs") or {}).get("chat_template") or {})
+    return MessageSettings(kind == "structured", variables)
 
 
 def _splade(config: dict[str, Any], where: str) -> SpladeSettings:

@@ -249,6 +249,12 @@ class ClassifierConfig:
     dense_bias: bool = True
     norm: NormConfig | None = None  # behind the dense layer (ModernBERT)
     spans: bool = False  # its two labels are the first and the last token of an answer
+    tokens: tuple[int, ...] = ()  # a label's score is that token's logit, less that of a second token (LogitScore)
+    tied: bool = False  # these tokens' rows are those of the token table
+
+    def __post_init__(self) -> None:
+        if self.tokens and (len(self.labels) != 1 or len(self.tokens) > 2 or self.bias or self.dense is not None):
+            raise ConfigError("the logits of one or two tokens are the score of one label, without more layers")
 
     @property
     def per_token(self) -> bool:

@@ -23,12 +23,15 @@ class Classifier(nn.Module):
             self.dense = linear(LinearSpec("dense", hidden_size, (Part(hidden_size),), config.dense_bias))
             self.activation = ACTIVATIONS[config.dense]
         self.norm = build_norm(config.norm, hidden_size)
-        self.out = linear(LinearSpec("out", hidden_size, (Part(len(config.labels)),), config.bias))
+        self.compares = len(config.tokens) == 2
+        outputs = len(config.tokens) or len(config.labels)
+        self.out = linear(LinearSpec("out", hidden_size, (Part(outputs),), config.bias))
 
     def forward(self, x: Tensor) -> Tensor:  # [N, d] -> [N, labels]
         if self.dense is not None and self.activation is not None:
             x = self.norm(self.activation(self.dense(x)))
-        return self.out(x)
+        scores: Tensor = self.out(x)
+        return scores[:, :1] - scores[:, 1:] if self.compares else scores
 
 
 class MaskedHead(nn.Module):

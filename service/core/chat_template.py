@@ -39,17 +39,10 @@ class ChatTemplate:
         `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. That is a text, or a list of named
         templates, of which the one named `default` is used.
         """
-        config = read_json(folder / "tokenizer_config.json")
-        file = folder / "chat_template.jinja"
-        source = (
-            file.read_text(encoding="utf-8")
-            if file.is_file()
-            else _default_template(folder, config.get("chat_template"))
-        )
-        if source is None:
+        found = template_of(folder)
+        if found is None:
             return None
-        named = {**read_json(folder / "special_tokens_map.json"), **config}
-        template = cls(source, {name: text for name in _TOKENS if (text := _token_text(named.get(name))) is not None})
+        template = cls(*found)
         template._check(folder.name)
         return template
 
@@ -99,6 +92,19 @@ class ChatTemplate:
                 raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
         finally:
             worker.close()
+
+
+def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
+    """Return the folder's template and the special tokens that it may name; None if there is none."""
+    config = read_json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    source = (
+        file.read_text(encoding="utf-8") if file.is_file() else _default_template(folder, config.get("chat_template"))
+    )
+    if source is None:
+        return None
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    return source, {name: text for name in _TOKENS if (text := _token_text(named.get(name))) is not None}
 
 
 def _default_template(folder: Path, value: object) -> str | None:

@@ -18,6 +18,7 @@ from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.core.chat_template import ChatTemplate
 from service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
+from service.core.pair_template import PairTemplate
 
 
 class Task(StrEnum):
@@ -35,6 +36,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     engine: EngineConfig = field(default_factory=EngineConfig)
     chat: ChatTemplate | None = None
+    pairs: PairTemplate | None = None  # how a reranker reads a query and a document; None: as the tokenizer joins them
 
     @property
     def config(self) -> ModelConfig:

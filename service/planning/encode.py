@@ -200,7 +200,9 @@ class EncodePlanner:
                     raise invalid(f"{one.param}: output '{output.name}' needs text, not token ids", one.param)
                 continue
             served.require_tokenizer(one.param)
-            if one.pair is not None and served.config.encoder is None:
+            if one.pair is None and served.pairs is not None and output.name == "logits":
+                raise invalid(f"{one.param}: model {served.name} scores pairs: send text and text_pair", one.param)
+            if one.pair is not None and served.config.encoder is None and served.pairs is None:
                 raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
             if not may_cut and not output.windows:
                 check_characters(one.text + (one.pair or ""), per_token * info.max_model_len, one.param)
@@ -276,6 +278,7 @@ def _pixels(one: EncodeInput, served: ServedModel, processing: ImageProcessing) 
 
 
 def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | None) -> tuple[Encoded, bool]:
+    pairs = served.pairs if one.pair is not None else None
     encoded = _encode(one, served)
     if not encoded.ids:
         raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")
@@ -285,6 +288,10 @@ def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | Non
     if side is None:
         message = f"{one.param} has {len(encoded.ids)} tokens, more than the {limit} that model {served.name} takes"
         raise invalid(message, one.param, "context_length_exceeded")
+    if pairs is not None:
+        if side == "left":
+            raise invalid("truncate: documents are cut at the right end; found 'left', expected 'right'", "truncate")
+        return Encoded(pairs.cut(served.require_tokenizer(one.param), encoded.ids, limit), ()), True
     if one.ids is not None:
         return Encoded(truncate_ids(one.ids, limit, side), ()), True
     return truncate_text(served.require_tokenizer(one.param), one.text, one.pair, encoded, limit, side), True
@@ -293,7 +300,10 @@ def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | Non
 def _encode(one: EncodeInput, served: ServedModel) -> Encoded:
     if one.ids is not None:
         return Encoded(one.ids, ())
-    return served.require_tokenizer(one.param).encode(one.text, one.pair)
+    tokenizer = served.require_tokenizer(one.param)
+    if one.pair is not None and served.pairs is not None:
+        return served.pairs.encode(tokenizer, one.text, one.pair)
+    return tokenizer.encode(one.text, one.pair)
 
 
 def _token_limit(served: ServedModel, info: ModelInfo) -> int:

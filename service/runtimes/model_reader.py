@@ -12,6 +12,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.text.tokenizer import Tokenizer
 from service.core.chat_template import ChatTemplate
 from service.core.model_registry import ServedModel
+from service.core.pair_template import PairTemplate
 from service.runtimes.hub_download import download
 from service.settings.service_settings import LogFormat
 
@@ -19,13 +20,13 @@ from service.settings.service_settings import LogFormat
 def read_model(spec: ModelSpec) -> ServedModel:
     """Read a model's folder; raises `ConfigError`."""
     folder = Path(spec.path)
-    return ServedModel(
-        spec.name,
-        read_checkpoint(folder, pickle=spec.engine.pickle),
-        Tokenizer.from_folder(folder),
-        spec.engine,
-        ChatTemplate.from_folder(folder),
-    )
+    checkpoint, tokenizer = read_checkpoint(folder, pickle=spec.engine.pickle), Tokenizer.from_folder(folder)
+    sentences, chat, pairs = checkpoint.sentences, None, None
+    if sentences.messages is None:
+        chat = ChatTemplate.from_folder(folder)
+    else:
+        pairs = PairTemplate.from_folder(folder, sentences.messages, sentences.prompt(None))
+    return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, pairs)
 
 
 class FolderReader:

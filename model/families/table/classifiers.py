@@ -14,7 +14,7 @@ from model.config.model import (
 from model.errors import ConfigError
 from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
-from model.families.table.rules import ClassifierTable, LinearRule, Rule
+from model.families.table.rules import ClassifierTable, LinearRule, Rule, TensorRule
 
 _MAX_LABELS = 1_000_000  # a larger number is an error in the file
 _FIRST, _LAST, _POOLER = ClassifierInput.FIRST, ClassifierInput.LAST, ClassifierInput.POOLER
@@ -63,6 +63,7 @@ _ANSWERING = (
     *("roberta", "xlm-roberta", "xlm-roberta-xl"),
 )
 _ENDS = ("start", "end")
+_RELEVANT = ("relevance",)
 
 
 def _head(model_type: str, *, per_token: bool, spans: bool = False) -> ClassifierTable | None:
@@ -120,9 +121,37 @@ def _labels(raw: Settings) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
+def token_classifier(config: ModelConfig, tokens: tuple[int, ...]) -> ModelConfig:
+    """Return a language model as a classifier of one label, whose score is in the logits of some tokens.
+
+    Raises `ConfigError` where that cannot be served.
+    """
+    head = config.head
+    if config.model_type not in _SCORING or head is None or head.softcap is not None or head.scale != 1.0:
+        raise ConfigError(f"scores by the logits of tokens are not served for {config.model_type!r}")
+    outside = [token for token in tokens if not 0 <= token < config.embedding.vocab_size]
+    if outside:
+        raise ConfigError(f"tokens {outside} are outside the vocabulary")
+    labels = ClassifierConfig(_RELEVANT, _LAST, bias=False, tokens=tokens, tied=head.tied)
+    return replace(config, head=None, classifier=labels)
+
+
+def _token_rules(config: ModelConfig, labels: ClassifierConfig) -> Iterator[Rule]:
+    """Yield the rules of the rows of the vocabulary's matrix that belong to the tokens."""
+    hidden_size = next(iter(config.stacks.values())).hidden_size
+    shape = (config.embedding.vocab_size, hidden_size)
+    source = "embed_tokens.weight" if labels.tied else "lm_head.weight"
+    for place, token in enumerate(labels.tokens):
+        rows, part = (place, place + 1), (token, token + 1)
+        yield TensorRule(source, "classifier.out.weight", rows, shape=shape, part=part)
+
+
 def classifier_rules(config: ModelConfig) -> Iterator[Rule]:
     """Yield the weight rules of the classification head, if any."""
     if config.classifier is None:
+        return
+    if config.classifier.tokens:
+        yield from _token_rules(config, config.classifier)
         return
     head = _head(config.model_type, per_token=config.classifier.per_token, spans=config.classifier.spans)
     assert head is not None
