@@ -141,11 +141,12 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 _LEARNED = partial(config, positions=PositionKind.LEARNED, offset=2, embed_norm=True)
-_TABLES = ("*.embed_positions.weight", "*.embed_positions.weights")  # stored sinusoids are ignored: they are computed
+_DROPPED = ("encoder.version", "decoder.version")  # of the files before `transformers`
+_TABLES = (*_DROPPED, "*.embed_positions.weight", "*.embed_positions.weights")  # sinusoids are computed
 FAMILIES = {
     "marian": Family(config, rules, "model.", _TABLES),
-    "bart": Family(_LEARNED, rules, "model."),
-    "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model."),
+    "bart": Family(_LEARNED, rules, "model.", _DROPPED),
+    "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model.", _DROPPED),
     "m2m_100": Family(m2m_100, rules, "model.", _TABLES),
     "pegasus": Family(partial(config, pre_norm=True, float16_overflows=True), rules, "model.", _TABLES),
 }

@@ -112,6 +112,58 @@ def test_a_tied_table_stored_twice_is_read_if_equal(kind: str, tmp_path: Path) -
         read_and_load(folder)
 
 
+# Buffers, versions, unused tables and heads of pre-training, as published folders hold them.
+WITHOUT_USE = {
+    "gpt2": ("transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"),
+    "llama": ("model.layers.0.self_attn.rotary_emb.inv_freq",),
+    "gpt-neox": tuple(f"gpt_neox.layers.0.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    "bart": ("model.encoder.version", "model.decoder.version"),
+    "m2m-100": ("model.encoder.version", "model.decoder.embed_positions.weights"),
+    "pegasus": ("model.encoder.embed_positions.weight",),
+    "marian": ("model.decoder.embed_positions.weight",),
+    "t5-relu": ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    "bert": ("bert.embeddings.position_ids", "cls.seq_relationship.weight"),
+    "roberta": ("roberta.embeddings.position_ids", "lm_head.dense.weight"),
+    "distilbert": ("distilbert.embeddings.position_ids", "vocab_transform.weight"),
+    "albert": ("albert.embeddings.position_ids", "predictions.dense.weight", "sop_classifier.classifier.weight"),
+    "electra": ("electra.embeddings.position_ids", "discriminator_predictions.dense.weight"),
+    "xlnet": ("transformer.mask_emb", "lm_loss.weight"),
+    "mpnet": ("embeddings.position_ids", "lm_head.bias"),
+    "deberta-v2": ("deberta.embeddings.position_ids", "lm_predictions.lm_head.bias", "mask_predictions.dense.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_USE)
+def test_what_carries_nothing_is_passed_over(kind: str, tmp_path: Path) -> None:
+    folder, expected = copied(kind, tmp_path), loaded(kind).state_dict()
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(3) for name in WITHOUT_USE[kind]}))
+    found = read_and_load(folder).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_head_that_is_not_served_is_named(tmp_path: Path) -> None:
+    """As bart-large-mnli has one."""
+    folder = copied("bart", tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.update({"classification_head.dense.weight": torch.zeros(32, 32)}))
+    with pytest.raises(CheckpointError, match=r"extra: classification_head\.dense\.weight"):
+        read_and_load(folder)
+
+
+def test_gpt2_without_its_prefix_is_read(tmp_path: Path) -> None:
+    """As it is published."""
+    folder = copied("gpt2", tmp_path)
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+
+    edit_tensors(folder, strip)
+    expected = loaded("gpt2").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read_and_load(folder).state_dict().items())
+
+
 def test_norms_under_their_old_names_are_read(tmp_path: Path) -> None:
     """As the first BERT folders have them."""
     folder = copied("bert", tmp_path)
