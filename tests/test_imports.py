@@ -51,7 +51,7 @@ SERVICE = """
     core                : model/errors model/api model/config model/text model/checkpoint sandbox
     schemas             : settings core
     observability       : model/errors model/api settings core
-    planning/outputs    : model/errors model/api model/config model/text settings core schemas
+    planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
     planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
     lifecycle           : model/errors model/api model/checkpoint settings sandbox core observability planning
     http                : model/errors model/api settings core schemas observability planning lifecycle

@@ -42,6 +42,7 @@ class EncodeTask(StrEnum):
     TOKENS = "tokens"  # one vector a token
     LOGITS = "logits"  # a score for each label, of the input or of each token
     FILL_MASK = "fill_mask"  # the likeliest tokens at some positions
+    MULTI_VECTOR = "multi_vector"  # one projected vector a token, for late interaction
     SPARSE = "sparse"  # a weight for each vocabulary entry that the input is about
 
 
@@ -118,7 +119,8 @@ class EncodeRequest:
     prompt_tokens: int = 0  # first tokens, of a prompt, that are not pooled
     normalize: bool | None = None  # None: the checkpoint's own
     dimensions: int | None = None  # keep only the first ones, then normalise again
-    positions: tuple[int, ...] = ()  # fill_mask: which tokens are masked
+    positions: tuple[int, ...] = ()  # fill_mask: the masked tokens; multi_vector, sparse: those that count, empty: all
+    unread: int = 0  # so many last tokens read the others, and none reads them (ColBERT's query expansion)
     top_k: int = 0  # fill_mask: candidates at each position; sparse: keep the heaviest ones alone, 0: all
     candidates: tuple[int, ...] = ()  # fill_mask: token ids to choose among; empty: the whole vocabulary
     arrival_time: float = 0.0

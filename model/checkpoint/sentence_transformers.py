@@ -6,12 +6,14 @@ of Dense, Normalize, in this order; all but the first may be absent. A sparse en
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from model.api.request import Pooling
 from model.checkpoint.json_files import read_json, read_json_value
+from model.checkpoint.state_dict import read_state_dict
 from model.config.layer import Activation
 from model.errors import ConfigError
 
@@ -60,6 +62,22 @@ class DenseConfig:
     bias: bool
     activation: Activation | None
     residual: bool = False
+    prefix: str = "linear."  # of its tensors' names
+
+
+@dataclass(frozen=True, slots=True)
+class LateInteraction:
+    """How tokens get the vectors that queries and documents are compared by (Khattab and Zaharia 2020: ColBERT)."""
+
+    dense: tuple[DenseConfig, ...]
+    query_prefix: str = ""  # a token behind the first one; empty: none
+    document_prefix: str = ""
+    query_length: int | None = None  # tokens, the prefix included
+    document_length: int | None = None
+    expands: bool = False  # queries are filled up to their length with mask tokens
+    attends: bool = False  # the other tokens read those mask tokens
+    skipped_words: tuple[str, ...] = ()  # tokens of documents that get no vector
+    skips_first: bool = False  # nor does the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,8 @@ class SentenceSettings:
     splade: SpladeSettings = SpladeSettings()
     score_tokens: tuple[int, ...] = ()  # of a reranker made of a language model: "yes", and "no" if there is one
     messages: MessageSettings | None = None  # how a pair becomes a text of the chat template; None: it does not
+    token_weight: DenseConfig | None = None  # a token's own weight in a sparse vector (BGE-M3)
+    late: LateInteraction | None = None
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name, without a name the default one; empty if there is none."""
@@ -158,7 +178,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
     return SentenceSettings(
         pooling=pooling,
         include_prompt=include_prompt,
-        dense=tuple(dense),
+        dense=tuple(dense) if pooling else (),
         normalize=normalize,
         max_tokens=texts.get("max_seq_length") or _tokenizer_length(path),
         lower_case=bool(texts.get("do_lower_case", False)),
@@ -168,6 +188,8 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
         splade=splade,
         score_tokens=score_tokens,
         messages=_messages(texts, f"{path.name}/sentence_bert_config.json"),
+        token_weight=_linear(path, "sparse_linear.pt", hidden_size),
+        late=_late(path, names, tuple(dense) if not pooling else (), hidden_size),
     )
 
 
@@ -202,8 +224,6 @@ def _modules(path: Path, texts: dict[str, Any]) -> list[tuple[str, str]]:
         raise ConfigError(f"{path.name}: modules.json has {', '.join(unknown)}; served are {', '.join(_ORDER)}")
     if kinds != sorted(kinds, key=_ORDER.index) or any(kinds.count(kind) > 1 for kind in _ORDER if kind != "Dense"):
         raise ConfigError(f"{path.name}: modules.json has the order {', '.join(kinds)}; served is {', '.join(_ORDER)}")
-    if "Dense" in kinds and "Pooling" not in kinds:
-        raise ConfigError(f"{path.name}: modules.json has Dense without Pooling: vectors of tokens are not projected")
     sparse = [kind for kind in kinds if kind in ("MLMTransformer", "SpladePooling")]
     if sparse and kinds != ["MLMTransformer", "SpladePooling"]:
         raise ConfigError(f"{path.name}: modules.json must have MLMTransformer, SpladePooling, has {', '.join(kinds)}")
@@ -236,6 +256,38 @@ def _messages(texts: dict[str, Any], where: str) -> MessageSettings | None:
         raise ConfigError(f"{where}: messages of format {kind!r} are not served")
     variables = dict((texts.get("processing_kwargs") or {}).get("chat_template") or {})
     return MessageSettings(kind == "structured", variables)
+
+
+def _late(
+    path: Path, names: dict[str, Any], dense: tuple[DenseConfig, ...], hidden_size: int
+) -> LateInteraction | None:
+    """Projections without a pooling before them, with the settings of pylate; or BGE-M3's matrix."""
+    if not dense:
+        found = _linear(path, "colbert_linear.pt", hidden_size)
+        return None if found is None else LateInteraction((found,), skips_first=True)
+    words = names.get("skiplist_words")
+    return LateInteraction(
+        dense,
+        query_prefix=names.get("query_prefix", "[Q] "),
+        document_prefix=names.get("document_prefix", "[D] "),
+        query_length=names.get("query_length") or 32,
+        document_length=names.get("document_length") or 180,
+        expands=names.get("do_query_expansion", True),
+        attends=bool(names.get("attend_to_expansion_tokens", False)),
+        skipped_words=tuple(string.punctuation if words is None else words),
+    )
+
+
+def _linear(path: Path, name: str, hidden_size: int) -> DenseConfig | None:
+    """A projection beside the model, of a file of `torch.save` with a weight and a bias; None if it is not there."""
+    file = path / name
+    if not file.is_file():
+        return None
+    shapes = {tensor.name: tensor.shape for tensor in read_state_dict(file)}
+    shape = shapes.get("weight", ())
+    if len(shape) != 2 or shape[1] != hidden_size:
+        raise ConfigError(f"{path.name}: {name} must have a weight of {hidden_size} columns, found {shapes}")
+    return DenseConfig(file, hidden_size, shape[0], "bias" in shapes, None, prefix="")
 
 
 def _splade(config: dict[str, Any], where: str) -> SpladeSettings:

@@ -68,7 +68,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def _header(path: Path) -> Iterator[StoredTensor]:
-    if path.suffix == ".bin":
+    if path.suffix in (".bin", ".pt"):
         for saved in read_state_dict(path):
             strides = None if saved.is_contiguous else saved.strides
             yield StoredTensor(path, saved.name, saved.kind, saved.shape, saved.offset, strides)

@@ -38,7 +38,7 @@ from model.engine.scheduling.step_budget import (
 from model.engine.sentence_head import SentenceHead
 from model.engine.vocabulary_head import EncodeResult, VocabularyHead
 from model.media.images import ImageProcessing
-from model.network.inputs import CrossInput, StackInput, packed_input
+from model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
 from model.system.transfer import to_host
@@ -74,7 +74,7 @@ class EncodeEngine:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._head = SentenceHead(model, sentences, device)
-        self._vocabulary = VocabularyHead(model, sentences.splade, device)
+        self._vocabulary = VocabularyHead(model, sentences, device)
         self._images = images
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
@@ -228,6 +228,10 @@ class EncodeEngine:
 
     @torch.inference_mode()
     def _encode(self, batch: Sequence[EncodeRequest]) -> list[EncodeResult]:
+        if 0 < sum(request.unread > 0 for request in batch) < len(batch):  # others are computed as if they were alone
+            expanded = self._encode([request for request in batch if request.unread])
+            plain = self._encode([request for request in batch if not request.unread])
+            return [(expanded if request.unread else plain).pop(0) for request in batch]
         causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
         # Longest first, which balances the load of the threads.
@@ -293,7 +297,11 @@ class EncodeEngine:
         self._encode([EncodeRequest("", self.name, smallest, EncodeTask.TOKENS)])
 
     def _pack(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
-        return source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
+        inputs = source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
+        if not any(request.unread for request in batch):
+            return inputs
+        lengths = [(self._length(request), self._length(request) - request.unread) for request in batch]
+        return with_unread_rows(inputs, lengths, self.device)
 
     def _results(self, batch: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
         """Turn the inputs' hidden states `[L, d]` into the results of their tasks; what can be shared is computed once.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +23,14 @@ class SentenceHead:
         self.settings = settings
         self._model = model
         self._dense = [(config, load_dense(config, device)) for config in settings.dense]
+        late = settings.late.dense if settings.late is not None else ()
+        self._token_dense = [(config, load_dense(config, device)) for config in late]
 
     def __call__(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
         """Return the vector `[D]` of hidden states `[L, d]`, or `[L, D]` for a request for tokens' vectors."""
+        if request.task is EncodeTask.MULTI_VECTOR:
+            counted = hidden[list(request.positions)] if request.positions else hidden
+            return nn.functional.normalize(_projected(counted, self._token_dense), dim=-1)
         vectors = hidden if request.task is EncodeTask.TOKENS else self._vector(request, hidden)
         if request.dimensions is not None:
             vectors = vectors[..., : request.dimensions]
@@ -36,11 +43,7 @@ class SentenceHead:
         if request.pooling is not None:  # the projections were trained behind the model's own pooling
             return self._pool(hidden, request.pooling, 0)
         vector = torch.cat([self._pool(hidden, mode, request.prompt_tokens) for mode in self.settings.pooling])
-        for config, linear in self._dense:
-            found = linear(vector)
-            found = found if config.activation is None else ACTIVATIONS[config.activation](found)
-            vector = found + vector if config.residual else found
-        return vector
+        return _projected(vector, self._dense)
 
     def _pool(self, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:
         """Combine the tokens behind the first `skipped` ones, whose places still count in a weighted mean."""
@@ -61,13 +64,22 @@ class SentenceHead:
         return self._model.pool(hidden[:1].to(self._model.dtype))[0].float()
 
 
+def _projected(vectors: Tensor, dense: Sequence[tuple[DenseConfig, nn.Linear]]) -> Tensor:
+    """Return vectors `[..., d]` through the projections, one after the other."""
+    for config, linear in dense:
+        found = linear(vectors)
+        found = found if config.activation is None else ACTIVATIONS[config.activation](found)
+        vectors = found + vectors if config.residual else found
+    return vectors
+
+
 def load_dense(config: DenseConfig, device: torch.device) -> nn.Linear:
     """Load a projection with its weights in float32; raises `CheckpointError` unless exactly its tensors are there."""
     where = f"{config.weights.parent.name}/{config.weights.name}"
     stored = read_headers([config.weights])
-    wanted: dict[str, tuple[int, ...]] = {"linear.weight": (config.outputs, config.inputs)}
+    wanted: dict[str, tuple[int, ...]] = {f"{config.prefix}weight": (config.outputs, config.inputs)}
     if config.bias:
-        wanted["linear.bias"] = (config.outputs,)
+        wanted[f"{config.prefix}bias"] = (config.outputs,)
     found = {name: tensor.shape for name, tensor in stored.items()}
     if found != wanted or not all(tensor.holds(None) for tensor in stored.values()):
         raise CheckpointError(f"{where}: expected {wanted}, found {found}")
@@ -75,7 +87,8 @@ def load_dense(config: DenseConfig, device: torch.device) -> nn.Linear:
     with TensorReader(stored) as reader:
         for name, shape in wanted.items():
             width = shape[-1] if len(shape) == 2 else 1
-            state[name.removeprefix("linear.")] = reader.region(name, width, slice(0, width), 0, shape[0]).view(shape)
+            values = reader.region(name, width, slice(0, width), 0, shape[0])
+            state[name.removeprefix(config.prefix)] = values.view(shape)
     with torch.device("meta"):
         linear = nn.Linear(config.inputs, config.outputs, config.bias)
     linear.load_state_dict({name: tensor.float().to(device) for name, tensor in state.items()}, assign=True)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.api.request import EncodeRequest
-from model.checkpoint.sentence_transformers import SpladeSettings
+from model.checkpoint.sentence_transformers import SentenceSettings
+from model.engine.sentence_head import load_dense
 from model.network.transformer import Transformer
 
 _CPU_ROWS = 32  # of every product with the vocabulary, so that a row's result does not depend on its neighbours
@@ -31,9 +32,12 @@ class VocabularyHead:
     A block's logits `[rows, V]` are the largest thing that is kept, however many inputs there are.
     """
 
-    def __init__(self, model: Transformer, splade: SpladeSettings, device: torch.device) -> None:
+    def __init__(self, model: Transformer, sentences: SentenceSettings, device: torch.device) -> None:
+        """Load the weights of tokens, if there are any; raises `CheckpointError` if they do not fit."""
         self._model = model
-        self._splade = splade
+        self._splade = sentences.splade
+        weight = sentences.token_weight
+        self._weight = load_dense(weight, device) if weight is not None else None
         self._rows = _CPU_ROWS if device.type == "cpu" else _GPU_ROWS
 
     def fill(self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
@@ -52,7 +56,12 @@ class VocabularyHead:
         return results
 
     def sparse(self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
-        """Return the weights above 0 of each input, by ascending token id (Formal et al. 2021: SPLADE)."""
+        """Return the weights above 0 of each input, by ascending token id.
+
+        They are a maximum over all tokens' logits (Formal et al. 2021: SPLADE), or each token's own weight (BGE-M3).
+        """
+        if self._weight is not None:
+            return [self._own_weights(request, rows.float()) for request, rows in zip(requests, hidden, strict=True)]
         ends = torch.tensor([len(rows) for rows in hidden]).cumsum(0).tolist()
         results: list[EncodeResult] = []
         weights: Tensor | None = None  # [V] of the first input that is not finished
@@ -71,6 +80,15 @@ class VocabularyHead:
                     results.append(heaviest(weights, requests[len(results)].top_k))
                     weights = None
         return results
+
+    def _own_weights(self, request: EncodeRequest, hidden: Tensor) -> EncodeResult:
+        """Return the tokens that count, each with the highest of its weights (Chen et al. 2024: BGE-M3)."""
+        assert self._weight is not None
+        at = list(request.positions)
+        ids = torch.tensor([request.source.token_ids[one] for one in at], dtype=torch.int64, device=hidden.device)
+        weights = torch.zeros(self._model.config.embedding.vocab_size, device=hidden.device)
+        weights.scatter_reduce_(0, ids, functional.relu(self._weight(hidden[at]))[:, 0], "amax")
+        return heaviest(weights, request.top_k)
 
     def _joined(self, weights: Tensor, more: Tensor) -> Tensor:
         return weights + more if self._splade.sums else torch.maximum(weights, more)

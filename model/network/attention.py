@@ -47,6 +47,8 @@ class SelfAttention(nn.Module):
             q = q + self.offset
         if isinstance(config.position, RotaryConfig):
             q, k = rotate_both(q, k, *step.rotary(config.position))
+        if (read := step.inputs.read_rows) is not None:
+            k, v = k[read], v[read]
         return self.out(step.backend.forward(q, k, v, cache, step.inputs.metadata_of(cache), config, bias).flatten(1))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import LayerCache
-from model.system.transfer import to_device
+from model.system.transfer import device_tensor, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class StackInput:
     token_types: Tensor | None = None  # [T]; None: all of segment 0
     pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
     other_pools: tuple[AttentionMetadata, ...] = ()  # the same by the tables of the others
+    read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""
@@ -42,6 +43,18 @@ class CrossInput:
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""
         return self.metadata if cache is None or not cache.pool else self.other_pools[cache.pool - 1]
+
+
+def with_unread_rows(inputs: StackInput, lengths: Sequence[tuple[int, int]], device: torch.device) -> StackInput:
+    """The same for segments of `(rows, keys)`, whose rows behind so many keys read the others and are read by none.
+
+    For layers without windows and score biases: those would count from a segment's last row as if it were a key.
+    """
+    rows, keys = zip(*lengths, strict=True)
+    starts = accumulate(rows[:-1], initial=0)
+    read = [row for start, count in zip(starts, keys, strict=True) for row in range(start, start + count)]
+    metadata = AttentionMetadata(rows, keys, causal=False, device=device)
+    return replace(inputs, metadata=metadata, read_rows=device_tensor(read, device, torch.int64))
 
 
 def packed_input(

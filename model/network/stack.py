@@ -115,7 +115,8 @@ class StackPass:
         self.layers_done = 0
         self._stack, self._cache = stack, cache
         x = stack.embed(tokens, inputs)
-        self._runner = stack.runner if stack.runner is not None and stack.runner.covers(cache, cross) else None
+        covers = inputs.read_rows is None and stack.runner is not None and stack.runner.covers(cache, cross)
+        self._runner = stack.runner if covers else None
         self._x = x if self._runner is None else x.float().contiguous()
         self._step = StepContext(inputs, backend, cross, self._x.dtype, stack.bias, stack.relative)
 

@@ -113,7 +113,8 @@ class EncodePlanner:
         self._check_count(len(texts))
         may_cut = body.truncate is not False
         self._check_inputs([one for _, one in texts], served, info, output, may_cut=may_cut)
-        readings = await self._read(texts, body, served, output, _token_limit(served, info))
+        limit = _token_limit(served, info)
+        readings = await self._read(texts, body, served, output, min(limit, output.room(body, served) or limit))
         self._check_count(len(readings))
         tokens = sum(len(one.encoded.ids) for one in readings)
         if tokens > self._limits.max_encode_tokens:
@@ -229,7 +230,11 @@ class EncodePlanner:
                     for window in _windows(one, served, limit, body.stride)
                 ]
             side: Side | None = body.truncate or None
-            return [_Reading(owner, one, *_fit_one(one, served, limit, side)) for owner, one in texts]
+            found = ((owner, one, *_fit_one(one, served, limit, side)) for owner, one in texts)
+            return [
+                _Reading(owner, one, output.as_read(body, served, one, encoded), cut)
+                for owner, one, encoded, cut in found
+            ]
 
         characters = sum(one.characters for _, one in texts)
         return await self._threads.run(served.name, characters, work) if characters else work()

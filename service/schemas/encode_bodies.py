@@ -15,6 +15,7 @@ OutputName = Literal[
     "tokens",
     "logits",
     "sparse",
+    "multi_vector",
     "fill_mask",
     "token_classification",
     "question_answering",
@@ -33,7 +34,8 @@ class EncodeBody(Body):
     output: OutputName = Field(
         "embedding",
         description="One vector for each input (`embedding`), one for each token (`tokens`), a classifier's logits "
-        "over the reply's `labels` (`logits`), weights of vocabulary entries (`sparse`), candidates for mask tokens "
+        "over the reply's `labels` (`logits`), weights of vocabulary entries (`sparse`), vectors of tokens for late "
+        "interaction (`multi_vector`), candidates for mask tokens "
         "(`fill_mask`), entities with their places (`token_classification`), answers with their places "
         "(`question_answering`: `text` is the question, `text_pair` the context), or scores of any `labels` by a model "
         "of entailment (`zero_shot`). /info lists what each model has.",
@@ -71,6 +73,11 @@ class EncodeBody(Body):
         "float",
         description="Numbers (as many digits as float32 needs), or base64 of little-endian float32.",
         examples=["float"],
+    )
+    input_type: Literal["query", "document"] | None = Field(
+        None,
+        description="multi_vector: how the texts are read, where the model tells the two apart; default: document.",
+        examples=["query"],
     )
     embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] = Field(
         "float",

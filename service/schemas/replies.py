@@ -124,6 +124,7 @@ class EncodeItem(Reply):
     truncated: bool | None = Field(None, description="True if the input was truncated.", examples=[True])
     indices: list[int] | None = Field(None, description="sparse: ids of vocabulary entries.", examples=[[17, 2051]])
     weights: list[float] | None = Field(None, description="sparse: their weights.", examples=[[0.4, 1.2]])
+    vectors: list[list[float]] | str | None = Field(None, description="multi_vector: one for each token that counts.")
     masks: list[Mask] | None = Field(None, description="fill_mask: one for each mask token, in order.")
     entities: list[Entity] | None = Field(None, description="token_classification: in the order of the text.")
     answers: list[Answer] | None = Field(None, description="question_answering: the best first.")

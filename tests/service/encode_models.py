@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,13 +48,14 @@ def bart_tokenizer() -> RawTokenizer:
     return raw
 
 
-def encode_app(*kinds: str) -> FastAPI:
-    """The application over real engines of these kinds."""
+def encode_app(*kinds: str, **folders: Path) -> FastAPI:
+    """The application over real engines of these kinds, and of models in `folders`, with BERT's tokenizer."""
+    paths = {kind: saved(kind).path for kind in kinds} | folders
     config = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
-    tokenizers = {kind: Tokenizer(bart_tokenizer() if kind.startswith("bart") else raw_tokenizer()) for kind in kinds}
-    specs = [ModelSpec(kind, str(saved(kind).path), config) for kind in kinds]
+    tokenizers = {name: Tokenizer(bart_tokenizer() if name.startswith("bart") else raw_tokenizer()) for name in paths}
+    specs = [ModelSpec(name, str(path), config) for name, path in paths.items()]
     registry = Registry(
-        ServedModel(kind, read_checkpoint(saved(kind).path), tokenizers[kind], config) for kind in kinds
+        ServedModel(name, read_checkpoint(path), tokenizers[name], config) for name, path in paths.items()
     )
     return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from tests.model.checkpoints import HEADS, saved
-from tests.service.encode_models import TEXT, encode_app, hf_tokenizer, pipeline, reference_logits
+from tests.model.checkpoints import HEADS, copied, saved
+from tests.service.encode_models import TEXT, encode_app, hf_tokenizer, pipeline, raw_tokenizer, reference_logits
 from tests.service.test_bad_requests import check_error
 from tests.service.test_heads import Client
 
@@ -23,8 +26,10 @@ ANSWERING = tuple(kind for kind in HEADS if "answers" in kind)
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    app = encode_app(*HEADS, "bert", "bert-token")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    root = tmp_path_factory.mktemp("late")
+    late = {f"late_{name}": late_folder(root / name, **settings) for name, settings in LATE.items()}
+    app = encode_app(*HEADS, "bert", "bert-token", **late, m3=m3_folder(root / "m3"))
     loop = asyncio.new_event_loop()
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
     lifespan = app.router.lifespan_context(app)
@@ -33,6 +38,36 @@ def client() -> Iterator[Client]:
     loop.run_until_complete(http.aclose())
     loop.run_until_complete(lifespan.__aexit__(None, None, None))
     loop.close()
+
+
+# Settings of pylate: mask tokens that others do not read, that they read, and none.
+LATE: dict[str, dict[str, Any]] = {
+    "unread": {},
+    "read": {"attend_to_expansion_tokens": True},
+    "plain": {"do_query_expansion": False, "skiplist_words": ["the", "on"], "query_prefix": ""},
+}
+WEIGHTS = torch.empty(7, 32).normal_(generator=torch.Generator().manual_seed(1))
+
+
+def late_folder(folder: Path, **settings: Any) -> Path:
+    copied("bert", folder.parent).rename(folder)
+    names = {"query_prefix": "Ada", "document_prefix": "Love", "query_length": 12, "document_length": 20}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(names | settings))
+    modules = [("", "sentence_transformers.models.Transformer"), ("1_Dense", "pylate.models.Dense.Dense")]
+    (folder / "modules.json").write_text(json.dumps([{"path": path, "type": kind} for path, kind in modules]))
+    (folder / "1_Dense").mkdir()
+    dense = dict(in_features=32, out_features=7, bias=False, activation_function="torch.nn.modules.linear.Identity")
+    (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
+    save_file({"linear.weight": WEIGHTS}, folder / "1_Dense" / "model.safetensors")
+    return folder
+
+
+def m3_folder(folder: Path) -> Path:
+    """With the matrices of BGE-M3, in files of `torch.save`."""
+    copied("bert", folder.parent).rename(folder)
+    torch.save({"weight": WEIGHTS, "bias": WEIGHTS[:, 0].clone()}, folder / "colbert_linear.pt")
+    torch.save({"weight": WEIGHTS[:1].clone(), "bias": WEIGHTS[0, :1].clone()}, folder / "sparse_linear.pt")
+    return folder
 
 
 class TestFillMask:
@@ -95,6 +130,68 @@ class TestSparse:
         weights = dict(zip(whole["indices"], whole["weights"], strict=True))
         assert few["indices"] == sorted(sorted(weights, key=lambda token: -weights[token])[:5])
         assert few["weights"] == [weights[token] for token in few["indices"]]
+
+
+def hidden_states(ids: Sequence[int], visible: int | None = None) -> torch.Tensor:
+    """`[L, d]` by `transformers`; tokens behind the first `visible` ones are masked."""
+    mask = torch.tensor([[at < (visible or len(ids)) for at in range(len(ids))]]).long()
+    with torch.inference_mode():
+        found = saved("bert").reference(input_ids=torch.tensor([list(ids)]), attention_mask=mask).last_hidden_state[0]
+    return found  # type: ignore[no-any-return]
+
+
+class TestMultiVector:
+    """As `encode` of pylate's ColBERT."""
+
+    @pytest.mark.parametrize("name", LATE)
+    def test_queries(self, client: Client, name: str) -> None:
+        texts = ["the cat", TEXT[:12]]
+        reply = client.encode(model=f"late_{name}", output="multi_vector", input=texts, input_type="query")
+        for item, text in zip(reply["data"], texts, strict=True):
+            ids = hf_tokenizer("bert")(text)["input_ids"]
+            if name != "plain":
+                ids.insert(1, 11)  # Ada
+            read = len(ids)
+            ids += [4] * (12 - len(ids) if name != "plain" else 0)
+            states = hidden_states(ids, None if name == "read" else read)
+            expected = torch.nn.functional.normalize(states @ WEIGHTS.T, dim=-1)
+            assert torch.allclose(torch.tensor(item["vectors"]), expected, atol=1e-4)
+
+    @pytest.mark.parametrize("name", LATE)
+    def test_documents(self, client: Client, name: str) -> None:
+        texts = ["Ada , the cat sat", "a mat"]
+        reply = client.encode(model=f"late_{name}", output="multi_vector", input=texts)
+        comma = raw_tokenizer().token_to_id(",")
+        for item, text in zip(reply["data"], texts, strict=True):
+            ids = hf_tokenizer("bert")(text)["input_ids"]
+            ids.insert(1, 12)  # Love
+            skipped = {5, 8} if name == "plain" else {1, comma}  # punctuation without a token is an unknown one
+            states = hidden_states(ids)[[token not in skipped for token in ids]]
+            expected = torch.nn.functional.normalize(states @ WEIGHTS.T, dim=-1)
+            assert torch.allclose(torch.tensor(item["vectors"]), expected, atol=1e-4)
+
+    def test_matrices_of_m3(self, client: Client) -> None:
+        ids = hf_tokenizer("bert")(TEXT)["input_ids"]
+        states = hidden_states(ids)
+        [item] = client.encode(model="m3", output="multi_vector", input=TEXT)["data"]
+        expected = torch.nn.functional.normalize(states[1:] @ WEIGHTS.T + WEIGHTS[:, 0], dim=-1)
+        assert torch.allclose(torch.tensor(item["vectors"]), expected, atol=1e-4)
+        weights: dict[int, float] = {}
+        for token, weight in zip(ids, torch.relu(states @ WEIGHTS[0] + WEIGHTS[0, 0]).tolist(), strict=True):
+            if weight > 0 and token > 4:
+                weights[token] = max(weight, weights.get(token, 0))
+        [item] = client.encode(model="m3", output="sparse", input=TEXT)["data"]
+        assert item["indices"] == sorted(weights)
+        assert item["weights"] == pytest.approx([weights[token] for token in sorted(weights)], abs=1e-4)
+
+    def test_too_long_texts_are_refused_or_cut(self, client: Client) -> None:
+        body: dict[str, Any] = dict(
+            model="late_unread", output="multi_vector", input="the cat " * 9, input_type="query"
+        )
+        error = check_error(client.post(**body), 400, "input", "context_length_exceeded")
+        assert "more than the 11" in error["message"]
+        [item] = client.encode(**body, truncate="right")["data"]
+        assert (len(item["vectors"]), item["truncated"]) == (12, True)
 
 
 class TestTokenClassification:

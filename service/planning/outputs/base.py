@@ -71,6 +71,14 @@ def as_sent(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[En
     return [sent]
 
 
+def any_length(body: EncodeBody, served: ServedModel) -> int | None:
+    return None
+
+
+def as_tokenised(body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded) -> Encoded:
+    return encoded
+
+
 def no_settings(
     body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
 ) -> Mapping[str, Any]:
@@ -82,7 +90,8 @@ class Output:
     """One value of `output` in a body of /encode.
 
     `fields` are those of the body that have a meaning with it, beside the ones that always have. `readings` makes the
-    texts that the engine reads of an input, `settings` the fields of their `EncodeRequest`s, `item` what the reply has.
+    texts that the engine reads of an input, `as_read` their tokens of what the tokenizer made, `settings` the fields of
+    their `EncodeRequest`s, `item` what the reply has.
     """
 
     name: str
@@ -94,6 +103,8 @@ class Output:
     windows: bool = False  # a text that is too long becomes several inputs of the engine
     verbatim: bool = False  # texts are tokenised as they are, without prompts and lower case of a checkpoint's settings
     heavy: bool = False  # items are made in a thread: texts are decoded, or spans compared
+    room: Callable[[EncodeBody, ServedModel], int | None] = any_length  # tokens of a text, below the model's own limit
+    as_read: Callable[[EncodeBody, ServedModel, EncodeInput, Encoded], Encoded] = as_tokenised
     readings: Callable[[EncodeBody, ServedModel, EncodeInput], list[EncodeInput]] = as_sent
     settings: Callable[[EncodeBody, ServedModel, EncodeInput, Encoded, Limits], Mapping[str, Any]] = no_settings
 

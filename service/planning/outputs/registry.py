@@ -5,7 +5,7 @@ from __future__ import annotations
 from model.api.request import EncodeTask
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
-from service.planning.outputs import answers, entities, masks, vectors, zero_shot
+from service.planning.outputs import answers, entities, late_interaction, masks, vectors, zero_shot
 from service.planning.outputs.base import Need, Output
 from service.schemas.encode_bodies import EncodeBody
 
@@ -24,6 +24,11 @@ _ENTAILMENT = Need(
     "has no classifier with a label of entailment", lambda served: zero_shot.entailment_label(served) is not None
 )
 _MASKED_HEAD = Need("has no masked-language-model head", lambda served: served.config.masked_head is not None)
+_SPARSE = Need(
+    "has no masked-language-model head and no weights of tokens",
+    lambda served: served.config.masked_head is not None or served.checkpoint.sentences.token_weight is not None,
+)
+_LATE = Need("has no projection of tokens", lambda served: served.checkpoint.sentences.late is not None)
 _TOKENIZER = Need("has no tokenizer", lambda served: served.tokenizer is not None)
 _MASK = Need("has no mask token", lambda served: served.tokenizer is not None and served.tokenizer.mask_id is not None)
 _OFFSETS = Need(
@@ -53,9 +58,20 @@ _TABLE = (
         "sparse",
         EncodeTask.SPARSE,
         vectors.sparse_item,
-        needs=(_MASKED_HEAD,),
+        needs=(_SPARSE,),
         fields=frozenset({"truncate", "prompt_name", "top_k"}),
         settings=vectors.sparse_settings,
+    ),
+    Output(
+        "multi_vector",
+        EncodeTask.MULTI_VECTOR,
+        late_interaction.vectors_item,
+        needs=(_LATE, _TOKENIZER),
+        fields=frozenset({"truncate", "encoding_format", "input_type"}),
+        room=late_interaction.room,
+        as_read=late_interaction.as_read,
+        readings=late_interaction.single_text,
+        settings=late_interaction.vector_settings,
     ),
     Output(
         "fill_mask",
