@@ -25,7 +25,7 @@ MODEL = """
     families/table      : errors config
     families            : errors config families/table
     native              : errors config
-    checkpoint          : errors config api media families families/table
+    checkpoint          : errors config api system media families families/table
     linear              : errors config system native
     cache               : errors config system
     attention           : errors config system native cache

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +23,10 @@ from model.checkpoint.state_dict import read_state_dict
 from model.config.formats import NumberKind
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
+from model.system.background_work import give_way, gives_way, wait_for
 
 BUFFER_BYTES = 16 << 20  # of a read; a single row may be larger
+_SHORT_BYTES = 1 << 19  # of a read beside which other work waits
 _MIN_RUN = 4096  # bytes of adjacent columns that are read separately: a page of the file
 _DTYPES = {
     "F64": torch.float64,
@@ -115,7 +118,7 @@ class TensorReader:
             yield first, self._read_strided(stored, width, first, last)
             return
         row_bytes = width * stored.dtype.itemsize
-        step = max(1, BUFFER_BYTES // max(1, row_bytes))
+        step = max(1, _part_bytes() // max(1, row_bytes))
         for begin in range(first, last, step):
             end = min(begin + step, last)
             data = self._reserve((end - begin) * row_bytes)
@@ -129,7 +132,7 @@ class TensorReader:
         if run < _MIN_RUN or run == width * size or self._tensors[name].strides is not None:
             yield from ((begin, rows[:, wanted]) for begin, rows in self.rows(name, width, first, last))
             return
-        step = max(1, BUFFER_BYTES // run)
+        step = max(1, _part_bytes() // run)
         for begin in range(first, last, step):
             end = min(begin + step, last)
             data = self._reserve((end - begin) * run).view(end - begin, run)
@@ -160,12 +163,27 @@ class TensorReader:
 
     def _read(self, stored: StoredTensor, begin: int, into: Tensor) -> None:
         """Fill `into` with the tensor's bytes from `begin` on; raises `CheckpointError` if the file is too short."""
+        give_way()
         file = self._files.get(stored.path)
         if file is None:
             file = self._files[stored.path] = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
         view, done = memoryview(into.numpy().data), 0
         while done < len(view):
-            count = os.preadv(file, [view[done:]], stored.offset + begin + done)
+            count = _read_some(file, view[done:], stored.offset + begin + done)
             if count == 0:
                 raise CheckpointError(f"{stored.path.name} became shorter while {stored.name} was read")
             done += count
+
+
+def _part_bytes() -> int:
+    return _SHORT_BYTES if gives_way() else BUFFER_BYTES
+
+
+def _read_some(file: int, into: memoryview, offset: int) -> int:
+    """Read what comes at once, and return how much that is; other work goes on while a disk is waited for."""
+    if not gives_way():
+        return os.preadv(file, [into], offset)
+    with suppress(OSError):  # it is not in memory, or the file system cannot tell
+        return os.preadv(file, [into], offset, os.RWF_NOWAIT)
+    os.posix_fadvise(file, offset, BUFFER_BYTES, os.POSIX_FADV_WILLNEED)
+    return wait_for(lambda: os.preadv(file, [into], offset))

@@ -68,6 +68,7 @@ class LoadedModel:
     encode: EncodeEngine
     generate: GenerateEngine | None
     rank_processes: RankProcesses | None = None  # the processes of the model's other ranks
+    weight: float = 1.0  # its share of compute time, relative to other models
 
     def check(self) -> None:
         """Raise `EngineDeadError` if another rank is gone: what was computed since is worth nothing."""
@@ -155,7 +156,7 @@ def assemble(
     _check_fallbacks(spec.engine, slow)
     info = _info(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks, info.cache_pools = slow, cache_pools
-    return LoadedModel(info, encode, generate, _rank_processes(model))
+    return LoadedModel(info, encode, generate, _rank_processes(model), spec.engine.model_weight)
 
 
 def slow_ways(

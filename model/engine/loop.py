@@ -5,8 +5,8 @@ handles neither text nor sockets. State that may be corrupt is not used again: a
 that model's sequences and resets the engine. More than `MAX_FAULTS` of them, or an exception in the model's smallest
 forward pass, end the loop with a `failure` frame.
 
-Models come and go while others are served: a thread loads them (`background_loader`), and only the finished model
-reaches the loop. One that cannot be loaded changes nothing.
+Models come and go while others are served: loading a model gives way to rounds of steps, within itself
+(`background_jobs`). A model that is loaded joins the others between two steps; one that cannot be changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Protocol
 from model.api.messages import Abort, Channel, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
-from model.engine.background_loader import BackgroundLoader, FreeJob, load_failure
+from model.engine.background_jobs import BackgroundJobs, FreeJob, Job, LoadJob, load_failure
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling.step_budget import StepBudget, StepDemand
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
@@ -28,7 +28,6 @@ from model.errors import ConfigError, EngineDeadError
 from model.system.fault_limit import FaultLimit
 
 HEARTBEAT_SECONDS = 1.0
-LOAD_POLL_SECONDS = 0.02  # between looks whether a model is loaded or freed, while nothing else is to be done
 GRAMMAR_POLL_SECONDS = 0.002  # while all requests wait for grammars to be compiled
 DEADLINE_CHECK_SECONDS = 0.02  # between checks of the engines whose turn it is not
 MAX_FAULTS = 3  # of one model within `FAULT_SECONDS`
@@ -63,6 +62,10 @@ class Engine(Protocol):
         """End the requests whose deadline has passed."""
 
 
+class _ClosedError(Exception):
+    """The front has sent the command to close."""
+
+
 class EngineLoop:
     """Runs the engines of all models of one process, connected to the front by one channel."""
 
@@ -73,16 +76,17 @@ class EngineLoop:
         self.models: dict[str, LoadedModel] = {}
         self._faults: dict[str, FaultLimit] = {}
         self._engines: dict[EngineKey, Engine] = {}
-        self._loader = BackgroundLoader()
+        self._jobs = BackgroundJobs(self._round)
         self._pacer = StepPacer()
         self._last_engine: EngineKey | None = None  # which computed the last step
         self._last_deadline_check = 0.0
+        self._last_sent = 0.0  # the time of the last frame
 
     def run(self) -> None:
         """Serve until a `close` command, or until the front ends."""
         try:
             self._serve()
-        except EOFError:
+        except (EOFError, _ClosedError):
             return
         except EngineDeadError as error:
             logger.error("the engine loop broke: %s", error)
@@ -93,34 +97,52 @@ class EngineLoop:
             logger.exception("the engine loop broke")
             self._fail(f"{type(error).__name__} in the engine", invalid=False)
         finally:
-            self._loader.close()
+            self._jobs.close()
             for model in self.models.values():
                 model.close()
 
     def _serve(self) -> None:
         while True:
-            commands = self.channel.receive(self._receive_timeout)
-            events = Events()
-            if commands is None and not self._has_work:
-                self._check_idle(events)
-            while commands is not None:  # all frames that have arrived, so that none waits for more than one step
-                if commands.close:
-                    return
-                self._apply(commands, events)
-                commands = self.channel.receive(0)
-            self._take_job(events)
-            self._step(events)
-            for model in self.models.values():
-                model.check()
-            events.stats = [self._stats(model) for model in self.models.values()]
-            self.channel.send(events)
+            self._round(HEARTBEAT_SECONDS)
+            for job in self._jobs.run():
+                self._finish(job)
+
+    def _round(self, timeout: float) -> float | None:
+        """Take commands, step an engine and send what came of it; return the seconds of the step.
+
+        With nothing to do it waits for commands, at most `timeout` seconds, and returns None if none have come. Raises
+        `_ClosedError` after the command to close.
+        """
+        commands = self.channel.receive(min(timeout, self._receive_timeout))
+        events, began = Events(), time.monotonic()
+        if commands is None and not self._has_work:
+            if timeout < HEARTBEAT_SECONDS and began < self._last_sent + HEARTBEAT_SECONDS:
+                return None
+            self._check_idle(events)
+        while commands is not None:  # all frames that have arrived, so that none waits for more than one step
+            if commands.close:
+                raise _ClosedError
+            self._apply(commands, events)
+            commands = self.channel.receive(0)
+        began = time.monotonic()
+        self._step(events)
+        seconds = time.monotonic() - began
+        for model in self.models.values():
+            model.check()
+        self._send(events)
+        return seconds
+
+    def _send(self, events: Events) -> None:
+        events.stats = [self._stats(model) for model in self.models.values()]
+        self.channel.send(events)
+        self._last_sent = time.monotonic()
 
     @property
     def _receive_timeout(self) -> float:
         """The seconds to wait for commands before the next round."""
         busy = [engine for engine in self._engines.values() if engine.has_work]
         if not busy:
-            return LOAD_POLL_SECONDS if self._loader.is_busy else HEARTBEAT_SECONDS
+            return HEARTBEAT_SECONDS
         return GRAMMAR_POLL_SECONDS if all(engine.waits_for_grammars for engine in busy) else 0
 
     @property
@@ -133,7 +155,7 @@ class EngineLoop:
         for name in commands.unload:
             self._unload(name, events)
         for spec in commands.load:
-            self._loader.load(spec)
+            self._jobs.add(LoadJob(spec))
         for request in commands.generate:
             try:
                 engine = self.models[request.model].generate
@@ -157,7 +179,7 @@ class EngineLoop:
         """Load models before any is served; raises what prevents it, but for those that the front can do without."""
         for spec in specs:
             try:
-                self._add(load(spec), spec.engine.model_weight)
+                self._add(load(spec))
             except Exception as error:
                 if spec.name not in optional:
                     raise
@@ -167,32 +189,28 @@ class EngineLoop:
         self._on_loaded()
         events.ready = True
 
-    def _add(self, model: LoadedModel, weight: float) -> None:
+    def _add(self, model: LoadedModel) -> None:
         name = model.info.name
         self.models[name] = model
         self._engines[name, "encode"] = model.encode
         if model.generate is not None:
             self._engines[name, "generate"] = model.generate
-        self._pacer.add(name, weight, MIN_TOKENS if model.info.device == "cpu" else MIN_GPU_TOKENS)
+        self._pacer.add(name, model.weight, MIN_TOKENS if model.info.device == "cpu" else MIN_GPU_TOKENS)
 
-    def _take_job(self, events: Events) -> None:
-        """Serve a model that was loaded beside others, or tell why it was not; or tell that one is freed."""
-        job = self._loader.take()
-        if job is None:
-            return
-        if isinstance(job, FreeJob) or (job.given_up and not isinstance(job.result, LoadedModel)):
-            events.unloaded.append(job.name)
-        elif job.given_up and isinstance(job.result, LoadedModel):  # after it was loaded
-            self._loader.free(job.result)
-        elif isinstance(job.result, LoadedModel):
-            self._add(job.result, job.spec.engine.model_weight)
-            events.loaded.append(job.result.info)
-        elif job.result is not None:
-            events.load_failures.append(job.result)
+    def _finish(self, job: Job) -> None:
+        """Serve a model that was loaded, or tell why it was not; or tell that one is freed."""
+        result = job.take_result() if isinstance(job, LoadJob) else None
+        if isinstance(result, LoadedModel):
+            self._add(result)
+            self._send(Events(loaded=[result.info]))
+        elif result is not None:
+            self._send(Events(load_failures=[result]))
+        else:
+            self._send(Events(unloaded=[job.name]))
 
     def _unload(self, name: str, events: Events) -> None:
         """End what a model still computes and free it, or stop loading it; an unknown name counts as unloaded."""
-        if self._loader.give_up(name):
+        if self._jobs.give_up(name):
             return
         model = self.models.pop(name, None)
         if model is None:
@@ -204,7 +222,9 @@ class EngineLoop:
             del self._engines[key]
         self._pacer.remove(name)
         self._faults.pop(name, None)
-        self._loader.free(model)
+        if (library := model.encode.model.linear.library) is not None:
+            library.release_scratch()  # of this thread, as large as its largest step
+        self._jobs.add(FreeJob(model))
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:

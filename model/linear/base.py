@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config.sharding import Index, Shape, Shard, ShardSlice
+from model.system import huge_pages
 
 
 class Split(Enum):
@@ -130,7 +131,7 @@ class Linear(nn.Module):
         parameter = self._parameters[own]
         assert parameter is not None
         if parameter.is_meta:
-            made = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+            made = huge_pages.empty(parameter.shape, self.dtype, self.device)
             parameter = self._parameters[own] = nn.Parameter(made, requires_grad=False)
         return parameter.detach()
 

@@ -165,6 +165,10 @@ class Library:
         self._functions.top_k(_at(logits), *sizes, _at(values), _at(tokens), _at(log_sums), threads)
         return values, tokens, log_sums
 
+    def release_scratch(self) -> None:
+        """Free this thread's scratch; the next call takes what it needs."""
+        self._scratch.tensor = None
+
     def _scratch_of(self, needed: int) -> c_void_p:
         """This thread's scratch: it grows when it must, and shrinks after calls that needed less than half of it."""
         mine = self._scratch

@@ -30,6 +30,7 @@ from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
 from model.network.transformer import Transformer
+from model.system import huge_pages
 from model.system.background_work import give_way
 
 TOKEN_TABLE = "tokens.weight"
@@ -85,7 +86,6 @@ def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
         for name, rule in sources.rules:
             _fill(filler, reader, name, rule, sources.shapes[rule.target], sources.slices[rule.target])
             progress.read(name)
-            give_way()
     for zero in sources.zeros:
         for _, into in cuts(sources.shapes[zero.target], zero.rows, sources.slices[zero.target]):
             filler.put(zero.target, into, torch.zeros([index.stop - index.start for index in into]))
@@ -140,6 +140,7 @@ class _Filler:
         self._parameters: dict[str, Tensor] = {}
         for linear in linears(model):
             linear.reserve()
+            give_way()
 
     def put(self, name: str, into: Index, values: Tensor) -> None:
         """`values` at `into` of the tensor `name`; a table that a head is tied to may fill both."""
@@ -149,7 +150,7 @@ class _Filler:
             if name not in self._parameters:
                 linear = self._model.linear
                 dtype = self._table_dtype if name == TOKEN_TABLE else linear.dtype
-                self._parameters[name] = torch.empty(self._shapes[name], dtype=dtype, device=linear.device)
+                self._parameters[name] = huge_pages.empty(self._shapes[name], dtype, linear.device)
             self._parameters[name][into].copy_(values)
 
     def holds(self, name: str, into: Index, values: Tensor) -> bool:
@@ -162,6 +163,7 @@ class _Filler:
         adopt_parameters(self._model, self._parameters, self._table_dtype)
         for linear in linears(self._model):
             linear.finish()
+            give_way()
 
 
 class _Progress:

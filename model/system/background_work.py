@@ -1,49 +1,66 @@
-"""Long work in a thread beside others: it can be given up, at the points where it says so. Stdlib only.
+"""Long work on a thread that has something more urgent to do: the work gives way to it, part by part. Stdlib only.
 
-The work calls `give_way` between its parts. Outside of a `BackgroundWork` that does nothing, so the same code can be
-the only work of its process.
+`give_way` ends a part of the work. If others' turn has come, it returns when they have had it: they run on the same
+thread, within this call. So nothing runs at the same time, and the work takes neither cores nor the interpreter's lock
+from others at moments that nobody chooses. Parts should be short: a millisecond or less. What waits for a file or a
+process runs in another thread meanwhile (`wait_for`).
+
+Without such an urgent owner both do nothing beside, so code that calls them can also be all that a process does. Code
+that changes the state of its thread, as torch's modes do, must not call them while it is changed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
-_thread = threading.local()
+_Result = TypeVar("_Result")
 
 
 class GivenUpError(Exception):
-    """The work was given up from another thread."""
+    """Nobody wants the work any more."""
 
 
-class BackgroundWork:
-    """The work of one thread, which another thread can give up."""
+class Owner(Protocol):
+    """What the work gives way to."""
 
-    def __init__(self) -> None:
-        self._given_up = False
+    def give_way(self) -> None:
+        """Run what is urgent; raises `GivenUpError`."""
 
-    def give_up(self) -> None:
-        """Raise `GivenUpError` from the work's next `give_way`."""
-        self._given_up = True
+    def wait_for(self, call: Callable[[], _Result]) -> _Result:
+        """Return what `call` returns, which runs in another thread, and run what is urgent until then."""
 
-    def check(self) -> None:
-        """Raise `GivenUpError` if the work was given up."""
-        if self._given_up:
-            raise GivenUpError
 
-    @contextmanager
-    def in_this_thread(self) -> Iterator[None]:
-        """Make the block this work."""
-        _thread.work = self
-        try:
-            yield
-        finally:
-            del _thread.work
+class _Thread(threading.local):
+    owner: Owner | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def giving_way_to(owner: Owner | None) -> Iterator[None]:
+    """Let the block give way to `owner`; None: to nobody."""
+    before, _thread.owner = _thread.owner, owner
+    try:
+        yield
+    finally:
+        _thread.owner = before
+
+
+def gives_way() -> bool:
+    """Return whether others wait for the parts of this work, so that they should be short."""
+    return _thread.owner is not None
 
 
 def give_way() -> None:
     """End a part of the work; raises `GivenUpError` if nobody wants the rest."""
-    work: BackgroundWork | None = getattr(_thread, "work", None)
-    if work is not None:
-        work.check()
+    if _thread.owner is not None:
+        _thread.owner.give_way()
+
+
+def wait_for(call: Callable[[], _Result]) -> _Result:
+    """Return what `call` returns, which waits for something and computes next to nothing; raises what it raises."""
+    return call() if _thread.owner is None else _thread.owner.wait_for(call)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -11,20 +14,49 @@ import numpy
 import torch
 from torch import Tensor
 
+from model.system.background_work import gives_way, wait_for
+
+_NICENESS = 19  # of the thread that takes memory beside other work
 _MIN_SIZE = 4 << 20  # bytes; a smaller buffer might contain no whole aligned huge page
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros as `torch.zeros` does on the CPU, written once, so that a lack of memory shows now."""
     size = math.prod(shape) * dtype.itemsize
-    return reserve(size).view(dtype).view(*shape).zero_() if size else torch.zeros(shape, dtype=dtype)
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    memory = reserve(size)
+    if not gives_way() or size < _MIN_SIZE:
+        memory.zero_()
+    return memory.view(dtype).view(*shape)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what `torch.empty` does, or zeros; work that gives way takes the memory as `reserve` does."""
+    if device.type != "cpu" or not gives_way():
+        return torch.empty(*shape, dtype=dtype, device=device)
+    return reserve(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
 
 def reserve(size: int) -> Tensor:
-    """Return `[size]` zero bytes that take no physical memory until they are written."""
+    """Return `[size]` zero bytes that take no physical memory until they are written.
+
+    Work that gives way takes the memory at once, in a thread of low priority: where a virtual machine gets it from its
+    host page by page, that takes milliseconds a huge page.
+    """
     if size < _MIN_SIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.from_numpy(numpy.zeros(size, dtype=numpy.uint8))  # torch.zeros would write them
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the buffer alive
+    reserved = torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the buffer alive
+    if gives_way():
+        wait_for(lambda: _write(reserved))
+    return reserved
+
+
+def _write(memory: Tensor) -> None:
+    """Write zeros in C, outside of the interpreter's lock."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    ctypes.memset(memory.data_ptr(), 0, memory.nbytes)

@@ -9,7 +9,9 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from model.api.request import EncodeRequest, FinishReason
 from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
-from model.engine import builder
+from model.client.process_transport import ProcessTransport
+from model.engine import background_jobs, builder
 from model.engine.loop import EngineLoop
 from model.engine.thread_transport import ThreadTransport
 from model.errors import (
@@ -32,10 +35,11 @@ from model.errors import (
     ModelNotLoadedError,
 )
 from model.linear.native import NativeLinear
-from model.system.background_work import GivenUpError, give_way
+from model.system.background_work import GivenUpError, give_way, gives_way, wait_for
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import request
 from tests.model.checkpoints import copied, prompt, saved
+from tests.model.sparse import qwen3, sparse_checkpoint
 from tests.model.texts import bytes_tokenizer
 
 LLAMA, OTHER = "llama-gqa", "marian"
@@ -175,15 +179,14 @@ async def test_a_load_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPa
 
     def waits(spec: ModelSpec) -> builder.LoadedModel:
         begun.set()
-        go_on.wait(30.0)
         try:
-            give_way()
+            wait_for(lambda: go_on.wait(30.0))
         except GivenUpError as error:
             ended.append(error)
             raise
         return load(spec)
 
-    monkeypatch.setattr("model.engine.background_loader.load", waits)
+    monkeypatch.setattr("model.engine.background_jobs.load", waits)
     async with served(LLAMA) as engine:
         loading = [asyncio.create_task(engine.load(spec(OTHER, name), None)) for name in ("first", "second", "third")]
         await until(begun.is_set)
@@ -216,10 +219,10 @@ async def test_a_restarted_engine_has_what_was_loaded_last(monkeypatch: pytest.M
     load = builder.load
 
     def waits(spec: ModelSpec) -> builder.LoadedModel:
-        assert spec.name != slow or go_on.wait(30.0)
+        assert spec.name != slow or wait_for(lambda: go_on.wait(30.0))
         return load(spec)
 
-    monkeypatch.setattr("model.engine.background_loader.load", waits)
+    monkeypatch.setattr("model.engine.background_jobs.load", waits)
     gone = copied(OTHER, tmp_path / "gone")
     async with served(LLAMA, "bert", transport=Mortal) as engine:
         await engine.load(spec(OTHER), bytes_tokenizer())
@@ -271,6 +274,100 @@ async def test_an_engine_begins_without_models() -> None:
         assert engine.models == engine.stats() == {}
         await engine.load(spec(LLAMA), None)
         assert len(ids_of(await collect(engine.submit([request(LLAMA, "first", 5)])), "first")) == 12
+
+
+@async_test
+async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
+    begun = threading.Event()
+
+    def never_ends(spec: ModelSpec) -> builder.LoadedModel:
+        begun.set()
+        while True:
+            give_way()
+
+    monkeypatch.setattr("model.engine.background_jobs.load", never_ends)
+    async with served(LLAMA) as engine:
+        loading = asyncio.create_task(engine.load(spec(OTHER), None))
+        await until(begun.is_set)
+        outputs = await collect(engine.submit([request(LLAMA, "beside", 5)]))
+        assert ends_of(outputs) == {("beside", 0): FinishReason.LENGTH}
+        with monkeypatch.context() as patch:
+
+            def breaks(model: builder.LoadedModel) -> None:
+                raise RuntimeError("secret detail of the fault")
+
+            patch.setattr(builder.LoadedModel, "check", breaks)
+            with pytest.raises(EngineDeadError, match="RuntimeError in the engine"):
+                await loading
+        await until(lambda: engine.health().ready)
+        assert set(engine.models) == {LLAMA}
+        begun.clear()
+        loading = asyncio.create_task(engine.load(spec(OTHER), None))
+        await until(begun.is_set)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await loading
+
+
+def test_a_job_gets_its_share_of_the_time_and_short_turns_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    rounds = list[float]()  # when they began
+    monkeypatch.setattr(background_jobs, "time", SimpleNamespace(monotonic=lambda: now))
+    busy = True
+
+    def serve(timeout: float) -> float | None:
+        nonlocal now
+        assert not gives_way(), "what is urgent gives way to nothing"
+        rounds.append(now)
+        now += 0.010
+        return 0.010 if busy else None
+
+    def parts(spec: ModelSpec) -> None:
+        nonlocal now, busy
+        for part in range(2000):
+            busy = part < 1000
+            now += 0.001
+            give_way()
+
+    monkeypatch.setattr(background_jobs, "load", parts)
+    jobs = background_jobs.BackgroundJobs(serve)
+    jobs.add(background_jobs.LoadJob(spec(LLAMA)))
+    assert [job.name for job in jobs.run()] == [LLAMA]
+    assert not gives_way()
+    turns = [after - before - 0.010 for before, after in pairwise(rounds)]
+    for expected, found in ((0.010 * background_jobs.SHARE, turns[:140]), (0.005, turns[-150:-1])):
+        assert expected - 1e-6 < min(found) <= max(found) < expected + 0.001 + 1e-6, "a part more at most"
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+@async_test
+async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> None:
+    """Of the engine process, as the system counts it."""
+    folder = sparse_checkpoint(tmp_path / "large", qwen3(512, 1536, 4, 8, vocab=32_000, tied=True))
+    large = ModelSpec("large", str(folder), EngineConfig(device="cpu", dtype="float32", kv_cache_memory=64 << 20))
+    async with served(LLAMA, transport=ProcessTransport) as engine:
+        transport = engine.transport
+        assert isinstance(transport, ProcessTransport) and transport.pid is not None
+        first = None
+        for number in range(times):
+            before = resident(transport.pid)
+            info = await engine.load(large, None)
+            await collect(engine.submit([replace(request(LLAMA, f"r{number}", 40), model="large")]))
+            loaded = resident(transport.pid)
+            assert loaded - before > 0.9 * (info.weight_bytes + (64 << 20))
+            await engine.unload("large")
+            after = resident(transport.pid)
+            assert loaded - after >= 0.95 * (loaded - before)
+            first = first or after
+            assert after - first < 8 << 20, f"after {number} times more is left"
+        await engine.unload(LLAMA)
+        assert engine.models == {}
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has for itself."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Anonymous:"))
 
 
 @pytest.mark.parametrize("kind", [LLAMA, OTHER, "bert", "xlnet"])
