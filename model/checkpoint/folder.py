@@ -71,7 +71,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     if storage is not Storage.FLOAT:
         stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
         config = replace(config, stored_as=stored_as)
-    sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size)
+    sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size, pickle=pickle)
     if sentences.score_tokens:
         config = token_classifier(config, sentences.score_tokens)
     if sentences.pooling:

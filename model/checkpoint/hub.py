@@ -19,7 +19,8 @@ from model.errors import ConfigError
 PREFIX = "hf:"
 PROGRESS_SECONDS = 5.0  # between two log lines about a download
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_SMALL = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "[0-9]_*/*")
+_SMALL = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "[0-9]_*/*.json", "[0-9]_*/*.safetensors")
+_MODULE_PICKLES = ("[0-9]_*/pytorch_model.bin",)  # projections of sentence-transformers
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors")
 _PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin")
 _OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
@@ -55,10 +56,11 @@ def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None
     It does so before a download of more than `max_bytes`.
     """
     repository, revision = _parts(path)
-    folder = _download(path, repository, revision, (*_SMALL, *_SAFETENSORS), max_bytes)
+    small = (*_SMALL, *_MODULE_PICKLES) if pickle else _SMALL
+    folder = _download(path, repository, revision, (*small, *_SAFETENSORS), max_bytes)
     weights = any(folder.glob("model*.safetensors"))
     if not weights and pickle:  # the commit that was found, even if the revision has moved since
-        folder = _download(path, repository, folder.name, (*_SMALL, *_PICKLES), max_bytes)
+        folder = _download(path, repository, folder.name, (*small, *_PICKLES), max_bytes)
     return folder
 
 

@@ -140,15 +140,18 @@ class SentenceSettings:
         return self.dense[-1].outputs if self.dense else hidden_size * max(1, len(self.pooling))
 
 
-def read_sentence_settings(path: Path, hidden_size: int) -> SentenceSettings:
-    """Read the folder's settings, those of a folder without any included. Raises `ConfigError`."""
+def read_sentence_settings(path: Path, hidden_size: int, *, pickle: bool = True) -> SentenceSettings:
+    """Read the folder's settings, those of a folder without any included. Raises `ConfigError`.
+
+    Without `pickle`, projections are taken from safetensors alone, and not from pytorch_model.bin.
+    """
     try:
-        return _read(path, hidden_size)
+        return _read(path, hidden_size, pickle)
     except (TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path.name}: modules.json or a module's config.json is malformed: {error}") from None
 
 
-def _read(path: Path, hidden_size: int) -> SentenceSettings:
+def _read(path: Path, hidden_size: int, pickle: bool) -> SentenceSettings:
     names = read_json(path / "config_sentence_transformers.json")
     texts = read_json(path / "sentence_bert_config.json")
     prompts = names.get("prompts") or {}
@@ -165,7 +168,7 @@ def _read(path: Path, hidden_size: int) -> SentenceSettings:
             pooling, include_prompt = _pooling(config, f"{path.name}/{folder}"), config.get("include_prompt", True)
             size = hidden_size * len(pooling)
         elif kind == "Dense":
-            dense.append(_dense(path, folder, size))
+            dense.append(_dense(path, folder, size, pickle=pickle))
             size = dense[-1].outputs
         elif kind == "Normalize":
             normalize = True
@@ -313,10 +316,11 @@ def _pooling(config: dict[str, Any], where: str) -> tuple[Pooling, ...]:
     return tuple(_MODES[mode] for mode in (modes if named is not None else _MODES) if mode in modes)
 
 
-def _dense(path: Path, folder: str, size: int) -> DenseConfig:
+def _dense(path: Path, folder: str, size: int, *, pickle: bool) -> DenseConfig:
     where = f"{path.name}/{folder}"
     config = read_json(path / folder / "config.json", required=True)
-    weights = next((path / folder / name for name in _WEIGHTS if (path / folder / name).is_file()), None)
+    served = _WEIGHTS if pickle else _WEIGHTS[:1]
+    weights = next((path / folder / name for name in served if (path / folder / name).is_file()), None)
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"{where}: activation {activation!r} is not served; served are {', '.join(_ACTIVATIONS)}")
@@ -329,6 +333,6 @@ def _dense(path: Path, folder: str, size: int) -> DenseConfig:
     if residual and size != config["out_features"]:
         raise ConfigError(f"{where}: use_residual with another width is not served")
     if weights is None:
-        raise ConfigError(f"{where}: no {' and no '.join(_WEIGHTS)}")
+        raise ConfigError(f"{where}: no {' and no '.join(served)}")
     bias = bool(config.get("bias", True))
     return DenseConfig(weights, size, config["out_features"], bias, _ACTIVATIONS[activation], residual)

@@ -67,6 +67,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlnet": ("XLNetModel", XLNET),
     "camembert": ("CamembertForMaskedLM", ROBERTA),
     "mpnet": ("MPNetForMaskedLM", MPNET),
+    "t5": ("T5EncoderModel", T5),  # as GTR and Sentence-T5
 }
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("DistilBertForSequenceClassification", {**DISTILBERT, "num_labels": 2}),  # as SST-2's

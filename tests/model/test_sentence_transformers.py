@@ -26,7 +26,7 @@ from model.llm import LLM
 from model.text.tokenizer import Tokenizer
 from service.planning.tokenization import truncate_text
 from tests import checkpoints
-from tests.model.checkpoints import MPNET, copied, prompt, randomise, saved
+from tests.model.checkpoints import MPNET, T5, copied, prompt, randomise, saved
 from tests.model.tokenizer_folders import write_folder
 
 SMALL = {"device": "cpu", "dtype": "float32"}
@@ -245,6 +245,15 @@ def test_what_is_not_served_is_named(change: dict[str, Any], message: str, plain
         read_checkpoint(sentence_folder(plain, tmp_path / "s", pooling, *modules, **change))
 
 
+def test_a_pickled_projection_is_refused_where_none_is_to_be_read(plain: Path, tmp_path: Path) -> None:
+    dense = {"in_features": 32, "out_features": 20, "bias": False}
+    folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], "Dense", dense=dense)
+    torch.save({"linear.weight": torch.randn(20, 32)}, folder / "2_Dense" / "pytorch_model.bin")
+    assert read_checkpoint(folder).sentences.dense[0].weights.name == "pytorch_model.bin"
+    with pytest.raises(ConfigError, match=r"2_Dense: no model\.safetensors$"):
+        read_checkpoint(folder, pickle=False)
+
+
 def test_a_projection_whose_tensors_do_not_fit_is_refused(plain: Path, tmp_path: Path) -> None:
     dense = {"in_features": 32, "out_features": 20, "bias": False}
     folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], "Dense", dense=dense)
@@ -301,6 +310,24 @@ class TestPackage:
         folder = sentence_folder(published, tmp_path / "s", pooling, "Dense", "Normalize", dense=dense)
         state = {"linear.weight": torch.randn(20, 32)} | ({"linear.bias": torch.randn(20)} if bias else {})
         torch.save(state, folder / "2_Dense" / "pytorch_model.bin")
+        self.compare(folder)
+
+    def test_a_published_gtr(self, tmp_path: Path) -> None:
+        """T5's encoder, SentencePiece, a projection without bias, all weights pickled."""
+        plain = write_folder("t5", tmp_path / "t5")
+        size = len(transformers.AutoTokenizer.from_pretrained(plain))
+        model = transformers.T5EncoderModel(transformers.T5Config(**{**T5, "vocab_size": size}))
+        randomise(model, std=0.2)
+        model.config.architectures = ["T5EncoderModel"]
+        model.config.save_pretrained(plain)
+        torch.save(model.state_dict(), plain / "pytorch_model.bin")
+        dense = {"in_features": 32, "out_features": 24, "bias": False}
+        dense["activation_function"] = "torch.nn.modules.linear.Identity"
+        limits = {"max_seq_length": 30, "do_lower_case": False}
+        pooling = {"word_embedding_dimension": 32, **MODES["mean"][0]}
+        folder = tmp_path / "gtr"
+        sentence_folder(plain, folder, pooling, "Dense", "Normalize", dense=dense, sentence_bert_config=limits)
+        torch.save({"linear.weight": torch.randn(24, 32)}, folder / "2_Dense" / "pytorch_model.bin")
         self.compare(folder)
 
     def test_truncation_and_lower_case(self, published: Path, tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def test_pickled_weights_are_taken_where_there_are_no_others(
     client = Client(url, tmp_path / "cache")
     assert "pytorch_model.bin" not in client.resolve("hf:org/old", "without pickle")[1]
     assert "pytorch_model.bin" in client.resolve("hf:org/old")[1]
+    served.publish("org/projected", files | {"2_Dense/config.json": b"{}", "2_Dense/pytorch_model.bin": b"x"})
+    assert "2_Dense/pytorch_model.bin" not in client.resolve("hf:org/projected", "without pickle")[1]
+    assert "2_Dense/pytorch_model.bin" in client.resolve("hf:org/projected")[1]
     served.requests.clear()
     served.publish("org/both", files | {"pytorch_model.bin": b"never read"})
     assert "pytorch_model.bin" not in client.resolve("hf:org/both")[1]
