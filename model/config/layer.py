@@ -22,6 +22,7 @@ class RopeScaling(StrEnum):
     NONE = "none"
     LINEAR = "linear"  # positions divided by the factor (Chen et al. 2023)
     DYNAMIC = "dynamic"  # the base grows with the length ("NTK-aware")
+    NTK = "ntk"  # the base times the factor, and every position divided by factor^(2 / dim) (GTE)
     LLAMA3 = "llama3"  # only long wavelengths are stretched (Llama 3.1)
     YARN = "yarn"  # a ramp between stretched and not (Peng et al. 2023)
 
@@ -172,6 +173,7 @@ class MLPConfig:
     activation: Activation
     gated: bool = False  # Shazeer 2020: act(x W_gate) * (x W_up)
     bias: bool = True
+    down_bias: bool | None = None  # of the last projection; None: as `bias` (GTE: it alone has one)
 
     def __post_init__(self) -> None:
         require_positive(self, intermediate_size=self.intermediate_size)

@@ -14,7 +14,15 @@ from functools import partial
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from model.families.table.helpers import (
+    activation,
+    affine,
+    refuse_adapters,
+    refuse_unless,
+    repeat,
+    self_attention,
+    split_width,
+)
 from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
@@ -64,6 +72,11 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     head = base.masked_head and replace(base.masked_head, activation=Activation.GELU)
     encoder = replace(base.encoder, position=position)
     return replace(base, encoder=encoder, max_positions=longest, masked_head=head)
+
+
+def xlm_roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_adapters(raw)
+    return roberta(raw, names)
 
 
 def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -117,7 +130,7 @@ FAMILIES = {
     "bert": Family(config, rules, "bert.", _DROPPED),
     "roberta": _ROBERTA,
     "camembert": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
+    "xlm-roberta": replace(_ROBERTA, config=xlm_roberta),
     "xlm-roberta-xl": Family(roberta_xl, partial(rules, norms=_XL_NORMS), "roberta.", _DROPPED),
     "electra": Family(electra, rules, "electra.", _DROPPED),
 }

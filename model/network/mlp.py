@@ -31,8 +31,8 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         columns = (Part(config.intermediate_size),) * (2 if config.gated else 1)
         self.up = linear(LinearSpec("up", hidden_size, columns, config.bias, Split.OUTPUTS))
-        down = LinearSpec("down", config.intermediate_size, (Part(hidden_size),), config.bias, Split.INPUTS)
-        self.down = linear(down)
+        bias = config.bias if config.down_bias is None else config.down_bias
+        self.down = linear(LinearSpec("down", config.intermediate_size, (Part(hidden_size),), bias, Split.INPUTS))
 
     def forward(self, x: Tensor) -> Tensor:  # [T, d] -> [T, d]
         hidden = self.up(x)

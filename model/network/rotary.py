@@ -25,9 +25,13 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
     if config.scaling is RopeScaling.DYNAMIC and config.length > config.original_max_positions:
         stretch = factor * config.length / config.original_max_positions - (factor - 1)
         theta *= stretch ** (dim / (dim - 2))
+    if config.scaling is RopeScaling.NTK:
+        theta *= factor
     plain = inverse_frequencies(theta, dim, device)
     if config.scaling is RopeScaling.LINEAR:
         plain = plain / factor
+    elif config.scaling is RopeScaling.NTK:
+        plain = plain / factor ** (2 / dim)
     elif config.scaling is RopeScaling.LLAMA3:
         plain = _llama3(config, plain)
     elif config.scaling is RopeScaling.YARN:

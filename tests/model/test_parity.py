@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from model.config.layer import LayerConfig, NormConfig, NormKind, RotaryConfig
 from model.network.inputs import CrossInput, packed_input
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from tests.model.checkpoints import CPU, DECODERS, KINDS, load_native, loaded, native_backends, prompt, saved
+from tests.model.checkpoints import CPU, DECODERS, KINDS, copied, load_native, loaded, native_backends, prompt, saved
 from tests.model.parity import (
     decoder_logits,
     decoder_prompts,
@@ -115,7 +118,32 @@ def test_control_one_changed_field_of_a_layer_is_noticed(
     assert difference(ours, theirs) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "albert", "vit"])
+@pytest.mark.parametrize("backend", [SdpaBackend(), *native_backends()], ids=lambda backend: backend.name)
+def test_gte_of_its_own_code_stretches_its_rotary_base(backend: AttentionBackend, tmp_path: Path) -> None:
+    """`transformers` knows no such type: its network gets the frequencies by the formula of that code.
+
+    They are `(base * factor)^(-2k / d) / factor^(2 / d)`.
+    """
+    folder = copied("gte", tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["rope_parameters"]
+    raw |= {"model_type": "new", "rope_theta": 500, "rope_scaling": {"type": "ntk", "factor": 2.0}, "pack_qkv": True}
+    (folder / "config.json").write_text(json.dumps(raw))
+    reference = deepcopy(saved("gte").reference)
+    reference.rotary_emb.inv_freq = 1000.0 ** -(torch.arange(0, 8, 2) / 8) / 2.0 ** (2 / 8)
+    checkpoint = read_checkpoint(folder)
+    native = isinstance(backend, NativeBackend)
+    ours, inputs = hidden_states(
+        load_native(checkpoint, backend.library) if native else load_model(checkpoint, backend)
+    )
+    theirs = torch.cat([reference(**given).last_hidden_state[0] for given in inputs])
+    assert difference(torch.cat(ours), theirs) < 1e-4
+    assert (
+        difference(theirs, torch.cat([saved("gte").reference(**given).last_hidden_state[0] for given in inputs])) > 0.1
+    )
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "mpnet", "jina-v3", "albert", "vit"])
 def test_the_pooler_equals_transformers(kind: str) -> None:
     model = loaded(kind)
     with torch.inference_mode():

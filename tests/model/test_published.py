@@ -139,6 +139,20 @@ def _modernbert(**changes: object) -> str:
     return json.dumps(base | changes)
 
 
+NOMIC = """{"activation_function": "swiglu", "architectures": ["NomicBertModel"], "attn_pdrop": 0.0,
+    "auto_map": {"AutoModel": "modeling_hf_nomic_bert.NomicBertModel"}, "bos_token_id": null, "causal": false,
+    "dense_seq_output": true, "embd_pdrop": 0.0, "eos_token_id": null, "fused_bias_fc": true,
+    "fused_dropout_add_ln": true, "initializer_range": 0.02, "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": 2048, "mlp_fc1_bias": false, "mlp_fc2_bias": false, "model_type": "nomic_bert",
+    "n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "n_positions": 8192, "pad_vocab_size_multiple": 64,
+    "parallel_block": false, "parallel_block_tied_norm": false, "prenorm": false, "qkv_proj_bias": false,
+    "reorder_and_upcast_attn": false, "resid_pdrop": 0.0, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": false, "rotary_emb_scale_base": null, "rotary_scaling_factor": null,
+    "scale_attn_by_inverse_layer_idx": false, "scale_attn_weights": true, "summary_activation": null,
+    "summary_first_dropout": 0.0, "summary_proj_to_labels": true, "summary_type": "cls_index",
+    "summary_use_proj": true, "type_vocab_size": 2, "use_cache": true, "use_flash_attn": true, "use_rms_norm": false,
+    "use_xentropy": true, "vocab_size": 30528}"""
+
 PUBLISHED = {
     "gpt2": Published(124_439_808, _gpt2(768, 12, 12)),
     "gpt2-medium": Published(354_823_168, _gpt2(1024, 24, 16)),
@@ -405,6 +419,43 @@ PUBLISHED = {
     "ModernBERT-large": Published(
         394_781_696,
         _modernbert(hidden_size=1024, intermediate_size=2624, num_hidden_layers=28, num_attention_heads=16),
+    ),
+    "EuroBERT-210m": Published(
+        211_766_016,
+        """{"architectures": ["EuroBertForMaskedLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"}, "bos_token": "<|begin_of_text|>",
+        "bos_token_id": 128000, "clf_pooling": "late", "eos_token": "<|end_of_text|>", "eos_token_id": 128001,
+        "head_dim": 64, "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 768, "initializer_range": 0.02,
+        "intermediate_size": 3072, "mask_token": "<|mask|>", "mask_token_id": 128002,
+        "max_position_embeddings": 8192, "mlp_bias": false, "model_type": "eurobert", "num_attention_heads": 12,
+        "num_hidden_layers": 12, "num_key_value_heads": 12, "pad_token": "<|end_of_text|>", "pad_token_id": 128001,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 250000,
+        "tie_word_embeddings": false, "use_cache": false, "vocab_size": 128256}""",
+    ),
+    "nomic-embed-text-v1.5": Published(136_731_648, NOMIC),
+    "gte-base-en-v1.5": Published(
+        136_776_192,
+        """{"architectures": ["NewModel"], "attention_probs_dropout_prob": 0.0, "classifier_dropout": null,
+        "auto_map": {"AutoModel": "modeling.NewModel"}, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-12,
+        "layer_norm_type": "layer_norm", "logn_attention_clip1": false, "logn_attention_scale": false,
+        "max_position_embeddings": 8192, "model_type": "new", "num_attention_heads": 12, "num_hidden_layers": 12,
+        "pack_qkv": true, "pad_token_id": 0, "position_embedding_type": "rope",
+        "rope_scaling": {"factor": 2.0, "type": "ntk"}, "rope_theta": 500000, "type_vocab_size": 0,
+        "unpad_inputs": false, "use_memory_efficient_attention": false, "vocab_size": 30528}""",
+    ),
+    "jina-embeddings-v3-hf": Published(
+        559_364_096,
+        _bert(
+            **{**_ROBERTA, "max_position_embeddings": 8194},
+            **_LARGE,
+            model_type="jina_embeddings_v3",
+            architectures=["JinaEmbeddingsV3Model"],
+            position_embedding_type=None,
+            rope_parameters={"rope_theta": 20000.0, "rope_type": "default"},
+            type_vocab_size=1,
+            vocab_size=250002,
+        ),
     ),
     "all-mpnet-base-v2": Published(
         109_486_464,

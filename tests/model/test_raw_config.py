@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
 from model.families.table.raw_config import Settings
 from tests.model.checkpoints import KINDS, saved
+from tests.model.test_published import NOMIC
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -29,6 +31,7 @@ CLASSES = (
     *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
     *("Bert", "Roberta", "Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert"),
     *("XLNet", "ViT", "ModernBert", "Deberta", "DebertaV2"),
+    *("EuroBert", "NomicBert", "Gte", "JinaEmbeddingsV3"),
 )
 
 
@@ -72,7 +75,7 @@ def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) 
 
 
 def test_these_are_all_the_types_that_are_served() -> None:
-    own = {"transformer"}  # torch.nn.Transformer's: the library has no such type
+    own = {"transformer", "new"}  # torch.nn.Transformer's and Alibaba's GTE: the library has no such types
     assert {defaults(name)["model_type"] for name in CLASSES} | own == set(FAMILIES)
 
 
@@ -184,6 +187,14 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
         ("Bart", {"add_bias_logits": True}),
         ("ViT", {"pooler_act": "relu"}),
         ("MPNet", {"relative_attention_num_buckets": 16}),
+        ("EuroBert", {"architectures": ["EuroBertForSequenceClassification"], "classifier_pooling": "max"}),
+        ("NomicBert", {"n_embd": 8, "activation_function": "snake"}),
+        ("NomicBert", {"n_embd": 8, "rotary_scaling_factor": 2}),
+        ("NomicBert", {"n_embd": 8, "prenorm": True}),
+        ("Gte", {"logn_attention_scale": True}),
+        ("Gte", {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.625}, "mixed_b": 0}),
+        ("JinaEmbeddingsV3", {"lora_adaptations": ["retrieval.query"]}),
+        ("XLMRoberta", {"position_embedding_type": "rotary", "lora_adaptations": ["retrieval.query"]}),
         ("ModernBert", {"position_embedding_type": "relative_key"}),
         ("ModernBert", {"architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "max"}),
         ("ModernBert", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
@@ -254,6 +265,11 @@ class TestRope:
     def test_a_part_of_a_head_turns(self) -> None:
         for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
             assert rotary(config_from_raw({**LLAMA, **where})).dim == 4
+
+    def test_nomic_bert_says_the_same_in_the_words_of_gpt2(self) -> None:
+        assert config_from_raw(json.loads(NOMIC)) == config_from_raw(
+            {**defaults("NomicBert"), "max_position_embeddings": 8192}
+        )
 
     def test_old_files_of_modernbert_have_a_base_for_each_kind_of_layer(self) -> None:
         new = defaults("ModernBert")

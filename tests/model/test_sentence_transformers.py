@@ -217,6 +217,18 @@ def test_a_sparse_encoder_of_version_6_is_told_by_its_task(plain: Path, tmp_path
     assert read_checkpoint(folder).sentences.splade == SpladeSettings(sums=True, twice=True)
 
 
+@pytest.mark.parametrize("kind", ["mpnet", "modernbert", "eurobert", "nomic-bert", "gte", "jina-v3"])
+def test_other_encoders_are_pooled_likewise(kind: str, tmp_path: Path) -> None:
+    texts = [prompt(length) for length in (17, 5)]
+    with torch.no_grad():
+        hidden = [saved(kind).reference(torch.tensor([ids])).last_hidden_state[0] for ids in texts]
+    for mode in ("cls", "mean"):
+        pooling, expected = MODES[mode]
+        llm = LLM(sentence_folder(saved(kind).path, tmp_path / mode, pooling, "Normalize"), EngineConfig(**SMALL))
+        for found, one in zip(llm.encode(texts), hidden, strict=True):
+            assert_close(found, torch.nn.functional.normalize(expected(one), dim=0))
+
+
 def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
     assert read_checkpoint(plain).sentences.pooling == (Pooling.MEAN,)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config.layer import Activation, NormConfig
@@ -46,8 +46,10 @@ MASKED_HEADS: dict[str, MaskedHeadTable] = {
     ),
     "deberta": _BERT,
     "deberta-v2": _BERT,
+    "nomic_bert": replace(_BERT, norm="cls.predictions.transform.layer_norm"),
+    **dict.fromkeys(("gte", "new"), replace(_ROBERTA, norm="lm_head.norm", bias="lm_head.decoder.bias")),
     "modernbert": MaskedHeadTable("head.dense", "head.norm", "decoder", "decoder.bias"),
-    **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet"), _ROBERTA),
+    **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3"), _ROBERTA),
 }
 
 

@@ -1,0 +1,27 @@
+"""EuroBERT: Llama's network, whose attention sees both directions (Boizard et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from model.config.model import ClassifierInput, ModelConfig
+from model.families import llama
+from model.families.table.bidirectional import as_encoder, encoder_rules
+from model.families.table.classifiers import pooled_by
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family
+
+_POOLING = {"bos": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN, "late": ClassifierInput.ALL}
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    for unused in ("bos_token", "eos_token", "pad_token", "mask_token"):  # their ids are what counts
+        raw.get(unused)
+    base = as_encoder(llama.config(raw.otherwise(max_position_embeddings=8192, rms_norm_eps=1e-5), names))
+    raw = raw.otherwise(classifier_pooling=raw.get("clf_pooling", "late"))
+    raw.get("classifier_pooling")
+    return replace(base, classifier=base.classifier and pooled_by(base.classifier, raw, _POOLING, "late"))
+
+
+FAMILIES = {"eurobert": Family(config, encoder_rules(llama.rules), "model.", llama.DROPPED)}

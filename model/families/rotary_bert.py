@@ -1,0 +1,234 @@
+"""BERT with rotary positions: Nomic BERT, GTE (`new` on the Hub) and jina-embeddings-v3.
+
+Nomic BERT (Nussbaum et al. 2024) and GTE (Zhang et al. 2024) have gated MLPs, the former no biases, the latter a rotary
+base that may be stretched. jina-embeddings-v3 (Sturua et al. 2024) is XLM-RoBERTa in the rest, without adapters. The
+code that comes with their folders is not run: tensors have the names that it gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from model.config.layer import (
+    Activation,
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    NormConfig,
+    NormKind,
+    Norms,
+    RopeScaling,
+    RotaryConfig,
+)
+from model.config.model import ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
+from model.errors import ConfigError
+from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.helpers import activation, affine, fused, refuse_adapters, refuse_unless, repeat, split_width
+from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.raw_config import Settings
+from model.families.table.rope import rotary
+from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+
+
+def _config(
+    raw: Settings,
+    names: Collection[str] | None,
+    *,
+    bias: bool,
+    mlp: MLPConfig,
+    position: RotaryConfig,
+    head: Activation,
+    pooler: bool = False,
+) -> ModelConfig:
+    """Build what the families have in common; `head` is of masked tokens, `pooler` whether a base model has one."""
+    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim, norm = split_width(size, heads), NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
+    attention = AttentionConfig(heads, heads, dim, dim**-0.5, bias, bias, position)
+    encoder = StackConfig(
+        layers=repeat(LayerConfig(attention, mlp, (Norms(post=norm),) * 2), raw["num_hidden_layers"]),
+        hidden_size=size,
+        causal=False,
+        embed_norm=norm,
+        token_types=raw["type_vocab_size"],
+    )
+    labels, embedding = classifier(raw, names), EmbeddingConfig(raw["vocab_size"], size)
+    if names is not None:
+        pooler = "pooler.dense.weight" in names
+    elif labels is not None:
+        pooler = labels.input is ClassifierInput.POOLER
+    return ModelConfig(
+        model_type=raw["model_type"],
+        embedding=embedding,
+        encoder=encoder,
+        masked_head=masked_head(raw, names, embedding, head, norm),
+        classifier=labels,
+        pooler=pooler,
+        max_positions=raw["max_position_embeddings"],
+        pad_token_id=raw.get("pad_token_id", 0),
+    )
+
+
+def nomic(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build Nomic BERT from `transformers`' settings, or from those of the folder's own code, which are GPT-2's."""
+    if "n_embd" in raw:
+        raw = _nomic_settings(raw)
+    raw = raw.otherwise(type_vocab_size=2, max_position_embeddings=2048)
+    dim = split_width(raw["hidden_size"], raw["num_attention_heads"])
+    refuse_unless(raw, head_dim=dim)
+    act = activation(raw, "hidden_act", "silu")
+    mlp = MLPConfig(raw["intermediate_size"], act, gated=True, bias=False)
+    return _config(raw, names, bias=False, mlp=mlp, position=rotary(raw, dim, theta=1000.0), head=act)
+
+
+_GATES = {"swiglu": "silu", "geglu": "gelu"}
+_NOMIC_WITHOUT_EFFECT = (  # of training, of how that code computes, and of heads that it has not
+    *("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "use_flash_attn", "use_xentropy"),
+    *("pad_vocab_size_multiple", "max_trained_positions", "scale_attn_weights", "last_layer_subset"),
+)
+
+
+def _nomic_settings(raw: Settings) -> Settings:
+    refuse_unless(
+        raw,
+        **dict.fromkeys(("prenorm", "parallel_block", "parallel_block_tied_norm", "causal", "use_rms_norm"), False),
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved"), False),
+        **dict.fromkeys(("rotary_scaling_factor", "rotary_emb_scale_base"), None),
+        rotary_emb_fraction=1.0,
+    )
+    for unused in _NOMIC_WITHOUT_EFFECT:
+        raw.get(unused)
+    gate = raw["activation_function"]
+    if gate not in _GATES:
+        raise ConfigError(f"activation_function {gate!r} is not served; served are {', '.join(_GATES)}")
+    return raw.but(
+        hidden_size=raw["n_embd"],
+        num_attention_heads=raw["n_head"],
+        num_hidden_layers=raw["n_layer"],
+        intermediate_size=raw.get("n_inner") or 4 * raw["n_embd"],
+        hidden_act=_GATES[gate],
+        layer_norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+        max_position_embeddings=raw["n_positions"],
+        rope_theta=raw.get("rotary_emb_base", 1000),
+    )
+
+
+def gte(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build GTE from `transformers`' settings, or from those of `new`, the code of Alibaba's folders."""
+    refuse_unless(
+        raw,
+        position_embedding_type="rope",
+        layer_norm_type="layer_norm",
+        pack_qkv=True,
+        logn_attention_scale=False,
+    )
+    for unused in ("unpad_inputs", "use_memory_efficient_attention", "logn_attention_clip1"):
+        raw.get(unused)
+    theta = 160_000.0 if raw["model_type"] == "gte" else 10_000.0
+    raw = raw.otherwise(type_vocab_size=1, max_position_embeddings=8192)
+    dim = split_width(raw["hidden_size"], raw["num_attention_heads"])
+    mlp = MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu"), True, bias=False, down_bias=True)
+    return _config(raw, names, bias=True, mlp=mlp, position=_stretched(raw, dim, theta), head=Activation.GELU)
+
+
+def _stretched(raw: Settings, dim: int, theta: float) -> RotaryConfig:
+    """Return the rotary settings, also of the type that only `new` has."""
+    scaling = raw.get("rope_scaling") or {}
+    if scaling.get("type") != "ntk":
+        return rotary(raw, dim, theta=theta)
+    unknown = sorted(scaling.keys() - {"type", "factor"})
+    if unknown:
+        raise ConfigError(f"rope settings {', '.join(unknown)} are not known for rope type 'ntk'")
+    return RotaryConfig(
+        dim,
+        float(raw.get("rope_theta", theta)),
+        RopeScaling.NTK,
+        factor=float(scaling["factor"]),
+        original_max_positions=raw["max_position_embeddings"],
+    )
+
+
+def jina(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_adapters(raw)
+    raw = raw.otherwise(type_vocab_size=1, max_position_embeddings=8194, layer_norm_eps=1e-5, pad_token_id=1)
+    dim = split_width(raw["hidden_size"], raw["num_attention_heads"])
+    mlp = MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu"))
+    position = rotary(raw, dim, theta=20_000.0)
+    base = _config(raw, names, bias=True, mlp=mlp, position=position, head=Activation.GELU, pooler=True)
+    assert base.max_positions is not None
+    return replace(base, max_positions=base.max_positions - raw["pad_token_id"] - 1)  # counted as RoBERTa's
+
+
+# What tensors are called, but for those of an MLP.
+_NOMIC = {
+    "layer": "encoder.layers",
+    "embed_norm": "emb_ln",
+    "attn.qkv": "attn.Wqkv",
+    "attn.out": "attn.out_proj",
+    "attn_norms": "norm1",
+    "mlp_norms": "norm2",
+}
+_JINA = {**_NOMIC, "attn.qkv": "mixer.Wqkv", "attn.out": "mixer.out_proj"}
+_GTE = {
+    "layer": "encoder.layer",
+    "embed_norm": "embeddings.LayerNorm",
+    "attn.qkv": "attention.qkv_proj",
+    "attn.out": "attention.o_proj",
+    "attn_norms": "attn_ln",
+    "mlp_norms": "mlp_ln",
+}
+
+
+def _rules(
+    config: ModelConfig,
+    names: Mapping[str, str],
+    mlp: Callable[[LayerConfig, int, str, str], Iterator[Rule]],
+) -> Iterator[Rule]:
+    encoder = config.encoder
+    assert encoder is not None
+    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
+    if encoder.token_types:
+        yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
+    yield from affine(names["embed_norm"], "encoder.embed_norm")
+    for i, layer in enumerate(encoder.layers):
+        here, there = f"{names['layer']}.{i}", f"encoder.layers.{i}"
+        for part in ("attn.qkv", "attn.out"):
+            yield LinearRule(f"{here}.{names[part]}", f"{there}.{part}", layer.mixer.qkv_bias)
+        yield from mlp(layer, encoder.hidden_size, f"{here}.mlp", f"{there}.mlp")
+        for norm in ("attn_norms", "mlp_norms"):
+            yield from affine(f"{here}.{names[norm]}", f"{there}.{norm}.post")
+    if config.pooler:
+        yield LinearRule("pooler.dense", "pooler")
+    yield from classifier_rules(config)
+    yield from masked_head_rules(config)
+
+
+def _nomic_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
+    gate_first = dict.fromkeys((f"{here}.fc12", f"{here}.fc11"), layer.feed_forward.intermediate_size)
+    yield from fused(gate_first, f"{there}.up", bias=False)
+    yield LinearRule(f"{here}.fc2", f"{there}.down", bias=False)
+
+
+def _gte_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
+    """The stored matrix has the gate behind what it opens."""
+    inner = layer.feed_forward.intermediate_size
+    first, second, shape = (0, inner), (inner, 2 * inner), (2 * inner, hidden)
+    for rows, part in ((first, second), (second, first)):
+        yield TensorRule(f"{here}.up_gate_proj.weight", f"{there}.up.weight", rows, shape=shape, part=part)
+    yield LinearRule(f"{here}.down_proj", f"{there}.down")
+
+
+def _jina_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
+    yield LinearRule(f"{here}.fc1", f"{there}.up")
+    yield LinearRule(f"{here}.fc2", f"{there}.down")
+
+
+_DROPPED = ("cls.*", "lm_head.*")
+_GTE_RULES = partial(_rules, names=_GTE, mlp=_gte_mlp)
+FAMILIES = {
+    "nomic_bert": Family(nomic, partial(_rules, names=_NOMIC, mlp=_nomic_mlp), "nomic_bert.", _DROPPED),
+    "gte": Family(gte, _GTE_RULES, "gte.", _DROPPED),
+    "new": Family(gte, _GTE_RULES, "new.", _DROPPED),
+    "jina_embeddings_v3": Family(jina, partial(_rules, names=_JINA, mlp=_jina_mlp), "roberta.", _DROPPED),
+}
