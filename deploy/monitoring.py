@@ -45,6 +45,10 @@ def rate(metric: str, by: str = "model", where: str = _MODEL) -> str:
     return f"sum by ({by}) (rate(triptych_{metric}{{{where}}}[$__rate_interval]))"
 
 
+def increase(metric: str, by: str) -> str:
+    return f"sum by ({by}) (increase(triptych_{metric}{{{_MODEL}}}[1h]))"
+
+
 def quantile(q: float, histogram: str, by: str = "model") -> str:
     """Return the PromQL of a quantile over all instances, with their buckets added."""
     return f"histogram_quantile({q}, {rate(histogram + '_bucket', f'le, {by}')})"
@@ -164,6 +168,25 @@ PANELS = (
         "short",
         (("{{instance}}", f"max by (instance) (increase(triptych_engine_restarts_total{{{_MODEL}}}[1h]))"),),
         "After they were lost, in an hour. All models of an instance are loaded again.",
+        width=12,
+    ),
+    # Models that come and go
+    Panel(
+        "Models loaded and unloaded",
+        "short",
+        (
+            ("{{model}} {{outcome}}", increase("model_loads_total", "model, outcome")),
+            ("{{model}} {{reason}}", increase("model_unloads_total", "model, reason")),
+        ),
+        "While the service ran, in an hour. Many `evicted`: the models in use do not fit into --model-memory together.",
+        width=12,
+    ),
+    Panel(
+        "Memory of models",
+        "bytes",
+        (("{{model}}", now("model_memory_bytes")),),
+        "Weights and KV caches of all instances.",
+        stacked=True,
         width=12,
     ),
 )

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_encode(commands)
     _add_inspect(commands)
+    _add_models(commands)
     return parser
 
 
@@ -197,6 +198,28 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--out", default="attention.html", metavar="FILE", help="its path (default: attention.html)")
     _add_verbose(parser)
     parser.set_defaults(command=_inspect, flags=_flags(parser))
+
+
+def _add_models(commands: Any) -> None:
+    text = "list, load and unload the models of a running service, as an operator"
+    parser = commands.add_parser("models", help=text, description=text)
+    parser.add_argument("action", choices=("list", "load", "unload"))
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to load or unload")
+    parser.add_argument("path", nargs="?", metavar="PATH", help="load: a folder below --models-dir, or hf:ORG/NAME")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: http://127.0.0.1:8000)")
+    parser.add_argument("--admin-key", metavar="KEY", help="an admin key (default: the first of TRIPTYCH_ADMIN_KEYS)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="load: an engine setting of the model, such as dtype=float32 (repeatable)",
+    )
+    parser.add_argument("--pin", action="store_true", help="load: keep it when it is idle or memory is needed")
+    parser.add_argument("--drain", type=float, metavar="SECONDS", help="unload: for its running requests")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
+    _add_verbose(parser)
+    parser.set_defaults(command=_models, flags=_flags(parser))
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -361,6 +384,12 @@ def _engine(arguments: argparse.Namespace) -> Any:
     from model.api.engine_config import EngineConfig
 
     return EngineConfig(**sources.from_arguments(arguments, (BY_NAME["device"], BY_NAME["dtype"])))
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from service.cli import models
+
+    return models.run(arguments)
 
 
 def _folder(path: str) -> Path:

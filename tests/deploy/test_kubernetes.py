@@ -21,7 +21,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from service.http.middleware import OPEN_PATHS
 from service.runtimes.ray_serve import environment
-from service.settings.option_table import OPTIONS
+from service.settings.option_table import OPTIONS, byte_size
 from service.settings.scaling import Scaling
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings
@@ -227,7 +227,7 @@ def test_serving_containers_have_probes_and_grace(name: str) -> None:
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub", "models-dir"])
 def test_probes_ask_what_they_mean(overlay: str) -> None:
     (container,) = (one for one in containers(deployment(overlay)) if "ports" in one)
     paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
@@ -235,7 +235,7 @@ def test_probes_ask_what_they_mean(overlay: str) -> None:
     assert set(paths.values()) <= OPEN_PATHS  # probes have no key
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub", "models-dir"])
 def test_the_grace_is_longer_than_the_drain(overlay: str) -> None:
     (pod,) = pod_specs(deployment(overlay))
     (container,) = pod["containers"]
@@ -248,7 +248,7 @@ def test_the_grace_is_longer_than_the_drain(overlay: str) -> None:
     assert stop >= readiness["periodSeconds"] * readiness["failureThreshold"]
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub", "models-dir"])
 def test_deployments_set_only_known_variables(overlay: str) -> None:
     (container,) = (one for one in containers(deployment(overlay)) if "ports" in one)
     ours = {one["name"] for one in container["env"] if one["name"].startswith("TRIPTYCH_")}
@@ -274,7 +274,7 @@ def test_everything_selects_the_pods_there_are() -> None:
 
 def test_networks_are_closed_in_both_directions() -> None:
     policies = [one["spec"] for one in MANIFESTS.values() if one["kind"] == "NetworkPolicy"]
-    assert len(policies) == 5
+    assert len(policies) == 6
     assert all(set(policy["policyTypes"]) == {"Ingress", "Egress"} for policy in policies)
     assert all(rule.get("from") for policy in policies for rule in policy["ingress"])
     (job,) = OVERLAYS["loadtest"]
@@ -284,6 +284,18 @@ def test_networks_are_closed_in_both_directions() -> None:
 def of_kind(overlay: str, kind: str) -> Manifest:
     (found,) = (one for one in OVERLAYS[overlay] if one["kind"] == kind)
     return found
+
+
+def test_a_volume_of_models_is_served_as_it_is_and_within_the_pod_s_memory() -> None:
+    (pod,) = pod_specs(deployment("models-dir"))
+    (container,) = pod["containers"]
+    folder = container["args"][container["args"].index("--models-dir") + 1]
+    (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == folder]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
+    claim = of_kind("models-dir", "PersistentVolumeClaim")["metadata"]["name"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim and mount["readOnly"]
+    budget = next(one["value"] for one in container["env"] if one["name"] == "TRIPTYCH_MODEL_MEMORY")
+    assert byte_size(budget) < byte_size(container["resources"]["limits"]["memory"] + "B")
 
 
 def test_a_model_of_the_hub_is_downloaded_by_a_job_and_served_without_network() -> None:

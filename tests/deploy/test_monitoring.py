@@ -31,7 +31,10 @@ def promtool(*arguments: str) -> None:
 @pytest.fixture(scope="module")
 def scraped() -> set[str]:
     """The names in a scrape of a service that has seen each kind of request."""
-    with running(["--runtime", "local"]) as service:
+    with running(["--runtime", "local", "--admin-key", "key"]) as service:
+        for what in ("unload", "load"):
+            headers = {"Authorization": "Bearer key"}
+            httpx.post(f"{service.url}/models/{what}", json={"name": "embed"}, headers=headers, timeout=60)
         for path, body in (
             ("/generate", {"model": "code", "prompt": "import os", "max_tokens": 4}),
             ("/encode", {"model": "embed", "input": "a cat"}),

@@ -17,12 +17,13 @@ from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
 from model.errors import ConfigError, LoadFailedError, MemoryShortageError
 from model.text.tokenizer import Tokenizer
+from service.cli.main import main
 from service.core.fake_engine import FakeEngineClient
 from service.lifecycle import folder_watch
 from service.settings.model_settings import ModelSettings
 from service.settings.service_settings import Limits, ServiceSettings
 from tests import checkpoints
-from tests.service.support import App, check_accounts, counted, hold, info, make_app, run, until
+from tests.service.support import App, check_accounts, counted, hold, info, live, make_app, run, until
 
 ADMIN = {"authorization": "Bearer admin-key"}
 PROMPT = {"prompt": "hello", "max_tokens": 4}
@@ -578,6 +579,32 @@ def test_a_model_lost_with_the_engine_is_told_and_loaded_again(folder: Path) -> 
 
     run(app, work)
     check_accounts(app)
+
+
+def test_the_command_line_lists_loads_and_unloads(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make(folder)
+    monkeypatch.setenv("TRIPTYCH_ADMIN_KEYS", "admin-key")
+
+    def command(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["models", *arguments, "--url", url])
+        shown = capsys.readouterr()
+        return ended.value.code, shown.out + shown.err
+
+    with live(app) as url:
+        status, shown = command("load", "new", "one", "--set", "max-num-seqs=4", "--pin")
+        assert status == 0 and "loaded (pinned)" in shown and "1 loaded" in shown
+        assert app.client.loaded[0].engine.max_num_seqs == 4
+        status, shown = command("list")
+        assert status == 0 and shown.splitlines()[0].split()[:3] == ["name", "state", "memory"]
+        assert {line.split()[0] for line in shown.splitlines()[1:]} == {"gen", "seq", "enc", "one", "two", "new"}
+        assert command("unload", "new", "--drain", "0")[0] == 0
+        assert command("load", "new", "../x") == (1, "triptych: 400: path: models_dir has no such folder\n")
+        assert command("load")[0] == 2
+        assert command("list", "--admin-key", "wrong")[0] == 1
+    assert command("list")[0] == 1  # nobody answers
 
 
 def test_the_documentation_has_the_settings_of_models(folder: Path) -> None:
