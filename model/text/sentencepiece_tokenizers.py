@@ -29,6 +29,25 @@ def set_template(tokenizer: Tokenizer, single: str, pair: str, tokens: Iterable[
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
+def put_end_behind_texts(tokenizer: Tokenizer, files: Files) -> None:
+    """Put the end token behind texts, whose last token an embedder reads, where the folder's settings ask for it.
+
+    tokenizer.json of e5-mistral does not; transformers before version 5 went by `add_eos_token` all the same.
+    """
+    text = files.special("eos_token", "</s>")
+    end, plain = tokenizer.token_to_id(text.content), tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    if end is None or whole[-1:] == [end]:
+        return
+    count = len(whole) - len(plain)
+    begin = [AddedToken(tokenizer.id_to_token(token)) for token in whole[:count]]
+    if whole[count:] != plain:  # something else stands behind texts
+        return
+    before = "".join(f"{token.content}:0 " for token in begin)
+    single = f"{before}$A:0 {text.content}:0"
+    set_template(tokenizer, single, f"{single} {single.replace('$A', '$B').replace(':0', ':1')}", (*begin, text))
+
+
 def put_cls_and_sep(tokenizer: Tokenizer, cls: AddedToken, sep: AddedToken, cls_type: int = 0) -> None:
     """Put `[CLS] A [SEP]`, or `[CLS] A [SEP] B [SEP]` of two segments, around texts."""
     single = f"{cls.content}:{cls_type} $A:0 {sep.content}:0"

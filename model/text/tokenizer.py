@@ -16,6 +16,7 @@ import tokenizers
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
+from model.text.sentencepiece_tokenizers import put_end_behind_texts
 from model.text.source_languages import SourceLanguages, source_languages
 from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
 from model.text.tokenizer_files import Files
@@ -90,7 +91,7 @@ class Tokenizer:
         Such a model takes token ids only. Raises `ConfigError` for invalid files.
         """
         files, path = Files(folder), folder / "tokenizer.json"
-        built = _read(path) if path.is_file() else build_tokenizer(files)
+        built = _read_whole(path, files) if path.is_file() else build_tokenizer(files)
         return None if built is None else cls(built, source_languages(built, files), _special_names(files))
 
     def _first(self, name: str, names: Mapping[str, str], usual: Sequence[str]) -> str | None:
@@ -197,6 +198,13 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Decode one token alone; bytes of a split character become replacement characters."""
         return self.decode([token_id], skip_special_tokens=False)
+
+
+def _read_whole(path: Path, files: Files) -> tokenizers.Tokenizer:
+    tokenizer = _read(path)
+    if files.setting("add_eos_token", False) and (files.folder / "modules.json").is_file():
+        put_end_behind_texts(tokenizer, files)
+    return tokenizer
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config.layer import BucketBiasConfig, RotaryConfig
+from model.config.layer import BucketBiasConfig, DisentangledConfig, RotaryConfig
 from model.config.model import PositionConfig, PositionKind
+from model.network.disentangled import relative_rows
 from model.network.embeddings import LearnedPositions, SinusoidalPositions
 from model.network.rotary import rotary_tables, rotate
 from model.network.score_bias import BucketBias, StepBias
@@ -72,6 +73,16 @@ def test_buckets_equal_transformers(bidirectional: bool, buckets: int, far: int)
     theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, far)
     assert torch.equal(ours, theirs)
     assert ours.max() == (buckets - 1)
+
+
+@pytest.mark.parametrize(("span", "far"), [(256, 512), (6, 16), (32, 1680)])
+def test_rows_of_relative_positions_equal_transformers(span: int, far: int) -> None:
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    distances = torch.arange(-far - 50, far + 51)
+    buckets = make_log_bucket_position(distances, span, far).long()
+    rows = relative_rows(DisentangledConfig(span, far), distances)
+    assert torch.equal(rows, (buckets + span).clamp(0, 2 * span - 1))
 
 
 def test_a_learned_table_is_read_behind_its_offset() -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import processors
 from transformers.convert_slow_tokenizer import DebertaV2Converter
 
 from model.errors import ConfigError
 from model.text.tokenizer import Detokenizer, Tokenizer
+from tests.checkpoints import byte_level_bpe
 from tests.model.tokenizer_folders import FOLDERS, NLLB_LANGUAGES, strings, write_folder, write_nllb
 
 _LEFT_OUT = {"marian", "m2m-100"}  # what is stripped of a whole text there is no streamed text's
@@ -237,3 +239,27 @@ def test_a_missing_file_is_named(root: Path, tmp_path: Path) -> None:
 def test_a_folder_without_any_of_the_files_takes_ids_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert Tokenizer.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_embedder_ends_texts_as_its_settings_say_and_its_tokenizer_does_not(begins: bool, tmp_path: Path) -> None:
+    """As published with e5-mistral; transformers 5 leaves the token out, whose vector is that of the text."""
+    raw = byte_level_bpe(vocab_size=320)
+    raw.add_special_tokens(["</s>"])
+    if not begins:
+        raw.post_processor = processors.ByteLevel()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    begin, end, plain = raw.token_to_id("<s>"), raw.token_to_id("</s>"), raw.encode("import os").ids
+    settings = {"add_eos_token": True, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for embeds in (False, True):
+        if embeds:
+            (tmp_path / "modules.json").write_text("[]")
+        ours = Tokenizer.from_folder(tmp_path)
+        assert ours is not None
+        assert ours.encode("import os").ids == ((*plain, end) if embeds else tuple(plain))
+        assert ours.encode("import os", add_special_tokens=False).ids == tuple(plain[begins:])
+    pair = (*plain, end, *([begin] if begins else []), *plain[begins:], end)
+    assert ours.encode("import os", "import os").ids == pair
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer.from_folder(tmp_path).encode("import os").ids == tuple(plain)
