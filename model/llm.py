@@ -56,16 +56,34 @@ class LLM:
         """End the processes of the model's other ranks, if any; without this call they end with this process."""
         self._loaded.close()
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[str]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        source_language: str | None = None,
+        target_language: str | None = None,
+    ) -> list[str]:
         """Return the whole text of each prompt's first sequence. Raises as `stream` does."""
         texts = [""] * len(prompts)
-        for position, output in self.stream(prompts, params):
+        languages = {"source_language": source_language, "target_language": target_language}
+        for position, output in self.stream(prompts, params, **languages):
             if output.index == 0:
                 texts[position] += output.text
         return texts
 
-    def stream(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        source_language: str | None = None,
+        target_language: str | None = None,
+    ) -> Iterator[tuple[int, TokenOutput]]:
         """Yield (position of the prompt, output) as tokens are generated; with a tokenizer outputs have text.
+
+        The languages are codes of the tokenizer (NLLB, mBART, M2M-100): that of the prompts, by default the folder's,
+        and that of the output, which begins behind its token.
 
         The engine runs only while the iterator is read, so only one call may be active. Raises `ConfigError` for
         invalid requests, `EngineDeadError` if the engine fails.
@@ -78,7 +96,8 @@ class LLM:
         check_sampling(params, self.checkpoint.config.embedding.vocab_size)
         if params.temperature < GREEDY_BELOW:
             params = replace(params, temperature=0.0)
-        requests = [self._request(position, prompt, params) for position, prompt in enumerate(prompts)]
+        source, target = self._source_language(source_language, prompts), self._target_language(target_language)
+        requests = [self._request(place, prompt, params, source, target) for place, prompt in enumerate(prompts)]
         try:
             for request in requests:
                 engine.add(request)
@@ -149,19 +168,49 @@ class LLM:
             arrival_time=time.monotonic(),
         )
 
-    def _request(self, position: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _source_language(self, code: str | None, prompts: Sequence[Prompt]) -> int | None:
+        """Return the token that marks the sources; None for the folder's. Raises `ConfigError`."""
+        if code is None:
+            return None
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise ConfigError("source_language: token ids are taken as they are; give texts")
+        languages = None if self.tokenizer is None else self.tokenizer.source_languages
+        if languages is None:
+            raise ConfigError(f"source_language: {self.info.name} does not mark the language of a source")
+        token = languages.token(code)
+        if token is None:
+            raise ConfigError(f"source_language: {self.info.name} has no language {code!r}")
+        return token
+
+    def _target_language(self, code: str | None) -> tuple[int, ...]:
+        """Return the token that an output begins behind; none if it is not given. Raises `ConfigError`."""
+        if code is None:
+            return ()
+        config = self.checkpoint.config
+        ends = {config.bos_token_id, config.pad_token_id, *config.eos_token_ids}
+        token = None if self.tokenizer is None else self.tokenizer.language_token(code)
+        if token is None or token in ends or config.form != "encoder-decoder":
+            raise ConfigError(f"target_language: {self.info.name} has no language token {code!r}")
+        return (token,)
+
+    def _request(
+        self, position: int, prompt: Prompt, params: SamplingParams, language: int | None, target: tuple[int, ...]
+    ) -> Request:
         ids, _ = self._ids(prompt)
+        if language is not None:
+            assert self.tokenizer is not None and self.tokenizer.source_languages is not None
+            ids = self.tokenizer.source_languages.mark(ids, language)
         start = self.checkpoint.config.decoder_start_token_id
         reads = self.checkpoint.config.encoder is not None
         longest = self.info.max_model_len
         # A source is encoded in one step; a decoder's prompt leaves room for one token.
         self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if reads else longest - 1)
         if params.num_beams > 1:
-            self._check_beams(len(ids), reads, params)
+            self._check_beams(len(ids), 1 + len(target) if reads else 0, params)
         source = None
         if reads:
             assert start is not None
-            ids, source = (start,), token_source(ids)
+            ids, source = (start, *target), token_source(ids)
         return Request(str(position), self.info.name, ids, params, source, arrival_time=time.monotonic())
 
     def _check_length(self, ids: Sequence[int], limit: int) -> None:
@@ -169,13 +218,16 @@ class LLM:
         if not 0 < len(ids) <= limit:
             raise ConfigError(f"{self.info.name} takes 1 to {limit} tokens, found {len(ids)}")
 
-    def _check_beams(self, prompt_tokens: int, reads: bool, params: SamplingParams) -> None:
-        """Raise `ConfigError` for more beams than one step or the KV pool can hold together."""
+    def _check_beams(self, prompt_tokens: int, start: int, params: SamplingParams) -> None:
+        """Raise `ConfigError` for more beams than one step or the KV pool can hold together.
+
+        `start` is how many tokens the decoder of an encoder-decoder starts with; 0 without an encoder.
+        """
         info = self.info
         if params.num_beams > info.max_num_seqs:
             raise ConfigError(f"num_beams must be at most {info.max_num_seqs}, the sequences of a step")
-        length = min(params.max_tokens + (1 if reads else prompt_tokens), info.max_model_len)
-        shortage = info.shortage(params.num_beams, length, source=prompt_tokens if reads else 0)
+        length = min(params.max_tokens + (start or prompt_tokens), info.max_model_len)
+        shortage = info.shortage(params.num_beams, length, source=prompt_tokens if start else 0)
         if shortage is not None:
             needed, there = shortage
             raise ConfigError(

@@ -145,6 +145,11 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return next((token for token, known in added.items() if known.content == text), None)
 
+    def language_token(self, code: str) -> int | None:
+        """Return the token of a language, whose text is its code, in M2M-100 between underscores; None without one."""
+        found = (self.special_token_id(text) for text in (code, f"__{code}__"))
+        return next((token for token in found if token is not None), None)
+
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
         if add_special_tokens and self._words is not None:
             found = self._words.encode(text, pair)

@@ -135,6 +135,9 @@ def _add_generate(commands: Any) -> None:
     for name, (parse, default, text) in _SAMPLING.items():
         flag, shown = "--" + name.replace("_", "-"), f"{text}(default: {default:g})"
         parser.add_argument(flag, type=_bounded(name, parse), default=default, help=shown)
+    for side, text in (("source", "of the prompt"), ("target", "of the output")):
+        shown = f"language {text}, as a code of the tokenizer (NLLB, mBART, M2M-100)"
+        parser.add_argument(f"--{side}-language", metavar="CODE", help=shown)
     structure = parser.add_mutually_exclusive_group()
     structure.add_argument("--json", action="store_true", help="constrain the output to a JSON object")
     structure.add_argument("--json-schema", metavar="FILE|JSON", help="constrain the output to a JSON schema")
@@ -302,7 +305,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         grammar=_grammar(arguments),
     )
     llm = _llm(arguments, "code")
-    for _, output in llm.stream([arguments.prompt], params):
+    languages = {name: getattr(arguments, name) for name in ("source_language", "target_language")}
+    for _, output in llm.stream([arguments.prompt], params, **languages):
         print(output.text, end="", flush=True)
     print()
     return 0

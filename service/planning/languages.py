@@ -33,7 +33,7 @@ def target_language(body: GenerateBody, served: ServedModel) -> tuple[int, ...]:
     if code is None:
         return ()
     tokenizer = served.require_tokenizer("target_language")
-    token = next((t for form in (code, f"__{code}__") if (t := tokenizer.special_token_id(form)) is not None), None)
+    token = tokenizer.language_token(code)
     ends = {served.config.bos_token_id, served.config.pad_token_id, *served.config.eos_token_ids}
     if not served.is_encoder_decoder or token is None or token in ends:
         languages = tokenizer.source_languages

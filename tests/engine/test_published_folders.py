@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, SamplingParams
 from model.api.source import token_source
+from model.errors import ConfigError
 from model.llm import LLM
 from model.text.tokenizer import Tokenizer
 from tests.model.checkpoints import (
@@ -171,17 +172,28 @@ def test_a_published_nllb_in_shards_writes_the_same_tokens(tmp_path: Path) -> No
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    loaded = LLM(folder, EngineConfig(**SMALL))
+    loaded, start = LLM(folder, EngineConfig(**SMALL)), model.config.decoder_start_token_id
+    model.float().eval()
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     text, length = "Grüße aus Köln", {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-    for code in ("fra_Latn", "ace_Arab"):
-        token = tokenizer.source_languages.token(code)
-        assert token is not None
-        source = tokenizer.source_languages.mark(tokenizer.encode(text).ids, token)
-        tokens = [token for _, output in loaded.stream([source], params) for token in output.token_ids]
+    ours, languages = tokenizer.encode(text).ids, tokenizer.source_languages
+    for source, target in (("fra_Latn", "ace_Arab"), ("ace_Arab", None), (None, "fra_Latn")):
+        ids = ours if source is None else languages.mark(ours, languages.tokens[source])
+        outputs = loaded.stream([text], params, source_language=source, target_language=target)
+        tokens = [token for _, output in outputs for token in output.token_ids]
+        forced = {} if target is None else {"decoder_input_ids": torch.tensor([[start, languages.tokens[target]]])}
         with torch.no_grad():
-            [made] = model.float().eval().generate(torch.tensor([source]), do_sample=False, **length)
-        assert tokens == made[1:].tolist()
+            [made] = model.generate(torch.tensor([ids]), do_sample=False, **forced, **length)
+        assert tokens == made[1 if target is None else 2 :].tolist()
+    for arguments, message in (
+        ({"source_language": "xx"}, "source_language: nllb has no language 'xx'"),
+        ({"target_language": "</s>"}, "target_language: nllb has no language token '</s>'"),
+        ({"target_language": "xx"}, "target_language: nllb has no language token 'xx'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loaded.generate([text], params, **arguments)
+    with pytest.raises(ConfigError, match="source_language: token ids are taken as they are"):
+        loaded.generate([[5]], params, source_language="fra_Latn")
 
 
 _INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
