@@ -150,7 +150,12 @@ def _model(service: Service, served: ServedModel) -> Json:
     if info is not None:
         described |= asdict(info)
         del described["versions"]
-    return described | {"has_tokenizer": served.tokenizer is not None, "outputs": available(served)}
+    tokenizer = served.tokenizer
+    return described | {
+        "has_tokenizer": tokenizer is not None,
+        "mask_token": tokenizer.mask_token if tokenizer is not None else None,
+        "outputs": available(served),
+    }
 
 
 def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:

@@ -7,12 +7,15 @@ import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
+from tests.service.encode_models import encode_app
 from tests.service.support import App, ask, check_accounts, live, make_app
 from tests.service.test_bad_requests import check_error
 
@@ -238,6 +241,51 @@ def test_encode_and_see_the_heat_map(browser: Browser, app: App) -> None:
         browser.run("document.getElementById('compare').requestSubmit()")
         eventually(lambda: "input[1] has 22 tokens" in browser.text("#error:not([hidden])"))
         assert browser.run("return document.getElementById('error').getBoundingClientRect().top >= 0")
+
+
+@with_browser
+def test_rank_documents(browser: Browser, app: App) -> None:
+    with live(app) as url:
+        _open(browser, url, "enc")
+        browser.click("#tasks label:nth-child(2) input")
+        for _ in range(2):
+            browser.click(".text:last-child button")
+        for at, text in enumerate(("w1 w2", "w50", "w1 w2 w3"), start=1):
+            browser.type(f".text:nth-child({at}) textarea", text)
+        browser.click("#compare button.first")
+        eventually(lambda: browser.text("#map .ranks"))
+        body = {"model": "enc", "query": "w1 w2", "documents": ["w50", "w1 w2 w3"]}
+        best, other = httpx.post(f"{url}/v1/rerank", json=body).json()["results"]
+        shown = browser.run("return [...document.querySelectorAll('.ranks li')].map((row) => row.textContent)")
+        assert shown == [
+            f"{one['index'] + 1}{body['documents'][one['index']]}{one['relevance_score']:.3f}" for one in (best, other)
+        ]
+        assert browser.console() == []
+        browser.type(".text:nth-child(3) textarea", "")
+        browser.click("#compare button.first")
+        eventually(lambda: "documents[1]" in browser.text("#error:not([hidden])"))
+        assert browser.run("return document.querySelector('[aria-invalid]').ariaLabel") == "Text 2"
+        browser.click("#tasks label:first-child input")
+        assert browser.run("return document.querySelectorAll('.text').length") == 4  # the other task's own texts
+
+
+@with_browser
+def test_fill_a_mask(browser: Browser) -> None:
+    app = encode_app("bert-masked")
+    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as url:
+        _open(browser, url, "bert-masked")
+        browser.click("#tasks label:nth-child(3) input")
+        assert "[MASK]" in browser.run("return document.querySelector('.text textarea').value")
+        browser.type(".text textarea", "the [MASK] sat [MASK]")
+        browser.click("#compare button.first")
+        eventually(lambda: browser.text("#map .ranks"))
+        body = {"model": "bert-masked", "input": "the [MASK] sat [MASK]", "output": "fill_mask", "top_k": 8}
+        masks = httpx.post(f"{url}/encode", json=body).json()["data"][0]["masks"]
+        shown = browser.run(
+            "return [...document.querySelectorAll('li > span:nth-child(2)')].map((one) => one.textContent)"
+        )
+        assert shown == [one["text"] for mask in masks for one in mask["candidates"]]
+        assert browser.console() == []
 
 
 @with_browser
