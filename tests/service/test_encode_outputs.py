@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from service.planning.outputs.registry import OUTPUTS
 from tests.model.checkpoints import HEADS, copied, saved
 from tests.service.encode_models import TEXT, encode_app, hf_tokenizer, pipeline, raw_tokenizer, reference_logits
 from tests.service.test_bad_requests import check_error
@@ -417,3 +419,20 @@ class TestEmbeddingTypes:
     def test_refusals(self, client: Client, fields: dict[str, Any], param: str, words: str) -> None:
         reply = client.post(model="bert", input="the cat", **fields)
         assert words in check_error(reply, 400, param, "invalid_value")["message"]
+
+
+def test_every_request_of_the_docs_is_answered(client: Client) -> None:
+    """To models of random weights under the names that the page has."""
+    names = {"embed": "bert", "masked": "bert-masked", "entities": "bert-entities", "answers": "bert-answers"}
+    names |= {"nli": "bart-nli", "late": "late_unread"}
+    page = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text()
+    lines = re.findall(r"curl -s http://127\.0\.0\.1:8000(/\S+) .*\n\s+-d '(.*)'", page)
+    assert len(lines) == page.count("curl -s") > 9
+    outputs = set()
+    for path, text in lines:
+        body = json.loads(text)
+        normalized = {"normalize": True} if "embedding_type" in body else {}  # as the folder of `embed` says
+        reply = client.post(path, **{**body, **normalized, "model": names[body["model"]]})
+        assert reply.status_code == 200, (text, reply.text)
+        outputs.add(body.get("output", "embedding"))
+    assert outputs == set(OUTPUTS) - {"tokens", "logits"}
