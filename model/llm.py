@@ -53,7 +53,10 @@ class LLM:
         self._encode = loaded.encode
 
     def close(self) -> None:
-        """End the processes of the model's other ranks, if any; without this call they end with this process."""
+        """End the model: the processes of its other ranks, if any, and its memory once nothing refers to this object.
+
+        Without this call processes end with this one, and the garbage collector finds the memory.
+        """
         self._loaded.close()
 
     def generate(

@@ -81,6 +81,8 @@ class FreeJob:
         except Exception:
             logger.exception("the model %s could not be freed properly", self.name)
         return_free_memory()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 Job = LoadJob | FreeJob

@@ -28,6 +28,7 @@ from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
 from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample
+from model.system.background_work import give_way
 
 LENGTHS = (3, 40, 200)  # tokens of the requests
 
@@ -46,18 +47,19 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
             tokens = (0,) * min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
             encode.add(EncodeRequest("warm-up", encode.name, token_source(tokens), EncodeTask.TOKENS))
             encode.step()
+            give_way()
     if generate is not None:
         for together in (LENGTHS[:1], LENGTHS[1:], LENGTHS):
             for number, length in enumerate(together):
                 generate.add(_request(generate, encode, length, number))
             while generate.has_work:
                 generate.step()
+                give_way()
         generate.block_manager.forget()
     release_compilers()
     logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
 
 
-@torch.inference_mode()
 def compile_attention(model: Transformer, cache: KVCache | None, most_queries: int, most_keys: int) -> int:
     """Launch attention for each kind of launch; how many kinds that were. `cache`: the pool of a model that generates.
 
@@ -78,6 +80,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
         else:
             _encode_tokens(model, stack, bounds)
         launches += 1
+        give_way()
     if cache is not None and decoder is not None:
         reached = dict.fromkeys(_bounds(model, decoder, most_queries, most_keys, cache))
         if encoder is not None:
@@ -85,6 +88,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
         for bounds in reached:
             _decode_tokens(model, cache, bounds)
             launches += 1
+            give_way()
     return launches
 
 
@@ -124,6 +128,7 @@ def _bounds(
             )
 
 
+@torch.inference_mode()
 def _encode_image(model: Transformer, bounds: tuple[int, int]) -> None:
     image, device = model.config.image, next(model.parameters()).device
     assert image is not None
@@ -132,6 +137,7 @@ def _encode_image(model: Transformer, bounds: tuple[int, int]) -> None:
     model.encode(replace(inputs, pixels=pixels))
 
 
+@torch.inference_mode()
 def _encode_tokens(model: Transformer, stack: Stack, bounds: tuple[int, int]) -> None:
     """Without a cache: each a text of its own where the bounds are a single query's, else one of two."""
     device = next(model.parameters()).device
@@ -152,6 +158,7 @@ def _packed(tokens: int, lens: list[int], bounds: tuple[int, int], device: torch
     return StackInput(zeros, zeros, metadata)
 
 
+@torch.inference_mode()
 def _decode_tokens(model: Transformer, cache: KVCache, bounds: tuple[int, int]) -> None:
     """Over the pool, each a sequence of its own where the bounds are a single query's."""
     device = cache.device

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +20,12 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason
+from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
 from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
-from model.engine import background_jobs, builder
+from model.engine import background_jobs, builder, loop
 from model.engine.loop import EngineLoop
 from model.engine.thread_transport import ThreadTransport
 from model.errors import (
@@ -35,9 +37,12 @@ from model.errors import (
     ModelNotLoadedError,
 )
 from model.linear.native import NativeLinear
+from model.parallel.rank_processes import RankProcesses
+from model.pretrained import embedded_models
 from model.system.background_work import GivenUpError, give_way, gives_way, wait_for
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import request
+from tests.engine.test_process_transport import is_alive
 from tests.model.checkpoints import copied, prompt, saved
 from tests.model.sparse import qwen3, sparse_checkpoint
 from tests.model.texts import bytes_tokenizer
@@ -287,9 +292,12 @@ async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pyte
             give_way()
 
     monkeypatch.setattr("model.engine.background_jobs.load", never_ends)
-    async with served(LLAMA) as engine:
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.05)
+    async with served(LLAMA, stall_seconds=0.5) as engine:
         loading = asyncio.create_task(engine.load(spec(OTHER), None))
         await until(begun.is_set)
+        await asyncio.sleep(0.8)
+        assert engine.health().live, "an engine that loads gives signs of life"
         outputs = await collect(engine.submit([request(LLAMA, "beside", 5)]))
         assert ends_of(outputs) == {("beside", 0): FinishReason.LENGTH}
         with monkeypatch.context() as patch:
@@ -368,6 +376,72 @@ def resident(pid: int) -> int:
     """Bytes of memory that a process has for itself."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Anonymous:"))
+
+
+@async_test
+async def test_the_ranks_of_a_model_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = list[int]()
+    connect = RankProcesses.connect
+
+    def connects(self: RankProcesses) -> list[tuple[int, int]]:
+        pids.extend(self.pids)
+        return connect(self)
+
+    monkeypatch.setattr(RankProcesses, "connect", connects)
+    split = ModelSpec(LLAMA, str(saved(LLAMA).path), replace(CONFIG, tensor_parallel_size=2))
+    async with served("bert") as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(builder, "_info", lambda *arguments: 1 / 0)
+            with pytest.raises(LoadFailedError, match="ZeroDivisionError"):
+                await engine.load(split, None)
+        assert not any(map(is_alive, pids))
+        await engine.load(split, None)
+        assert len(ids_of(await collect(engine.submit([request(LLAMA, "split", 5)])), "split")) == 12
+        assert len(pids) == 2 and is_alive(pids[1])
+        await engine.unload(LLAMA)
+        assert not is_alive(pids[1])
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@async_test
+async def test_streams_are_slowed_down_by_no_more_than_half_while_a_model_loads(tmp_path: Path) -> None:
+    """The 99th percentile of the time between tokens is at most twice what it is without the load."""
+    folder = sparse_checkpoint(tmp_path / "large", qwen3(1024, 3072, 16, 16, tied=True))
+    large = ModelSpec("large", str(folder), EngineConfig(device="cpu", quantization="int8"))
+    code = ModelSpec("code", str(embedded_models()["code"]), EngineConfig(device="cpu"))
+    engine = AsyncEngine([code], ProcessTransport, {})
+    await engine.start()
+    gaps = list[float]()
+
+    async def streams(number: int) -> None:
+        for again in count():
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            one = Request(f"{number}-{again}", "code", prompt(8), params, arrival_time=time.monotonic())
+            last = None
+            async for _ in engine.submit([one]):
+                now = time.monotonic()
+                gaps.extend([now - last] if last is not None else [])
+                last = now
+
+    tasks = [asyncio.create_task(streams(number)) for number in range(8)]
+    try:
+        ratios = list[float]()
+        await asyncio.sleep(1.0)
+        for _ in range(5):
+            gaps.clear()
+            await asyncio.sleep(3.0)
+            alone = quantiles(gaps, n=100)[-1]
+            gaps.clear()
+            await engine.load(large, None)
+            ratios.append(quantiles(gaps, n=100)[-1] / alone)
+            await engine.unload("large")
+        print(f"p99 between tokens while loading, over p99 without: {[round(ratio, 2) for ratio in ratios]}")
+        assert median(ratios) <= 2.0
+    finally:
+        for task in tasks:
+            task.cancel()
+        await engine.close()
 
 
 @pytest.mark.parametrize("kind", [LLAMA, OTHER, "bert", "xlnet"])

@@ -24,6 +24,7 @@ from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
+from model.system.background_work import give_way
 from model.system.transfer import to_device
 
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
@@ -89,6 +90,7 @@ class DecodeGraphs:
         began = time.monotonic()
         for size in reversed(self.sizes):
             self._recorded[size] = self._recording(size)
+            give_way()
         logger.info("recorded decode steps of %d sizes in %.1f s", len(self.sizes), time.monotonic() - began)
 
     def fits(self, steps: Sequence[ScheduledSequence]) -> bool:
