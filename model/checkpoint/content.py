@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -43,13 +43,25 @@ def signs_of(paths: Sequence[Path]) -> Signs:
     return Signs(state.hexdigest(), time.time() - changed > _SETTLED_SECONDS)
 
 
-def content_digest(paths: Sequence[Path], threads: int) -> str:
-    """Return a digest of all bytes of files in this order: SHA-256 of the digests of their pieces."""
+def content_digest(paths: Sequence[Path], threads: int, between: Callable[[], None] = lambda: None) -> str:
+    """Return a digest of all bytes of files in this order: SHA-256 of the digests of their pieces.
+
+    `between` is called in every thread after each megabyte; what it raises ends the work.
+    """
     state = sha256()
-    with ThreadPoolExecutor(threads, "hash") as pool:
-        for path, offset, piece in pool.map(_piece_digest, _pieces(paths)):
+
+    def piece_digest(piece: tuple[Path, int]) -> tuple[Path, int, bytes]:
+        return _piece_digest(*piece, between)
+
+    def add(found: Iterable[tuple[Path, int, bytes]]) -> str:
+        for path, offset, piece in found:
             state.update(f"{paths.index(path)} {offset} ".encode() + piece)
-    return state.hexdigest()
+        return state.hexdigest()
+
+    if threads == 1:
+        return add(map(piece_digest, _pieces(paths)))
+    with ThreadPoolExecutor(threads, "hash") as pool:
+        return add(pool.map(piece_digest, _pieces(paths)))
 
 
 def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
@@ -57,14 +69,14 @@ def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
         yield from ((path, offset) for offset in range(0, path.stat().st_size, _PIECE))
 
 
-def _piece_digest(piece: tuple[Path, int]) -> tuple[Path, int, bytes]:
-    path, offset = piece
+def _piece_digest(path: Path, offset: int, between: Callable[[], None]) -> tuple[Path, int, bytes]:
     state, buffer, left = sha256(), memoryview(bytearray(_READ)), _PIECE
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         while left and (count := file.readinto(buffer[: min(left, _READ)])):
             state.update(buffer[:count])
             left -= count
+            between()
     return path, offset, state.digest()
 
 

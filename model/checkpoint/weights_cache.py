@@ -53,7 +53,14 @@ class PackedFile:
 class WeightsCache:
     """The folder, of at most `max_bytes`; raises `ConfigError` if others could write there."""
 
-    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int | None = None,
+        wait_for: Callable[[Callable[[], object]], object] = lambda call: call(),
+    ) -> None:
+        """`wait_for` calls what waits for the disk, maybe in another thread."""
+        self._wait_for = wait_for
         self.folder = folder
         self.max_bytes = max_bytes
         try:
@@ -147,7 +154,7 @@ class WeightsCache:
         try:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH)  # mapped from now on
-            yield NewFile(file, PackedFileWriter(file, table))
+            yield NewFile(file, PackedFileWriter(file, table, self._wait_for))
             path.replace(self._path(layout, content))
         except BaseException:
             path.unlink(missing_ok=True)

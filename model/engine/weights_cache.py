@@ -14,6 +14,7 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.weights_cache import WeightsCache
 from model.linear.factory import LinearFactory
 from model.network.packed_weights import PackedWeights
+from model.system.background_work import wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def find_packed(
     if reason := no_weights_cache(spec.engine, linear.device):
         logger.info("%s: the weights cache is %s", spec.name, reason)
         return None
-    cache = WeightsCache(Path(spec.engine.weights_cache), spec.engine.weights_cache_size)
+    cache = WeightsCache(Path(spec.engine.weights_cache), spec.engine.weights_cache_size, wait_for)
     return PackedWeights(cache, checkpoint, backend, linear)
 
 

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -33,6 +34,7 @@ from model.linear.factory import LinearFactory
 from model.network.build import build_model, plain_parameters
 from model.network.transformer import Transformer
 from model.network.weights import TOKEN_TABLE, WeightSources, adopt_parameters, fill_weights, plan_sources
+from model.system.background_work import give_way, gives_way, wait_for
 from model.system.mapped_file import MappedFile
 
 _CODE = ("checkpoint", "config", "families", "linear", "network", "system")  # what weights pass through, beside C
@@ -67,7 +69,8 @@ class PackedWeights:
     @property
     def resident(self) -> int:
         """Bytes of the packed weights that are in memory already, maybe because others use them."""
-        return 0 if self._found is None else self._found.mapped.resident
+        found = self._found
+        return 0 if found is None else wait_for(lambda: found.mapped.resident)
 
     @property
     def others_in_use(self) -> int:
@@ -77,10 +80,11 @@ class PackedWeights:
     def load(self) -> Transformer:
         """Map the weights, or pack them while no other process does; raises `CheckpointError`."""
         if not self._map():
-            with self._cache.locked() as may_write:
+            with ExitStack() as stack:
+                may_write = wait_for(lambda: stack.enter_context(self._cache.locked()))
                 content = self._cache.content(self._signs)
                 if content is None and self._cache.has(self._layout):  # maybe of these bytes, by another path
-                    content = self._digest(torch.get_num_threads())
+                    content = self._digest(1 if gives_way() else torch.get_num_threads())
                 self._found = self._find(content)
                 if not self._map():
                     self._pack(content, keep=may_write)
@@ -106,13 +110,14 @@ class PackedWeights:
         if found is None:
             return False
         try:
-            found.mapped.read_ahead()
+            wait_for(found.mapped.read_ahead)
         except OSError as error:
             self._cache.discard(found.name, f"cannot be read: {error}")
             self._found = None
             return False
         for holder in self._holders:
             holder.adopt(found.arrays(holder))
+            give_way()
         self.outcome = "mapped"
         seconds = time.monotonic() - began
         logger.info("%s: %.2f GB of packed weights mapped in %.2f s", self._name, found.table.size / 1e9, seconds)
@@ -121,12 +126,15 @@ class PackedWeights:
     def _pack(self, content: str | None, *, keep: bool) -> None:
         """Read the checkpoint, and keep what it becomes if that can be written."""
         with ThreadPoolExecutor(1, "hash") as pool:  # beside the packing, so the files are read from the disk once
-            digest = pool.submit(self._digest, threads=1) if keep and content is None else None
+            digest = None
+            if keep and content is None and not gives_way():
+                digest = pool.submit(self._digest, threads=1)
             fill_weights(self.network, self._name, self._sources)
             try:
-                content = content if digest is None else digest.result()
                 if not keep:
                     raise OSError("it cannot be written")
+                if content is None:
+                    content = self._digest(threads=1) if digest is None else digest.result()
                 if content is None or signs_of(self._files).digest != self._signs.digest:
                     raise OSError("the checkpoint changed while it was read")
                 self._write(content)
@@ -148,16 +156,17 @@ class PackedWeights:
                 left[id(holder)] -= 1
                 if not left[id(holder)]:
                     holder.adopt(found.arrays(holder))
+                give_way()
 
             new.writer.write(((name, _bytes(waiting[name].arrays()[name])) for name in table.places), written)
-        found.mapped.read_ahead()
+        wait_for(found.mapped.read_ahead)
         self.outcome = "written"
         seconds = time.monotonic() - began
         logger.info("%s: %.2f GB of packed weights written in %.1f s", self._name, table.size / 1e9, seconds)
 
     def _digest(self, threads: int) -> str | None:
         """The content of the files; None if they change meanwhile."""
-        content = content_digest(self._files, threads)
+        content = content_digest(self._files, threads, give_way)
         if signs_of(self._files).digest != self._signs.digest:
             return None
         self._cache.remember(self._signs, content)

@@ -37,19 +37,25 @@ class MappedFile:
 
     def read_ahead(self) -> None:
         """Read what is not in memory, and enter all of it in the page tables; raises `OSError` if that fails."""
-        try:
-            self._memory.madvise(_MADV_POPULATE_READ)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # an older kernel, where pages are read as they are needed
-                raise
+        size, advice = ctypes.c_size_t(len(self._bytes)), ctypes.c_int(_MADV_POPULATE_READ)
+        if _libc().madvise(self._address, size, advice) and ctypes.get_errno() != errno.EINVAL:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        # EINVAL: an older kernel, where pages are read as they are needed
+
+    @property
+    def _address(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._bytes.data_ptr())
 
     @property
     def resident(self) -> int:
         """Bytes that are in memory now, for this process or others."""
         pages = -(-len(self._bytes) // _PAGE)
         found = (ctypes.c_ubyte * pages)()
-        libc = ctypes.CDLL(None, use_errno=True)
-        address = ctypes.c_void_p(self._bytes.data_ptr())
-        if libc.mincore(address, ctypes.c_size_t(len(self._bytes)), found):
+        if _libc().mincore(self._address, ctypes.c_size_t(len(self._bytes)), found):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return int(torch.frombuffer(found, dtype=torch.uint8).bitwise_and(1).sum()) * _PAGE
+
+
+def _libc() -> ctypes.CDLL:
+    """The C library; unlike those of Python's mmap, its calls let other threads run."""
+    return ctypes.CDLL(None, use_errno=True)

@@ -8,7 +8,7 @@ import resource
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
 from model.network.transformer import Transformer
 from model.network.weights import load_model
+from model.system.background_work import GivenUpError, giving_way_to
 from model.system.host_memory import available_memory
 from tests.digests import FORMATS, digest
 from tests.model.checkpoints import CPU, copied, native_backends, saved
@@ -372,6 +373,44 @@ def test_of_processes_that_start_together_one_packs(folder: Path) -> None:
     places = {weights.network.get_parameter("tokens.weight").data_ptr() for weights in waiting}
     assert len(places) == 3  # mappings of one file
     assert len(files(folder)) == 1
+
+
+class Turns:
+    """An owner of the thread that counts its turns, and gives the work up at one of them."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.given = 0
+        self.waited: list[object] = []
+        self._last = last
+
+    def give_way(self) -> None:
+        self.given += 1
+        if self.given == self._last:
+            raise GivenUpError
+
+    def wait_for(self, call: Callable[[], Any]) -> Any:
+        self.waited.append(call)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+
+def test_beside_others_it_works_in_parts(folder: Path) -> None:
+    for outcome in ("written", "mapped"):
+        turns, weights = Turns(), packed(folder, saved(KIND).path)
+        with giving_way_to(turns):
+            assert_loads(weights, saved(KIND).path)
+        assert weights.outcome == outcome
+        assert turns.given > 20 and turns.waited
+    parts = turns.given
+    for last in range(1, 60):  # of reading, of the digest, of writing: nothing is left behind
+        with giving_way_to(Turns(last)), suppress(GivenUpError):
+            started(folder, saved("llama").path, LinearFactory(torch.bfloat16))
+        assert not list(folder.glob("*.new"))
+        if len(files(folder)) == 2:
+            break
+    assert last > parts // 2
+    del weights, turns  # which has calls of it
+    assert WeightsCache(folder).in_use() == 0
 
 
 def test_what_was_used_longest_ago_makes_room(folder: Path, tmp_path: Path) -> None:
