@@ -31,6 +31,14 @@ SMALL: dict[str, dict[str, Any]] = {  # shapes, and vocabularies of twice what t
         "vocab_size": 3000,
         **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
     },
+    "N3": {
+        **{"vocab_size": 4000, "cls_token_id": 3991, "sep_token_id": 3992, "pad_token_id": 3993},
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    },
+    "N4": {
+        "vocab_size": 3000,
+        **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
+    },
 }
 
 

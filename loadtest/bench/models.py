@@ -125,7 +125,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-12,
         "pad_token_id": 0,
     },
+    "N3": {  # ModernBERT-base
+        "model_type": "modernbert",
+        "architectures": ["ModernBertModel"],
+        "vocab_size": 50368,
+        "hidden_size": 768,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "intermediate_size": 1152,
+        "hidden_activation": "gelu",
+        "max_position_embeddings": 8192,
+        "local_attention": 128,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "local_rope_theta": 10000.0,
+        "norm_eps": 1e-5,
+        "cls_token_id": 50281,
+        "sep_token_id": 50282,
+        "pad_token_id": 50283,
+    },
+    "N4": {  # mpnet-base
+        "model_type": "mpnet",
+        "architectures": ["MPNetModel"],
+        "vocab_size": 30527,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 514,
+        "relative_attention_num_buckets": 32,
+        "layer_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
+CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without windows, to see what they are worth
 
 
 def config_of(raw: dict[str, Any]) -> ModelConfig:

@@ -132,8 +132,31 @@ def _bert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     """Train a WordPiece without capitals and accents; characters beyond ASCII are unknown."""
     special = {raw["pad_token_id"]: "[PAD]", 100: "[UNK]", 101: "[CLS]", 102: "[SEP]", 103: "[MASK]"}
     fixed = {**{number: f"[unused{number}]" for number in range(100)}, **special}
+    tokenizer = _word_pieces(raw, texts, fixed, special, "[UNK]")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 101), ("[SEP]", 102)],
+    )
+    return tokenizer
+
+
+def _mpnet(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
+    """Train BERT's pieces, with RoBERTa's special tokens."""
+    start, end, size = raw["bos_token_id"], raw["eos_token_id"], raw["vocab_size"]
+    special = {start: "<s>", raw["pad_token_id"]: "<pad>", end: "</s>", 3: "<unk>", size - 1: "<mask>"}
+    tokenizer = _word_pieces(raw, texts, special, special, "<unk>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", start), ("</s>", end)]
+    )
+    return tokenizer
+
+
+def _word_pieces(
+    raw: Mapping[str, Any], texts: Iterable[str], fixed: Mapping[int, str], special: Mapping[int, str], unknown: str
+) -> Tokenizer:
     insides = [f"##{sign}" for sign in _SIGNS]
-    learnt = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learnt = Tokenizer(models.WordPiece(unk_token=unknown))
     learnt.normalizer, learnt.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(
         vocab_size=raw["vocab_size"] - len(fixed),
@@ -144,19 +167,27 @@ def _bert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     )
     learnt.train_from_iterator(texts, trainer)
     names = _placed(_learnt(learnt), fixed, raw["vocab_size"])
-    model = models.WordPiece({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    model = models.WordPiece({name: number for number, name in enumerate(names)}, unk_token=unknown)
     tokenizer = _with_special(model, special)
     tokenizer.normalizer, tokenizer.pre_tokenizer = learnt.normalizer, learnt.pre_tokenizer
     tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _modernbert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
+    first, last, pad = raw["cls_token_id"], raw["sep_token_id"], raw["pad_token_id"]
+    special = {first - 1: "[UNK]", first: "[CLS]", last: "[SEP]", pad: "[PAD]", pad + 1: "[MASK]"}
+    tokenizer = _byte_level(raw, texts, special)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 101), ("[SEP]", 102)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", first), ("[SEP]", last)]
     )
     return tokenizer
 
 
-_TRAINED = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bart": _bart, "bert": _bert}
+_TRAINED = {
+    **{"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bart": _bart, "bert": _bert},
+    **{"modernbert": _modernbert, "mpnet": _mpnet},
+}
 
 
 def _with_special(model: models.Model, special: Mapping[int, str]) -> Tokenizer:

@@ -50,6 +50,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--only", default="", help="workloads whose name contains this, or `steps`")
     parser.add_argument("--runs", type=flags.positive, default=3, help="counted runs of each row")
     parser.add_argument("--quick", action="store_true", help="a quarter of the requests, half of the lengths")
+    parser.add_argument(
+        "--lengths", type=flags.positive, default=1, help="times the usual lengths of prompts and texts"
+    )
     parser.add_argument("--requests", type=flags.positive, help="limit on the requests of a workload")
     parser.add_argument(
         "--peer", action="append", default=[], choices=list(PEERS), help="also measure this engine; repeatable"
@@ -109,7 +112,7 @@ class Bench:
         self.rows: list[Row] = []
         self.steps: list[StepRow] = []
         base = QUICK if arguments.quick or not arguments.models else Scale()
-        self.scale = Scale(base.requests, base.lengths, arguments.seed, arguments.requests)
+        self.scale = Scale(base.requests, base.lengths * arguments.lengths, arguments.seed, arguments.requests)
         self.ceilings: dict[str, Ceilings] = {}
         self.versions: dict[str, Any] = {}
         self.console = Console(stderr=True)

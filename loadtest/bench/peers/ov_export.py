@@ -71,7 +71,11 @@ class _Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the mean of the last hidden states `[B, D]` of ids and mask `[B, L]`."""
-        mask = torch.where(attention_mask[:, None, None].bool(), 0.0, _LEAST)
+        mask: Any = torch.where(attention_mask[:, None, None].bool(), 0.0, _LEAST)
+        if "sliding_attention" in (getattr(self.model.config, "layer_types", None) or ()):  # ModernBERT
+            places = torch.arange(input_ids.shape[1])
+            near = (places[:, None] - places).abs() <= self.model.config.sliding_window
+            mask = {"full_attention": mask, "sliding_attention": torch.where(near, mask, _LEAST)}
         hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         seen = attention_mask[..., None].to(hidden.dtype)
         mean: Tensor = (hidden * seen).sum(1) / seen.sum(1)
