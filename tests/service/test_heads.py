@@ -28,7 +28,10 @@ from tests.model.test_images import ANIMATED, file, picture, png_of
 from tests.service.support import word_tokenizer
 from tests.service.test_bad_requests import check_error
 
-MODELS = ("bert", "bert-sequence", "bert-token", "distilbert-sequence", "llama-sequence", "vit", "vit-image")
+MODELS = (
+    *("bert", "bert-sequence", "bert-token", "distilbert-sequence", "deberta-v2-sequence", "deberta-sequence"),
+    *("llama-sequence", "vit", "vit-image"),
+)
 PAIR = {"text": "w1 w2 w3", "text_pair": "w4 w5"}
 IDS, TYPES = [1, 4, 5, 6, 2, 7, 8, 2], [0, 0, 0, 0, 0, 1, 1, 1]  # of the pair
 
@@ -101,9 +104,14 @@ class TestClassifiers:
         ]
         assert not close(scores[0], torch.tensor(scores[1]))
 
-    def test_a_pair_of_a_model_without_segments_is_one_text(self, client: Client) -> None:
-        [item] = client.encode(model="distilbert-sequence", output="logits", input=[PAIR])["data"]
-        assert close(item["scores"], reference("distilbert-sequence", input_ids=IDS))
+    @pytest.mark.parametrize("model", ["distilbert-sequence", "deberta-v2-sequence"])
+    def test_a_pair_of_a_model_without_segments_is_one_text(self, client: Client, model: str) -> None:
+        [item] = client.encode(model=model, output="logits", input=[PAIR])["data"]
+        assert close(item["scores"], reference(model, input_ids=IDS))
+
+    def test_segments_of_a_pair_count_where_the_model_has_them(self, client: Client) -> None:
+        [item] = client.encode(model="deberta-sequence", output="logits", input=[PAIR])["data"]
+        assert close(item["scores"], reference("deberta-sequence", input_ids=IDS, token_type_ids=TYPES))
 
     def test_a_decoder_classifies_by_its_last_token(self, client: Client) -> None:
         [item] = client.encode(model="llama-sequence", output="logits", input=[5, 6, 7])["data"]
