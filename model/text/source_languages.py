@@ -63,10 +63,15 @@ def source_languages(tokenizer: tokenizers.Tokenizer | PieceTokenizer, files: Fi
 
 def _put(
     tokenizer: tokenizers.Tokenizer, files: Files, codes: Iterable[str], default: str, *, in_front: bool
-) -> SourceLanguages:
-    """Let the tokenizer's template put the folder's language and the end token around a text."""
+) -> SourceLanguages | None:
+    """Let the tokenizer's template put the folder's language and the end token around a text.
+
+    A tokenizer.json that lacks the language of a folder which names none keeps its own template: its vocabulary is cut.
+    """
     tokens = {code: token for code in codes if (token := tokenizer.token_to_id(code)) is not None}
     code, end = files.setting("src_lang", default), files.special("eos_token", "</s>")
+    if code not in tokens and files.has("tokenizer.json") and not files.config.get("src_lang"):
+        return None
     if code not in tokens:
         raise ConfigError(f"{files.folder.name}: src_lang {code!r} is no language of its tokenizer")
     before, after = (f"{code} ", end.content) if in_front else ("", f"{end.content} {code}")

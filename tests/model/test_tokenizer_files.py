@@ -176,6 +176,18 @@ def test_tokenizer_json_has_the_template_of_its_class(
     sources(folder, LANGUAGES.get(name, "ace_Arab"), 50)
 
 
+def test_a_tokenizer_json_without_the_languages_keeps_its_template(root: Path, tmp_path: Path) -> None:
+    reference = transformers.AutoTokenizer.from_pretrained(made(root, "xlm-roberta"))
+    reference.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NllbTokenizer"}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None and tokenizer.source_languages is None
+    assert list(tokenizer.encode("Grüße aus Köln").ids) == reference("Grüße aus Köln").input_ids
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NllbTokenizer", "src_lang": "deu_Latn"}')
+    with pytest.raises(ConfigError, match="src_lang 'deu_Latn' is no language of its tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_other_tokenizers_mark_no_language(root: Path) -> None:
     for name in ("marian", "t5", "bart", "xlm-roberta"):
         tokenizer = Tokenizer.from_folder(made(root, name))
