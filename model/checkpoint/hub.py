@@ -91,8 +91,13 @@ def _download(
     )
     try:
         if max_bytes is not None:
-            planned: Any = snapshot(dry_run=True)
-            _check_size(path, planned, max_bytes)
+            try:
+                planned: Any = snapshot(dry_run=True)
+                _check_size(path, planned, max_bytes)
+            except errors.DryRunError as error:
+                if isinstance(error.__cause__, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
+                    raise error.__cause__ from None
+                snapshot = partial(snapshot, local_files_only=True)  # the Hub does not answer
         folder: Any = snapshot()
     except ConfigError:
         raise

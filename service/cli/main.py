@@ -17,7 +17,8 @@ from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
 from model.system.child_process import ENGINE, ConnectedChild
 from service.settings import sources
-from service.settings.option_table import BY_NAME, OPTIONS, Option, byte_size
+from service.settings.option_table import BY_NAME, OPTIONS, Option
+from service.settings.parsers import byte_size
 from service.settings.resolve import embedded_model_settings, models_or_embedded
 
 if TYPE_CHECKING:

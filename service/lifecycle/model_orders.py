@@ -96,7 +96,7 @@ class ModelOrders:
 
     def _engine(self, order: LoadOrder, shared: Any) -> Any:
         try:
-            return engine_config(sources.engine_settings(dict(order.settings), "settings"), shared)
+            return engine_config(sources.requested_settings(order.settings, "settings"), shared)
         except ConfigError as error:
             raise invalid(scrub(str(error)), "settings") from None
 

@@ -58,7 +58,8 @@ def _end_with_parent() -> None:
     """Exit when standard input is closed."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not by `sys.stdin`, whose lock would disturb the end of the interpreter
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -9,13 +9,13 @@ from pydantic.config import JsonDict
 
 from service.core.models_folder import NAME_PATTERN
 from service.schemas.types import Body, Reply
-from service.settings.option_table import ENGINE_OPTIONS
+from service.settings.option_table import REQUEST_OPTIONS
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Setting = str | int | float | bool
 ModelStateName = Literal["loaded", "loading", "unloading", "available", "unloaded", "failed"]
 
-_SETTINGS: JsonDict = {option.name: {"description": option.help} for option in ENGINE_OPTIONS}
+_SETTINGS: JsonDict = {option.name: {"description": option.help} for option in REQUEST_OPTIONS}
 
 
 class LoadBody(Body):

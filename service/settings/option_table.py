@@ -6,11 +6,8 @@ module imports nothing slow, because `--help` must answer at once.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from model.api.engine_config import (
@@ -22,86 +19,12 @@ from model.api.engine_config import (
     EngineConfig,
 )
 from model.errors import ConfigError
-from service.settings.model_settings import LOAD_SOURCES, ModelSettings
+from service.settings.model_settings import ModelSettings
+from service.settings.parsers import boolean, byte_size, context, folder, keys, one_of, replicas, route, sources
 from service.settings.scaling import Scaling
 from service.settings.service_settings import Limits, ServiceSettings
 
 PREFIX = "TRIPTYCH_"
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_MOST_BYTES = 2**63
-
-
-def byte_size(text: str) -> int:
-    """Parse a size such as `2GiB`, `500MB` or `1048576` into bytes; raises `ValueError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = float(match[1]) * _UNITS.get(match[2].upper(), math.inf) if match is not None else math.inf
-    if size >= _MOST_BYTES:
-        raise ValueError("a size such as 2GiB, 500MB or a number of bytes")
-    return int(size)
-
-
-def _keys(text: str) -> tuple[str, ...]:
-    """Split a list of keys at its commas."""
-    return tuple(key.strip() for key in text.split(",") if key.strip())
-
-
-def _sources(text: str) -> tuple[str, ...]:
-    """Parse a list of what may be loaded; `ModelSettings` checks the words."""
-    found = _keys(text)
-    if not found or not set(found) <= set(LOAD_SOURCES):
-        raise ValueError(f"some of {', '.join(LOAD_SOURCES)}, with commas between them")
-    return found
-
-
-def _replicas(text: str) -> dict[str, int]:
-    """Parse `3`, or a range such as `1-4`, into fields of `Scaling`."""
-    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
-    if match is None:
-        raise ValueError("a number, or a range such as 1-4")
-    return {"min_replicas": int(match[1]), "max_replicas": int(match[2] or match[1])}
-
-
-def _context(text: str) -> int | None:
-    """Parse a number, or `auto` (None: the engine decides)."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("a whole number, or auto") from None
-
-
-def _folder(text: str) -> str:
-    """Make a folder's path absolute: replicas have other working directories."""
-    if not text:
-        raise ValueError("a folder")
-    return str(Path(text).expanduser().absolute())
-
-
-def _route(text: str) -> str:
-    """Check a path prefix such as `/chat`."""
-    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", text):
-        raise ValueError("a path such as /chat")
-    return text
-
-
-def boolean(text: str) -> bool:
-    """Parse true, yes, on, 1, or false, no, off, 0; raises `ValueError`."""
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError("true or false")
-    return words[text.lower()]
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a parser that accepts only these words."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"one of {', '.join(choices)}")
-        return text
-
-    return parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +69,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
     Option("port", int, 8000, "port to listen on", "PORT"),
     Option("runtime", one_of("ray", "local"), "ray", "ray: Ray Serve; local: one uvicorn process", "ray|local"),
-    Option("replicas", _replicas, 1, "number of Ray Serve replicas; a range is scaled automatically", "N|MIN-MAX"),
+    Option("replicas", replicas, 1, "number of Ray Serve replicas; a range is scaled automatically", "N|MIN-MAX"),
     Option(
         "scale_target",
         float,
@@ -177,12 +100,12 @@ OPTIONS: tuple[Option, ...] = (
         "off",
     ),
     Option(
-        "api_keys", _keys, (), "API keys, one of which a client must send as a bearer token", "KEY[,KEY]", "none: open"
+        "api_keys", keys, (), "API keys, one of which a client must send as a bearer token", "KEY[,KEY]", "none: open"
     ),
     Option("api_key_file", str, "", "file of more API keys, one a line; read again when it changes", "FILE", "none"),
     Option(
         "admin_keys",
-        _keys,
+        keys,
         (),
         "keys of /models, /models/load and /models/unload, which are off without one",
         "KEY[,KEY]",
@@ -193,7 +116,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "models_dir",
-        str,
+        folder,
         _MODELS.models_dir,
         "folder of models' folders: each is served by its name, and loaded when a request first names it",
         "DIR",
@@ -201,7 +124,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "load_from",
-        _sources,
+        sources,
         _MODELS.load_from,
         "what /models/load may load: folders below models_dir, models of the Hub, or any folder",
         "SOURCE[,SOURCE]",
@@ -299,7 +222,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "max_model_len",
-        _context,
+        context,
         None,
         "context length: tokens of prompt and output; auto: the model's, or as much of it as the KV cache holds",
         "N|auto",
@@ -360,7 +283,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "weights_cache",
-        _folder,
+        folder,
         None,
         "folder where packed weights are kept: on a CPU the next start maps them instead of packing again",
         "DIR",
@@ -466,8 +389,10 @@ LIMIT_OPTIONS = tuple(_limit_options())
 OPTIONS += LIMIT_OPTIONS
 _SCALING_NAMES = ("replicas", "scale_target", "scale_up_delay", "scale_down_delay", "surge")
 GROUP_OPTIONS = (  # the settings that a group of models may have
-    Option("route", _route, None, "path prefix of the group's routes", "PATH", "/NAME"),
+    Option("route", route, None, "path prefix of the group's routes", "PATH", "/NAME"),
     *(option for option in OPTIONS if option.per_model or option.name in _SCALING_NAMES),
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.per_model)
+_NOT_BY_REQUEST = ("pickle", "weights_cache", "weights_cache_size")  # what is trusted and written, the start decides
+REQUEST_OPTIONS = tuple(option for option in ENGINE_OPTIONS if option.name not in _NOT_BY_REQUEST)

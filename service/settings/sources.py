@@ -20,9 +20,10 @@ from service.settings.option_table import (
     LIMIT_OPTIONS,
     OPTIONS,
     PREFIX,
+    REQUEST_OPTIONS,
     Option,
-    boolean,
 )
+from service.settings.parsers import boolean
 
 _REPEATED = ("api_keys", "admin_keys")
 _OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG"})  # read by `service.cli.main`
@@ -121,12 +122,12 @@ def _file_model(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(settings.get("path"), str):
         raise ConfigError(f"{where}: path is missing")
     path = settings.pop("path")
-    return {"path": path, **engine_settings(settings, where)}
+    return {"path": path, **_read_keys(settings, ENGINE_OPTIONS, where)}
 
 
-def engine_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check and parse the engine settings of one model, as a file has them beside its `path`."""
-    return _read_keys(_mapping(settings, where), ENGINE_OPTIONS, where)
+def requested_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check and parse the engine settings of a model that is loaded by request, as a file has them for a model."""
+    return _read_keys(_mapping(settings, where), REQUEST_OPTIONS, where)
 
 
 def _read_keys(settings: Mapping[str, Any], options: Iterable[Option], where: str) -> dict[str, Any]:

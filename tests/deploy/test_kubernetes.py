@@ -21,7 +21,8 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from service.http.middleware import OPEN_PATHS
 from service.runtimes.ray_serve import environment
-from service.settings.option_table import OPTIONS, byte_size
+from service.settings.option_table import OPTIONS
+from service.settings.parsers import byte_size
 from service.settings.scaling import Scaling
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings

@@ -57,7 +57,7 @@ class Client:
         environment = {**self.environment, **changes}
         command = (sys.executable, *command)
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and "Fatal" not in done.stderr, done.stderr
         return done.stdout
 
     def resolve(self, *arguments: str, **changes: str) -> Any:
@@ -241,3 +241,6 @@ def test_a_download_while_the_service_runs_is_bounded_and_can_be_given_up(
     assert given_up == "TimeoutError \nleft: 0\n"
     done = client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "60")
     assert done == f"{tmp_path}/hub/models--org--bert/snapshots/{commit}\nleft: 0\n"
+    assert "no such repository" in client.run("-c", DOWNLOAD, "hf:org/none", "1000000", "60")
+    served.error = 503  # what is in the cache needs no Hub
+    assert client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "60") == done

@@ -10,6 +10,7 @@ import pytest
 from model.errors import ConfigError
 from service.cli import banner
 from service.settings import option_table, sources
+from service.settings.parsers import byte_size
 from service.settings.resolve import resolve_config
 from tests.service.support import info
 
@@ -25,13 +26,13 @@ def parse(*arguments: str) -> dict[str, object]:
     [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("4096", 4096), ("1gb", 10**9)],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
-    assert option_table.byte_size(text) == size
+    assert byte_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2 XB", "-1MB", "two", "9" * 400, "9000000000GiB"])
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a size such as"):
-        option_table.byte_size(text)
+        byte_size(text)
 
 
 def test_only_what_is_given_is_set() -> None:

@@ -1,0 +1,86 @@
+"""Parsers of settings: of a text, from whatever source, to a value; all raise `ValueError` with what is expected."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from service.settings.model_settings import LOAD_SOURCES
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_MOST_BYTES = 2**63
+
+
+def byte_size(text: str) -> int:
+    """Parse a size such as `2GiB`, `500MB` or `1048576` into bytes; raises `ValueError`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = float(match[1]) * _UNITS.get(match[2].upper(), math.inf) if match is not None else math.inf
+    if size >= _MOST_BYTES:
+        raise ValueError("a size such as 2GiB, 500MB or a number of bytes")
+    return int(size)
+
+
+def keys(text: str) -> tuple[str, ...]:
+    """Split a list of keys at its commas."""
+    return tuple(key.strip() for key in text.split(",") if key.strip())
+
+
+def sources(text: str) -> tuple[str, ...]:
+    """Parse a list of what may be loaded; `ModelSettings` checks the words."""
+    found = keys(text)
+    if not found or not set(found) <= set(LOAD_SOURCES):
+        raise ValueError(f"some of {', '.join(LOAD_SOURCES)}, with commas between them")
+    return found
+
+
+def replicas(text: str) -> dict[str, int]:
+    """Parse `3`, or a range such as `1-4`, into fields of `Scaling`."""
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
+    if match is None:
+        raise ValueError("a number, or a range such as 1-4")
+    return {"min_replicas": int(match[1]), "max_replicas": int(match[2] or match[1])}
+
+
+def context(text: str) -> int | None:
+    """Parse a number, or `auto` (None: the engine decides)."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number, or auto") from None
+
+
+def folder(text: str) -> str:
+    """Make a folder's path absolute: replicas have other working directories."""
+    if not text:
+        raise ValueError("a folder")
+    return str(Path(text).expanduser().absolute())
+
+
+def route(text: str) -> str:
+    """Check a path prefix such as `/chat`."""
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", text):
+        raise ValueError("a path such as /chat")
+    return text
+
+
+def boolean(text: str) -> bool:
+    """Parse true, yes, on, 1, or false, no, off, 0; raises `ValueError`."""
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("true or false")
+    return words[text.lower()]
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Return a parser that accepts only these words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return text
+
+    return parse
