@@ -1,7 +1,8 @@
 """Counts a checkpoint's parameters and costs from its configuration alone; no weight is read.
 
 Costs are per token. A matrix of p parameters costs 2p FLOPs; attention over a context of c tokens costs 4 c H D a layer
-(scores and weighted sum; Kaplan et al. 2020, table 1). An embedding lookup costs nothing.
+(scores and weighted sum; Kaplan et al. 2020, table 1), and half as much more for each kind of scores between contents
+and relative positions (DeBERTa). An embedding lookup costs nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Flops:
     """Floating-point operations for one token; over n tokens attention costs O(n^2 d), the rest O(n d^2)."""
 
-    projections: int  # q, k, v and out, of self and cross attention
+    projections: int  # q, k, v and out, of self and cross attention; a convolution
     attention: int  # scores and weighted sums
     feed_forward: int
     head: int
@@ -67,13 +68,17 @@ class Anatomy:
     def flops(self, stack: str, context: int) -> Flops:
         """Count one token through a stack (the decoder's includes the head) that attends to `context` tokens."""
         config = self.config.stacks[stack]
-        projections = self.multiplied[f"{stack} attention"] + self.multiplied.get(f"{stack} cross attention", 0)
+        others = (self.multiplied.get(f"{stack} {part}", 0) for part in ("cross attention", "convolution"))
+        projections = self.multiplied[f"{stack} attention"] + sum(others)
         head = 0
         if stack == "decoder" and self.config.head is not None:
             head = 2 * self.config.embedding.vocab_size * config.hidden_size
         return Flops(
             projections=2 * projections,
-            attention=sum(4 * _seen(layer.mixer, context) * layer.mixer.query_size for layer in config.layers),
+            attention=sum(
+                2 * _products(layer.mixer) * _seen(layer.mixer, context, causal=config.causal) * layer.mixer.query_size
+                for layer in config.layers
+            ),
             feed_forward=2 * self.multiplied[f"{stack} MLP"],
             head=head,
         )
@@ -98,9 +103,19 @@ def dissect(config: ModelConfig) -> Anatomy:
     return Anatomy(config, parameters_by_part(config), parameters_by_part(config, each_use=True))
 
 
-def _seen(attention: AttentionConfig, context: int) -> int:
-    """Return how many keys of `context` one query sees."""
-    return context if attention.window is None else min(context, attention.window)
+def _seen(attention: AttentionConfig, context: int, *, causal: bool) -> int:
+    """Return how many keys of `context` one query sees at most; without a causal mask a window has two sides."""
+    if attention.window is None:
+        return context
+    return min(context, attention.window if causal else 2 * attention.window - 1)
+
+
+def _products(attention: AttentionConfig) -> int:
+    """Return how many products of a head's width a query and a key take: scores, those of positions, the sum."""
+    position = attention.position
+    if not isinstance(position, DisentangledConfig):
+        return 2
+    return 2 + position.content_to_position + position.position_to_content
 
 
 def describe_stack(config: StackConfig) -> dict[str, str]:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from model.checkpoint.folder import read_checkpoint
 from model.families import config_from_raw
 from model.inspection.anatomy import describe_stack, dissect
+from tests.model.checkpoints import saved
 
 BERT_BASE = {
     "model_type": "bert",
@@ -59,6 +61,25 @@ def test_flops_are_twice_the_parameters_plus_attention() -> None:
     matrices = anatomy.parameters["decoder attention"] + anatomy.parameters["decoder MLP"] + anatomy.parameters["head"]
     assert anatomy.flops_per_token("decoder", 0) == 2 * matrices
     assert anatomy.flops_per_token("decoder", 1000) - anatomy.flops_per_token("decoder", 0) == 4 * 1000 * 4096 * 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_a_key"),
+    [
+        ("bert", 4 * 32 * 2),
+        ("deberta-v2", 8 * 32 * 2),  # both kinds of scores of positions
+        ("deberta-p2c", 6 * 32 * 2),
+        ("gemma3-both-ways", 4 * 48),  # four of five layers see no more than their windows
+    ],
+)
+def test_flops_of_attention_are_those_of_its_scores_and_its_sum(kind: str, of_a_key: int) -> None:
+    anatomy = dissect(read_checkpoint(saved(kind).path).config)
+    assert anatomy.flops("encoder", 101).attention - anatomy.flops("encoder", 100).attention == of_a_key
+
+
+def test_a_window_without_a_causal_mask_has_two_sides() -> None:
+    anatomy = dissect(read_checkpoint(saved("gemma3-both-ways").path).config)
+    assert anatomy.flops("encoder", 100).attention == 4 * 48 * (100 + 4 * 5)  # windows of 3: itself, 2 on either side
 
 
 def test_a_causal_prompt_token_sees_half_of_the_prompt() -> None:
