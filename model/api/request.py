@@ -120,6 +120,7 @@ class EncodeRequest:
     normalize: bool | None = None  # None: the checkpoint's own
     dimensions: int | None = None  # keep only the first ones, then normalise again
     positions: tuple[int, ...] = ()  # fill_mask: the masked tokens; multi_vector, sparse: those that count, empty: all
+    spans: tuple[tuple[int, int], ...] = ()  # embedding: pool these runs of tokens, each to a vector; empty: all tokens
     unread: int = 0  # so many last tokens read the others, and none reads them (ColBERT's query expansion)
     top_k: int = 0  # fill_mask: candidates at each position; sparse: keep the heaviest ones alone, 0: all
     candidates: tuple[int, ...] = ()  # fill_mask: token ids to choose among; empty: the whole vocabulary

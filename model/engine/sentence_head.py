@@ -27,11 +27,17 @@ class SentenceHead:
         self._token_dense = [(config, load_dense(config, device)) for config in late]
 
     def __call__(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
-        """Return the vector `[D]` of hidden states `[L, d]`, or `[L, D]` for a request for tokens' vectors."""
+        """Return the vector `[D]` of hidden states `[L, d]`, or `[L, D]` for a request for tokens' vectors.
+
+        A request with spans gets one vector for each (Günther et al. 2024: late chunking), `[spans, D]`.
+        """
         if request.task is EncodeTask.MULTI_VECTOR:
             counted = hidden[list(request.positions)] if request.positions else hidden
             return nn.functional.normalize(_projected(counted, self._token_dense), dim=-1)
-        vectors = hidden if request.task is EncodeTask.TOKENS else self._vector(request, hidden)
+        if request.spans:
+            vectors = torch.stack([self._vector(request, hidden[start:end]) for start, end in request.spans])
+        else:
+            vectors = hidden if request.task is EncodeTask.TOKENS else self._vector(request, hidden)
         if request.dimensions is not None:
             vectors = vectors[..., : request.dimensions]
         default = self.settings.normalize and request.task is EncodeTask.EMBEDDING

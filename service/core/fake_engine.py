@@ -217,8 +217,15 @@ class FakeEngineClient:
         if request.task is EncodeTask.TOKENS:
             flat = [value for row in rows for value in row]
             return EncodeOutput(request.request_id, _pack(flat), (len(rows), size), scheduled)
-        pooled = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        if request.spans:
+            flat = [value for start, end in request.spans for value in _mean(rows[start:end])]
+            return EncodeOutput(request.request_id, _pack(flat), (len(request.spans), size), scheduled)
+        pooled = _mean(rows)
         return EncodeOutput(request.request_id, _pack(pooled), (size,), scheduled)
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 class FakeStream:

@@ -24,7 +24,7 @@ def huggingface_info(service: Service) -> Json:
         "model_sha": None,
         "model_dtype": info.dtype if info is not None else "" if first is None else first.checkpoint.dtype,
         "model_pipeline_tag": None if first is None else _TAGS.get(first.config.form),
-        "model_type": None if first is None else _kind(first),
+        "model_type": None if first is None else model_kind(first),
         "max_concurrent_requests": 0 if info is None else info.max_queued_requests + info.max_num_seqs,
         "max_best_of": 1,
         "max_stop_sequences": service.limits.max_stop_strings,
@@ -42,7 +42,14 @@ def huggingface_info(service: Service) -> Json:
     }
 
 
-def _kind(served: ServedModel) -> Json | None:
+def model_kind(served: ServedModel) -> Json | None:
+    """Return what text-embeddings-inference calls the model's type; None for one that generates."""
     if served.config.can_generate:
         return None
+    head = served.config.classifier
+    if head is not None and len(head.labels) == 1:
+        return {"reranker": {"id2label": {"0": head.labels[0]}, "label2id": {head.labels[0]: 0}}}
+    if head is not None:
+        names = {str(at): name for at, name in enumerate(head.labels)}
+        return {"classifier": {"id2label": names, "label2id": {name: int(at) for at, name in names.items()}}}
     return {"embedding": {"pooling": served.checkpoint.sentences.pooling[0]}}

@@ -78,7 +78,7 @@ class EncodePlan:
             item = {"index": index, **self.output.item(Found(self.body, self.served, sent, of_input))}
             if cut[index]:
                 item["truncated"] = True
-            if self.output.windows and len(of_input) > 1:
+            if (self.output.windows or self.body.split is not None) and len(of_input) > 1:
                 item["windows"] = len(of_input)
             items.append(item)
         return items
@@ -111,8 +111,10 @@ class EncodePlanner:
             for one in output.readings(body, served, sent)
         ]
         self._check_count(len(texts))
-        may_cut = body.truncate is not False
-        self._check_inputs([one for _, one in texts], served, info, output, may_cut=may_cut)
+        may_cut, divided = body.truncate is not False, output.windows or body.split is not None
+        if prompt and body.split is not None:
+            raise invalid("split: a prompt stands in front of the first window alone", "split")
+        self._check_inputs([one for _, one in texts], served, info, output, may_cut=may_cut, divided=divided)
         limit = _token_limit(served, info)
         readings = await self._read(texts, body, served, output, min(limit, output.room(body, served) or limit))
         self._check_count(len(readings))
@@ -183,13 +185,20 @@ class EncodePlanner:
         return EncodeRequest(
             name,
             source=token_source(ids, type_ids),
-            prompt_tokens=min(skipped, len(ids) - 1) if one.sent.ids is None else 0,
+            prompt_tokens=min(skipped, len(ids) - 1) if one.sent.ids is None and not body.chunks else 0,
             **self._base(body, served, output, arrival),
             **output.settings(body, served, one.sent, one.encoded, self._limits),
         )
 
     def _check_inputs(
-        self, inputs: Sequence[EncodeInput], served: ServedModel, info: ModelInfo, output: Output, *, may_cut: bool
+        self,
+        inputs: Sequence[EncodeInput],
+        served: ServedModel,
+        info: ModelInfo,
+        output: Output,
+        *,
+        may_cut: bool,
+        divided: bool,
     ) -> None:
         per_token = self._limits.prompt_characters_per_token
         characters = 0
@@ -205,7 +214,7 @@ class EncodePlanner:
                 raise invalid(f"{one.param}: model {served.name} scores pairs: send text and text_pair", one.param)
             if one.pair is not None and served.config.encoder is None and served.pairs is None:
                 raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
-            if not may_cut and not output.windows:
+            if not may_cut and not divided:
                 check_characters(one.text + (one.pair or ""), per_token * info.max_model_len, one.param)
             characters += one.characters
         bound = per_token * self._limits.max_encode_tokens
@@ -223,12 +232,14 @@ class EncodePlanner:
         """Tokenise each text, and truncate it to `limit` tokens or divide it into windows of them."""
 
         def work() -> list[_Reading]:
-            if output.offsets:
+            if output.offsets or body.split is not None:
                 return [
                     _Reading(owner, one, window)
                     for owner, one in texts
                     for window in _windows(one, served, limit, body.stride)
                 ]
+            if body.chunks is not None:
+                return [_Reading(owner, one, _whole(one, served, limit)) for owner, one in texts]
             side: Side | None = body.truncate or None
             found = ((owner, one, *_fit_one(one, served, limit, side)) for owner, one in texts)
             return [
@@ -324,6 +335,16 @@ def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
     size = info.embedding_size if own else served.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise invalid(f"dimensions must be at most {size}", "dimensions")
+
+
+def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
+    """Return the tokens of a text with their places; raises a 400 if there are too many."""
+    located = served.require_tokenizer(one.param).locate(one.text)
+    check_vocabulary(located.ids, served.vocab_size, one.param)
+    if len(located.ids) > limit:
+        message = f"{one.param} has {len(located.ids)} tokens, more than the {limit} that model {served.name} takes"
+        raise invalid(message, one.param, "context_length_exceeded")
+    return located
 
 
 def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | None) -> list[Located]:

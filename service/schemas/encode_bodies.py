@@ -9,6 +9,7 @@ from pydantic import Field
 from service.schemas.bodies import ModelName, RequestId, Timeout
 from service.schemas.types import MAX_INT, Body, EncodeInput, Texts
 
+Chunk = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=2, max_length=2)]
 Ranges = Annotated[list[list[float]], Field(min_length=2, max_length=2)]
 OutputName = Literal[
     "embedding",
@@ -73,6 +74,20 @@ class EncodeBody(Body):
         "float",
         description="Numbers (as many digits as float32 needs), or base64 of little-endian float32.",
         examples=["float"],
+    )
+    chunks: list[Chunk] | None = Field(
+        None,
+        min_length=1,
+        description="embedding of one text: return a vector for each of these parts, `[first character, character "
+        "behind the last]`, pooled from tokens that have read the whole text (late chunking), as `embeddings`.",
+        examples=[[[0, 120], [120, 260]]],
+    )
+    split: Literal["pooled", "separate"] | None = Field(
+        None,
+        description="embedding of texts that are too long: read them in windows, and return the mean of the windows' "
+        "vectors by their number of tokens, or all of them as `embeddings`. The item has the `windows`. Default: such "
+        "texts are refused, or truncated.",
+        examples=["pooled"],
     )
     input_type: Literal["query", "document"] | None = Field(
         None,
@@ -152,8 +167,8 @@ class EncodeBody(Body):
         None,
         ge=0,
         le=MAX_INT,
-        description="question_answering, token_classification: tokens that two windows of a long text have in common; "
-        "default: 128, at most half a window.",
+        description="question_answering, token_classification, `split`: tokens that two windows of a long text have in "
+        "common; default: 128, at most half a window.",
         examples=[64],
     )
     timeout_s: Timeout = None

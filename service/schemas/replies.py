@@ -116,6 +116,14 @@ class Answer(Reply):
 class EncodeItem(Reply):
     index: int = Field(description="Which input.", examples=[0])
     embedding: list[float] | list[int] | str | None = Field(None, description="Its vector.", examples=[[0.1, -0.2]])
+    embeddings: list[list[float]] | list[list[int]] | list[str] | None = Field(
+        None, description="With `chunks` or `split`: a vector for each chunk or window.", examples=[[[0.1], [0.2]]]
+    )
+    places: list[list[int]] | None = Field(
+        None,
+        description="First character of each window, and the one behind its last.",
+        examples=[[[0, 310], [250, 480]]],
+    )
     tokens: list[list[float]] | str | None = Field(None, description="A vector for each token.")
     scores: list[float] | list[list[float]] | str | None = Field(
         None, description="Logits over the reply's labels; from a token classifier, a row for each token."

@@ -73,6 +73,16 @@ def test_a_prompt_stands_in_front_of_texts_and_is_not_pooled(app: App, path: str
     assert app.client.encoded[-1].prompt_tokens == 0
 
 
+def test_chunks_are_of_the_text_behind_its_prompt(app: App) -> None:
+    [item] = encode(app, input="w3 w4 w5", prompt_name="query", chunks=[[0, 2], [3, 8]])["data"]
+    assert [len(vector) for vector in item["embeddings"]] == [8, 8]
+    [request] = app.client.encoded
+    assert request.source.token_ids == word_tokenizer().encode("w1 w2 w3 w4 w5").ids
+    assert (request.spans, request.prompt_tokens) == (((3, 4), (4, 6)), 0)
+    reply = ask(app, "POST", "/encode", json={"input": "w3", "prompt_name": "query", "split": "pooled"})
+    check_error(reply, 400, "split", "invalid_value")
+
+
 def test_vectors_of_tokens(app: App) -> None:
     [item] = encode(app, output="tokens")["data"]
     assert [len(row) for row in item["tokens"]] == [8, 8, 8, 8]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from model.text.tokenizer import Tokenizer
 from service.planning.outputs.registry import OUTPUTS
 from tests.model.checkpoints import HEADS, copied, saved
 from tests.service.encode_models import TEXT, encode_app, hf_tokenizer, pipeline, raw_tokenizer, reference_logits
@@ -419,6 +420,72 @@ class TestEmbeddingTypes:
     def test_refusals(self, client: Client, fields: dict[str, Any], param: str, words: str) -> None:
         reply = client.post(model="bert", input="the cat", **fields)
         assert words in check_error(reply, 400, param, "invalid_value")["message"]
+
+
+class TestLongTexts:
+    LONG = " ".join([TEXT] * 9)
+
+    def test_late_chunks_are_pooled_from_the_whole_text(self, client: Client) -> None:
+        located = Tokenizer(raw_tokenizer()).locate(TEXT)
+        states = hidden_states(located.ids)
+        chunks = [[0, 12], [13, 21], [13, len(TEXT)]]
+        [item] = client.encode(model="bert", input=TEXT, chunks=chunks, normalize=True)["data"]
+        for vector, (start, end) in zip(item["embeddings"], chunks, strict=True):
+            places = [at for at, (begin, stop) in enumerate(located.offsets) if start <= begin < end and stop]
+            expected = torch.nn.functional.normalize(states[places].mean(dim=0), dim=0)
+            assert torch.allclose(torch.tensor(vector), expected, atol=1e-4)
+
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_windows(self, client: Client, normalize: bool) -> None:
+        body: dict[str, Any] = dict(model="bert", input=[self.LONG, TEXT], stride=10, normalize=normalize)
+        reply = client.encode(**body, split="separate")
+        long, short = reply["data"]
+        encoded = hf_tokenizer("bert")(
+            self.LONG,
+            truncation=True,
+            max_length=64,
+            stride=10,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        vectors = torch.stack([hidden_states(ids).mean(dim=0) for ids in encoded["input_ids"]])
+        vectors = torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
+        assert long["windows"] == len(vectors) > 2 and "windows" not in short
+        assert torch.allclose(torch.tensor(long["embeddings"]), vectors, atol=1e-4)
+        assert long["places"] == [[places[1][0], places[-2][1]] for places in encoded["offset_mapping"]]
+        assert short["places"] == [[0, len(TEXT)]]
+        weights = torch.tensor([len(ids) - 2.0 for ids in encoded["input_ids"]])
+        expected = (weights @ vectors) / weights.sum()
+        expected = torch.nn.functional.normalize(expected, dim=0) if normalize else expected
+        pooled, alone = client.encode(**body, split="pooled")["data"]
+        assert torch.allclose(torch.tensor(pooled["embedding"]), expected, atol=1e-4)
+        assert (
+            alone["embedding"] == client.encode(model="bert", input=TEXT, normalize=normalize)["data"][0]["embedding"]
+        )
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "words"),
+        [
+            (dict(chunks=[[3, 3]]), "chunks[0]", "two places in the text"),
+            (dict(chunks=[[0, 3], [0, 999]]), "chunks[1]", "two places in the text"),
+            (dict(chunks=[[3, 4]]), "chunks[0]", "no token that begins in it"),
+            (dict(chunks=[[0, 3]], input=["a", "b"]), "chunks", "needs one text"),
+            (dict(chunks=[[0, 3]], input=[5, 6]), "chunks", "needs texts"),
+            (dict(chunks=[[0, 3]], split="pooled"), "chunks", "exclude each other"),
+            (dict(chunks=[[0, 3]], input=LONG), "input", "more than the 64"),
+            (dict(split="pooled", truncate="right"), "split", "exclude each other"),
+            (dict(split="pooled", output="tokens"), "split", "no meaning with output 'tokens'"),
+            (dict(split="pooled", stride=62, input=LONG), "stride", "must be below the 62 tokens"),
+            (dict(stride=3), "stride", "no meaning without split"),
+        ],
+    )
+    def test_refusals(self, client: Client, fields: dict[str, Any], param: str, words: str) -> None:
+        reply = client.post(**{"model": "bert", "input": "the cat sat", **fields})
+        assert words in check_error(reply, 400, param, reply.json()["error"]["code"])["message"]
+
+    def test_windows_are_counted(self, client: Client) -> None:
+        reply = client.post(model="bert", input=[self.LONG] * 60, split="separate", stride=50)
+        assert "makes" in check_error(reply, 413, "input", "too_many_inputs")["message"]
 
 
 def test_every_request_of_the_docs_is_answered(client: Client) -> None:

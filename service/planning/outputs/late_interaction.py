@@ -88,7 +88,7 @@ def vectors_item(found: Found) -> Json:
     [part] = found.parts
     if found.body.encoding_format == "base64":
         return {"vectors": base64.b64encode(part.output.data).decode(), "shape": list(part.output.shape)}
-    return {"vectors": part.values.tolist()}
+    return {"vectors": part.values}
 
 
 def _prefix(body: EncodeBody, late: LateInteraction) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config.model import ClassifierInput
-from model.text.tokenizer import Encoded
+from model.text.tokenizer import Encoded, Located
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.planning.outputs.base import Array, Found, Json
@@ -24,7 +24,7 @@ _NORMALIZED = ((-1.0,), (1.0,))  # the range of every dimension
 def embedding_settings(
     body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
 ) -> Mapping[str, Any]:
-    """Check what integers need: ranges for every dimension, or vectors whose range is known."""
+    """Return the runs of tokens of `chunks`; refuse integers without ranges for every dimension, or a known range."""
     scaled = body.embedding_type in ("int8", "uint8")
     if body.ranges is not None and not scaled:
         raise invalid(f"ranges has no meaning with embedding_type '{body.embedding_type}'", "ranges")
@@ -37,19 +37,85 @@ def embedding_settings(
         low, high = body.ranges
         if len(low) != size or len(high) != size or not all(a < b for a, b in zip(low, high, strict=True)):
             raise invalid(f"ranges must have a lowest and a higher value for each of {size} dimensions", "ranges")
-    return {}
+    if body.chunks is None:
+        return {}
+    assert isinstance(encoded, Located)
+    shift = len(sent.text) - len(_only_text(body, sent))  # a prompt stands in front
+    return {"spans": tuple(_tokens_of(encoded, chunk, shift, at) for at, chunk in enumerate(body.chunks))}
+
+
+def divided_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+    """Refuse chunks and windows of what is no text, and settings that exclude each other."""
+    if body.stride is not None and body.split is None:
+        raise invalid("stride has no meaning without split", "stride")
+    for name in ("chunks", "split"):
+        if getattr(body, name) is not None and not sent.is_text:
+            raise invalid(f"{name} needs texts; {sent.param} is none", name)
+        if getattr(body, name) is not None and (served.tokenizer is None or not served.tokenizer.has_offsets):
+            raise invalid(f"{name}: model {served.name} has no tokenizer that tells where tokens are in a text", name)
+        if getattr(body, name) is not None and body.truncate is not False:
+            raise invalid(f"{name} and truncate exclude each other", name)
+    if body.chunks is not None:
+        if body.split is not None:
+            raise invalid("chunks and split exclude each other", "chunks")
+        for at, (start, end) in enumerate(body.chunks):
+            if not start < end <= len(_only_text(body, sent)):
+                message = f"chunks[{at}] must be two places in the text of {len(sent.text)} characters, in order"
+                raise invalid(message, f"chunks[{at}]")
+    return [sent]
+
+
+def _only_text(body: EncodeBody, sent: EncodeInput) -> str:
+    value = body.input
+    if isinstance(value, list) and len(value) > 1:
+        raise invalid("chunks needs one text", "chunks")
+    only = value if isinstance(value, str) else value[0]
+    return only if isinstance(only, str) else sent.text
+
+
+def _tokens_of(located: Located, chunk: Sequence[int], shift: int, at: int) -> tuple[int, int]:
+    """Return the run of tokens that begin within a chunk; raises a 400 for a chunk without any."""
+    start, end = chunk[0] + shift, chunk[1] + shift
+    tokens = [
+        place
+        for place, (offsets, of) in enumerate(zip(located.offsets, located.texts, strict=True))
+        if of is not None and start <= offsets[0] < end
+    ]
+    if not tokens:
+        raise invalid(f"chunks[{at}] has no token that begins in it", f"chunks[{at}]")
+    return tokens[0], tokens[-1] + 1
 
 
 def embedding_item(found: Found) -> Json:
-    """Return a vector as floats or integers, or their bytes in base64."""
+    """Return a vector as floats or integers, or their bytes in base64; of chunks and windows all of them."""
     body = found.body
-    if body.embedding_type == "float":
-        return _numbers(found, "embedding")
-    [part] = found.parts
-    numbers = quantized(part.values, body.embedding_type, body.ranges)
+    if body.chunks is not None:
+        return {"embeddings": [_shown(vector, body) for vector in found.parts[0].values]}
+    vectors = [part.values for part in found.parts]
+    if body.split == "separate":
+        places = [_place(part.located) for part in found.parts]
+        return {"embeddings": [_shown(vector, body) for vector in vectors], "places": places}
+    if len(vectors) == 1:
+        return {"embedding": _shown(vectors[0], body)}
+    weights = np.array([sum(of is not None for of in part.located.texts) for part in found.parts], np.float32)
+    mean = (weights @ np.stack(vectors)) / weights.sum()
+    normalized = found.served.checkpoint.sentences.normalize if body.normalize is None else body.normalize
+    if normalized:
+        mean /= np.linalg.norm(mean)
+    return {"embedding": _shown(mean.astype(np.float32), body)}
+
+
+def _place(located: Located) -> list[int]:
+    """Return the first character of a window, and the one behind its last."""
+    offsets = [one for one, of in zip(located.offsets, located.texts, strict=True) if of is not None]
+    return [offsets[0][0], offsets[-1][1]]
+
+
+def _shown(vector: Array, body: EncodeBody) -> Array | list[int] | str:
+    numbers = vector if body.embedding_type == "float" else quantized(vector, body.embedding_type, body.ranges)
     if body.encoding_format == "base64":
-        return {"embedding": base64.b64encode(numbers.tobytes()).decode()}
-    return {"embedding": numbers.tolist()}
+        return base64.b64encode(numbers.tobytes()).decode()
+    return vector if body.embedding_type == "float" else numbers.tolist()
 
 
 def quantized(vector: Array, kind: str, ranges: Sequence[Sequence[float]] | None = None) -> NDArray[np.integer[Any]]:

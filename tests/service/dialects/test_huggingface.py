@@ -16,6 +16,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerati
 from model.config.model import ClassifierConfig, ClassifierInput
 from service.dialects import huggingface
 from service.dialects.huggingface_bodies import PredictBody, RerankBody
+from service.dialects.huggingface_info import model_kind
 from service.planning.encode import EncodePlan
 from service.planning.outputs.registry import OUTPUTS
 from service.schemas.encode_bodies import EncodeBody
@@ -152,6 +153,17 @@ def test_info(app: App) -> None:
     info = httpx.Response(200, content=ask(app, "GET", "/info").content).json()
     assert (info["model_id"], info["max_total_tokens"], info["max_client_batch_size"]) == ("gen", 64, 256)
     assert info["max_stop_sequences"] == 4 and info["router"] == "triptych"
+
+
+def test_the_type_of_a_model_in_info() -> None:
+    plain = served("enc", "encoder-only", word_tokenizer())
+    for labels, expected in (
+        (("NO", "YES"), {"classifier": {"id2label": {"0": "NO", "1": "YES"}, "label2id": {"NO": 0, "YES": 1}}}),
+        (("FIT",), {"reranker": {"id2label": {"0": "FIT"}, "label2id": {"FIT": 0}}}),
+    ):
+        head = ClassifierConfig(labels, ClassifierInput.FIRST)
+        checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=head))
+        assert model_kind(replace(plain, checkpoint=checkpoint)) == expected
 
 
 REPLY: dict[str, Any] = {
