@@ -186,6 +186,9 @@ def test_pairs_are_scored_by_the_logits_of_tokens(client: Client, folders: dict[
     assert [one["index"] for one in ranked] == expected.argsort(descending=True).tolist()
     for one in ranked:
         assert one["score"] == pytest.approx(float(expected[one["index"]].sigmoid()), abs=1e-5)
+    cohere = client.post("/v1/rerank", model=name, query=QUERY, documents=DOCUMENTS).json()["results"]
+    assert [one["index"] for one in cohere] == [one["index"] for one in ranked]
+    assert cohere[0]["relevance_score"] == pytest.approx(ranked[0]["score"], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", KINDS)
