@@ -158,3 +158,18 @@ def test_serve_knows_every_field(file: Path) -> None:
     assert built.returncode == 0, built.stderr
     assert [line.split()[:2] for line in built.stdout.splitlines()] == [["triptych", "True"], ["triptych", "False"]]
     assert built.stdout.split()[-1] == "3"
+
+
+def test_a_group_has_engine_settings_for_models_that_are_loaded_later_and_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(
+        f"models_dir: {tmp_path}\nadmin_keys: a\nload_from: hub\nmax_num_seqs: 4\n"
+        "groups:\n  chat: {max_num_seqs: 8, models: {m: /m}}\n"
+    )
+    found = sources.from_file(file)
+    config = resolve_config(found.models, found.settings, found.groups)
+    (group,) = config.groups
+    assert (config.models, config.settings.models.models_dir) == ((), str(tmp_path))
+    assert config.settings.models.engine.max_num_seqs == 4
+    assert (group.settings.models.models_dir, group.settings.models.engine.max_num_seqs) == ("", 8)
+    assert group.settings.has_admin and group.settings.models.load_from == ("hub",)

@@ -401,9 +401,11 @@ def _with_port_and_log_format(config: ServeConfig) -> ServeConfig:
     log_format = config.settings.log_format
     if log_format == "auto":
         log_format = "plain" if sys.stderr.isatty() else "json"
-    settings = replace(config.settings, port=port, log_format=log_format)
-    groups = tuple(replace(group, settings=settings) for group in config.groups)
-    return replace(config, settings=settings, groups=groups)
+
+    def filled(one: ServeConfig) -> ServeConfig:
+        return replace(one, settings=replace(one.settings, port=port, log_format=log_format))
+
+    return replace(filled(config), groups=tuple(map(filled, config.groups)))
 
 
 def _url(config: ServeConfig) -> str:
