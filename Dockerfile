@@ -29,7 +29,7 @@ COPY deploy/image deploy/image
 RUN sh deploy/image/kernels.sh \
  && pip install --no-deps --no-build-isolation . \
  && python deploy/image/slim.py && python deploy/image/sbom.py /opt/triptych/sbom.cdx.json \
- && mkdir /models
+ && mkdir /models /weights
 
 # Triton compiles what starts its kernels when it meets a GPU; a CPU's image has no compiler.
 FROM ${BASE_IMAGE} AS base
@@ -43,6 +43,8 @@ FROM base
 COPY --from=build /opt/triptych /opt/triptych
 # Empty: a new volume for models of the Hub (`-v models:/models -e HF_HOME=/models`) takes its owner over from here.
 COPY --from=build --chown=10001:10001 /models /models
+# The same for packed weights (`-v weights:/weights -e TRIPTYCH_WEIGHTS_CACHE=/weights`).
+COPY --from=build --chown=10001:10001 /weights /weights
 # All else that is written goes below /tmp: with a read-only root, mount a tmpfs there.
 ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     TRIPTYCH_HOST=0.0.0.0 TRIPTYCH_PORT=8000 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

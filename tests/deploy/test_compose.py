@@ -70,10 +70,12 @@ def test_one_downloads_models_and_those_that_serve_have_them_to_read(name: str) 
     download, serving = SERVICES["download"], SERVICES[name]
     home = download["environment"]["HF_HOME"]
     assert download["command"] == "download ${MODELS:-}" and serving["command"] == "serve ${MODELS:-}"
-    assert download["volumes"] == [f"models:{home}"] and serving["volumes"] == [f"models:{home}:ro"]
+    assert download["volumes"] == [f"models:{home}"] and serving["volumes"] == [f"models:{home}:ro", "weights:/weights"]
     assert serving["environment"]["HF_HOME"] == home and serving["environment"]["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in download["environment"]
-    assert f"/{home.strip('/')}" in (ROOT / "Dockerfile").read_text()  # whose owner a new volume takes over
+    weights = serving["environment"]["TRIPTYCH_WEIGHTS_CACHE"]
+    for folder in (home, weights):  # whose owner a new volume takes over
+        assert f"COPY --from=build --chown=10001:10001 {folder} {folder}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_keys_are_secrets_and_in_no_variable() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import shutil
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -37,6 +41,7 @@ from model.system.background_work import GivenUpError, giving_way_to
 from model.system.host_memory import available_memory
 from tests.digests import FORMATS, digest
 from tests.model.checkpoints import CPU, copied, native_backends, saved
+from tests.model.sparse import QWEN3_4B, sparse_checkpoint
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 KIND = "llama-gqa"
@@ -440,6 +445,52 @@ def test_what_is_mapped_is_not_removed_to_make_room(folder: Path) -> None:
     del used
     assert started(folder, saved("llama").path, size=most) == "written"
     assert len(files(folder)) == 1
+
+
+_START = """
+import sys, time
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.engine.builder import load
+
+settings = EngineConfig(quantization="int8", device="cpu", weights_cache=sys.argv[2], kv_cache_memory=256 << 20)
+info = load(ModelSpec("m", sys.argv[1], settings)).info
+sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in open("/proc/self/smaps_rollup") if "kB" in line}
+print(info.weights_cache, info.weight_bytes, sizes["Pss:"], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def starting(folder: Path, checkpoint: Path) -> Iterator[tuple[str, int, int]]:
+    """A process that has loaded the model: what became of the cache, bytes of weights and of its share of memory."""
+    command = [sys.executable, "-c", _START, str(checkpoint), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            outcome, weights, share = process.stdout.readline().split()
+            yield outcome, int(weights), int(share)
+        finally:
+            process.stdin.close()
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.alone
+def test_four_billion_start_in_three_seconds_and_are_shared(folder: Path, tmp_path: Path) -> None:
+    if available_memory() < 8e9 or shutil.disk_usage(tmp_path).free < 8e9:
+        pytest.skip("less than 8 GB of memory or disk are free")
+    checkpoint = sparse_checkpoint(tmp_path / "model", QWEN3_4B)
+    with starting(folder, checkpoint) as (outcome, weights, _):
+        assert outcome == "written"
+    with starting(folder, checkpoint) as (_, _, alone):
+        began = time.monotonic()
+        with starting(folder, checkpoint) as (outcome, _, shared):
+            seconds = time.monotonic() - began
+            assert outcome == "mapped"
+            assert alone > weights
+            assert shared < 0.5 * weights + (alone - weights) + (64 << 20)
+    assert seconds < 3.0
 
 
 def test_digests_do_not_depend_on_threads_and_see_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
