@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -54,11 +55,17 @@ def strings(count: int) -> Iterator[str]:
 
 
 def _sentencepiece(path: Path, kind: str, **settings: Any) -> None:
-    settings = {"vocab_size": 900, "minloglevel": 2, "num_threads": 1, **settings}
+    path.write_bytes(_trained(kind, json.dumps({"vocab_size": 900, "minloglevel": 2, "num_threads": 1, **settings})))
+
+
+@cache
+def _trained(kind: str, settings: str) -> bytes:
+    """A model that was trained once, for all folders that have one like it."""
+    model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts()), model_prefix=str(path.with_name("made")), model_type=kind, **settings
+        sentence_iterator=iter(texts()), model_writer=model, model_type=kind, **json.loads(settings)
     )
-    path.with_name("made.model").rename(path)
+    return model.getvalue()
 
 
 def _t5(folder: Path) -> None:
@@ -213,8 +220,6 @@ def write_folder(name: str, folder: Path) -> Path:
     make, model_type, tokenizer_class, settings = FOLDERS[name]
     folder.mkdir(parents=True)
     make(folder)
-    for left in folder.glob("*.vocab"):
-        left.unlink()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}  # old ones say it by the model's type
     (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
