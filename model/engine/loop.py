@@ -152,10 +152,6 @@ class EngineLoop:
     def _apply(self, commands: Commands, events: Events) -> None:
         if commands.start is not None:
             self._start(commands.start, set(commands.optional), events)
-        for name in commands.unload:
-            self._unload(name, events)
-        for spec in commands.load:
-            self._jobs.add(LoadJob(spec))
         for request in commands.generate:
             try:
                 engine = self.models[request.model].generate
@@ -174,6 +170,10 @@ class EngineLoop:
                 logger.exception("%s could not take an input", encode.model)
                 events.encoded.append(EncodeOutput(encode.request_id, finish_reason=FinishReason.ERROR))
         self._abort(commands.abort, events)
+        for name in commands.unload:
+            self._unload(name, events)
+        for spec in commands.load:
+            self._jobs.add(LoadJob(spec))
 
     def _start(self, specs: Iterable[ModelSpec], optional: set[str], events: Events) -> None:
         """Load models before any is served; raises what prevents it, but for those that the front can do without."""
@@ -212,14 +212,16 @@ class EngineLoop:
         """End what a model still computes and free it, or stop loading it; an unknown name counts as unloaded."""
         if self._jobs.give_up(name):
             return
-        model = self.models.pop(name, None)
+        model = self.models.get(name)
         if model is None:
             events.unloaded.append(name)
             return
+        if self._last_engine is not None and self._last_engine[0] == name:
+            self._run(self._last_engine, lambda engine: engine.finish_pending(), events)
+            self._last_engine = None
         for key in [key for key in self._engines if key[0] == name]:
-            if key == self._last_engine:
-                self._last_engine = None
             del self._engines[key]
+        del self.models[name]
         self._pacer.remove(name)
         self._faults.pop(name, None)
         if (library := model.encode.model.linear.library) is not None:
