@@ -173,3 +173,15 @@ def test_a_group_has_engine_settings_for_models_that_are_loaded_later_and_no_fol
     assert config.settings.models.engine.max_num_seqs == 4
     assert (group.settings.models.models_dir, group.settings.models.engine.max_num_seqs) == ("", 8)
     assert group.settings.has_admin and group.settings.models.load_from == ("hub",)
+
+
+def test_folders_become_absolute_for_a_cluster_and_names_of_the_hub_stay(tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text("models_dir: later\nmodels: {a: here, b: 'hf:org/b@v1', c: {path: 'hf:org/c', dtype: float32}}\n")
+    arguments = serve_config(file)["applications"][0]["args"]
+    assert arguments["models"] == {
+        "a": str(Path("here").absolute()),
+        "b": "hf:org/b@v1",
+        "c": {"path": "hf:org/c", "dtype": "float32"},
+    }
+    assert arguments["models_dir"] == str(Path("later").absolute())

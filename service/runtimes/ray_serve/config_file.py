@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from model.checkpoint import hub
 from model.errors import ConfigError
 from service.runtimes.ray_serve.placement import gpus_of_replica
 from service.settings import sources
@@ -98,5 +99,5 @@ def _setting(key: str) -> str:
 
 def _absolute(model: Any) -> Any:
     if isinstance(model, str):
-        return str(Path(model).absolute())
-    return model | {"path": str(Path(model["path"]).absolute())}
+        return model if hub.is_hub_name(model) else str(Path(model).absolute())
+    return model | {"path": _absolute(model["path"])}
