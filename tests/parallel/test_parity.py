@@ -31,6 +31,8 @@ QUICK = (
         "deberta-v2",
         "vit-image",
         "bert-token",
+        "bert-no-pooler",  # with a masked-language-model head
+        "bert-masked-untied",
     ),
 )
 RELATIVE = 1e-5
@@ -40,6 +42,8 @@ def outputs(model: Transformer) -> Tensor:
     """Packed logits over the vocabulary, class scores or hidden states, whatever the model is for."""
     if model.config.classifier is not None:
         return torch.cat([model.classify(hidden) for hidden in hidden_states(model)[0]])
+    if model.masked_head is not None:
+        return torch.cat([model.masked_logits(hidden) for hidden in hidden_states(model)[0]])
     if model.config.form == "encoder-only":
         return torch.cat(hidden_states(model)[0])
     if model.config.form == "decoder-only":
