@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from model.api.stats import ModelInfo
+from service.core.embed_cache import CachingClient
 from service.core.engine_client import EngineClient
 from service.core.errors import draining, scrub, unavailable
 from service.core.model_registry import Registry
@@ -46,6 +47,9 @@ class Service:
         reader: ModelReader | None = None,
     ) -> None:
         """Without a `reader` no models can be loaded later. Raises `ConfigError`."""
+        self.embed_cache: CachingClient | None = None
+        if settings.embed_cache_bytes:
+            client = self.embed_cache = CachingClient(client, settings.embed_cache_bytes, metrics)
         self.client = client
         self.registry = registry
         self.settings = settings

@@ -129,6 +129,17 @@ class Metrics:
         for key in [key for key in self._seen if key[0] == model]:
             del self._seen[key]
 
+    # The cache of results
+
+    def cache_lookups(self, model: str, *, kept: int, in_flight: int, computed: int) -> None:
+        """Count the inputs of a request by where their results come from."""
+        for source, count in (("kept", kept), ("in_flight", in_flight), ("computed", computed)):
+            self._cache_lookups.labels(model, source).inc(count)
+
+    def cache_size(self, model: str, size: int) -> None:
+        """Set the bytes of a model's results that are kept."""
+        self._cache_bytes.labels(model).set(size)
+
     def _initialize_counters(self, model: str, tasks: Iterable[Task]) -> None:
         """Export the counters of the service level objectives as 0, for each task of a model.
 
@@ -246,6 +257,11 @@ class Metrics:
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"
         )
         self._restarts = self._counter("engine_restarts_total", "Restarts of failed engines.", "model")
+        self._cache_lookups = self._counter(
+            "embed_cache_inputs_total",
+            "Inputs of /encode by where their results come from: kept, in_flight (another request's), computed.",
+            *("model", "source"),
+        )
         self._loads = self._counter(
             "model_loads_total", "Loads of models while the service ran, by outcome.", "model", "outcome"
         )
@@ -306,6 +322,7 @@ class Metrics:
             "engine_live", "Engines that run or are being restarted, without hung and abandoned ones."
         )
         self._load_seconds = self._gauge("model_load_seconds", "Seconds that loading took.", over_replicas="max")
+        self._cache_bytes = self._gauge("embed_cache_bytes", "Bytes of results that are kept.")
         self._memory = self._gauge("model_memory_bytes", "Bytes of a model's weights and KV cache.")
         labels = ("version", "form", "dtype", "attention")
         self._build_info = self._gauge(

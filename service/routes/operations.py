@@ -76,6 +76,7 @@ async def info(request: Request) -> Response:
         ],
         "elsewhere": service.registry.elsewhere,
         "asks_for_key": service.settings.asks_for_key,
+        "embed_cache": _embed_cache(service),
         "limits": asdict(service.limits),
         **huggingface_info(service),
     }
@@ -141,6 +142,14 @@ async def cancel(request: Request) -> Response:
     if not ended:
         raise not_found(f"no request {shorten(request_id)} is running", "request_not_found", "id")
     return json_response({"id": request_id, "cancelled": ended})
+
+
+def _embed_cache(service: Service) -> Json | None:
+    """Return how much of the cache of results is used; None without one."""
+    if service.embed_cache is None:
+        return None
+    store = service.embed_cache.store
+    return {"max_bytes": store.max_bytes, "bytes": store.size, "entries": len(store)}
 
 
 def _model(service: Service, served: ServedModel) -> Json:

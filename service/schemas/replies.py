@@ -172,6 +172,14 @@ class CancelReply(Reply):
     cancelled: int = Field(description="How many running requests of that id were ended.", examples=[1])
 
 
+class EmbedCacheInfo(Reply):
+    """Describes the cache of results of one process."""
+
+    max_bytes: int = Field(description="The room, of all models together.", examples=[268435456])
+    bytes: int = Field(description="How much of it is used.", examples=[1048576])
+    entries: int = Field(description="The number of results.", examples=[512])
+
+
 class InfoReply(Reply):
     name: str = Field(description="The service.", examples=["triptych"])
     version: str = Field(description="Its version.", examples=["0.1.0"])
@@ -180,6 +188,7 @@ class InfoReply(Reply):
     elsewhere: dict[str, str] = Field(
         description="Models of other groups, and the route below which each is served.", examples=[{"chat": "/chat"}]
     )
+    embed_cache: EmbedCacheInfo | None = Field(description="The cache of results of /encode; null without one.")
     asks_for_key: bool = Field(description="Whether requests must carry a key.", examples=[False])
     limits: dict[str, float] = Field(description="The limits on one request.", examples=[{"max_n": 8}])
 

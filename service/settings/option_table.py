@@ -349,6 +349,14 @@ OPTIONS: tuple[Option, ...] = (
         "SECONDS",
         "0: each token is sent at once",
     ),
+    Option(
+        "embed_cache",
+        byte_size,
+        _SERVICE.embed_cache_bytes,
+        "memory in which results of /encode are kept, so that the same input of the same key is computed once",
+        "SIZE",
+        "0: off",
+    ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads"),
     Option(
         "metrics",

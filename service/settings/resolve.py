@@ -31,6 +31,7 @@ _SERVICE_FIELDS = {  # by option name
     "drain_timeout": "drain_timeout_s",
     "stall_timeout": "stall_timeout_s",
     "stream_interval": "stream_interval_s",
+    "embed_cache": "embed_cache_bytes",
 }
 _MODEL_FIELDS = {
     **{name: name for name in ("models_dir", "load_from", "pin", "max_download")},

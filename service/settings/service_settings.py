@@ -96,6 +96,7 @@ class ServiceSettings:
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without progress of the step loop, after which the engine is restarted
     stream_interval_s: float = 0.0  # minimum time between a stream's events; 0: each token is sent at once
+    embed_cache_bytes: int = 0  # results of /encode that are kept, of all models together; 0: none
     vllm_metrics: bool = False  # export metrics under vLLM's names too
     otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: no traces
 
@@ -117,6 +118,8 @@ class ServiceSettings:
         if not 0 <= self.stream_interval_s <= _MAX_STREAM_INTERVAL:
             found = self.stream_interval_s
             raise ConfigError(f"stream_interval_s must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
+        if self.embed_cache_bytes < 0:
+            raise ConfigError(f"embed_cache_bytes must not be negative, found {self.embed_cache_bytes}")
         for name in ("tokenizer_threads", "stall_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, found {getattr(self, name)}")
