@@ -6,6 +6,9 @@ the first token. Many streams show the share of the engine's throughput that is 
 other work on the machine disturbs less than elapsed time. Prompts are new in each run, so that none is in a cache. Both
 sides generate outputs of the same lengths with the same sampling. A service whose tokens have no text has less work, so
 the share of tokens with text is reported, and a low one is an error.
+
+Of an encoder the texts are counted: clients send requests of several texts each and wait for their vectors, one request
+after the other; the engine alone gets as many texts of as many tokens, all at once.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ PROMPT = 64  # tokens
 OUTPUT = 192  # tokens of each of many streams
 SINGLE = 20  # sequential requests
 MIN_TEXT_SHARE = 0.9  # of tokens that must have text
+TEXTS = 4_096  # of an encoder's run, at least
+ROUNDS = 4  # requests of each client to an encoder, at least
 _ENGINE = "-m model.engine "  # in its command line
 
 
@@ -56,6 +61,18 @@ class Pair:
     text_share: float  # share of those tokens in events with text
 
 
+@dataclass(frozen=True, slots=True)
+class EncodePair:
+    """Holds one run of an encoder's engine and one of the service. `_us`: CPU microseconds per text."""
+
+    engine_texts_per_s: float
+    service_texts_per_s: float
+    engine_alone_us: float
+    engine_us: float  # in the service
+    service_us: float  # the rest of the service
+    clients_us: float
+
+
 def add_command(commands: Any) -> None:
     text = "Start the service, and compare it with the engine alone: first token of one stream, output of many."
     parser = commands.add_parser("overhead", help="what the service adds to the engine", description=text)
@@ -63,11 +80,15 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--model", default="code", metavar="[NAME=]PATH", help=help_text)
     parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
     parser.add_argument("--runtime", choices=RUNTIMES, default="", help="only this runtime; none: both")
-    parser.add_argument("--streams", type=flags.positive, default=64, metavar="N", help="concurrent streams")
+    parser.add_argument("--streams", type=flags.positive, default=None, metavar="N", help="concurrent streams, 64")
     parser.add_argument("--output-tokens", type=flags.positive, default=OUTPUT, metavar="N", help="of each stream")
     help_text = "of sampling, on both sides; 0 is greedy"
     parser.add_argument("--temperature", type=flags.amount, default=0.0, metavar="X", help=help_text)
     parser.add_argument("--pairs", type=flags.positive, default=5, metavar="N", help="repetitions")
+    help_text = "texts in a request to an encoder; --streams clients send them, 16 by default"
+    parser.add_argument("--texts", type=flags.positive, default=16, metavar="N", help=help_text)
+    parser.add_argument("--text-tokens", type=flags.positive, default=16, metavar="N", help="of each text")
+    parser.add_argument("--encoding-format", choices=("float", "base64"), default="float", help="of vectors")
     help_text = "settings of the service, measured one after the other"
     parser.add_argument(
         "--stream-interval", type=flags.amount, nargs="+", default=[0.0], metavar="SECONDS", help=help_text
@@ -85,15 +106,21 @@ def _command(options: argparse.Namespace) -> int:
 def _measured(options: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the service's engine has it
     model = _subject(options.model, options.cache)
+    engine = _Engine(model, options.temperature)
+    if engine.encodes:
+        names = ["model", "streams", "texts", "text_tokens", "encoding_format"]
+        measure, intervals, words = _encode_pairs, [0.0], _encode_words
+    else:
+        names = ["model", "streams", "output_tokens", "temperature"]
+        measure, intervals, words = _pairs, options.stream_interval, _words
+    options.streams = options.streams or (16 if engine.encodes else 64)
     results = {}
     for runtime in [options.runtime] if options.runtime else RUNTIMES:
-        for interval in options.stream_interval:
+        for interval in intervals:
             name = f"{runtime}, an event each {interval:g} s" if interval else runtime
-            pairs = _pairs(options, model, runtime, interval)
-            results[name] = _summary(pairs) | {"pairs": [asdict(pair) for pair in pairs]}
-            print(f"{name}: {_words(results[name], options.streams)}", flush=True)
+            results[name] = measure(options, engine, model, runtime, interval)
+            print(f"{name}: {words(results[name], options)}", flush=True)
     about = {"kind": "overhead", "commit": machine.commit(), "machine": machine.describe()}
-    names = ("model", "streams", "output_tokens", "temperature")
     settings = {name: getattr(options, name) for name in names}
     print(output.line(about | settings | {"results": results}), flush=True)
     return 0
@@ -111,22 +138,35 @@ def _summary(pairs: list[Pair]) -> dict[str, Any]:
     return {
         "share": statistics.median(pair.service_tokens_per_s / pair.engine_tokens_per_s for pair in pairs),
         "added_ms": statistics.median(pair.service_first_ms - pair.engine_first_ms for pair in pairs),
-        **{one.name: statistics.median(getattr(pair, one.name) for pair in pairs) for one in fields(Pair)},
+        **_medians(pairs),
     }
 
 
-def _words(found: dict[str, Any], streams: int) -> str:
+def _medians(pairs: list[Pair] | list[EncodePair]) -> dict[str, Any]:
+    named = {one.name: statistics.median(getattr(pair, one.name) for pair in pairs) for one in fields(pairs[0])}
+    return named | {"pairs": [asdict(pair) for pair in pairs]}
+
+
+def _words(found: dict[str, Any], options: argparse.Namespace) -> str:
     return (
-        f"{100 * found['share']:.1f} % of the engine's {found['engine_tokens_per_s']:,.0f} tokens/s at {streams} "
-        f"streams; first token of a single stream {found['added_ms']:.1f} ms later; CPU time a token: engine "
-        f"{found['engine_us']:.0f} us (alone {found['engine_alone_us']:.0f}), service {found['service_us']:.0f}, "
-        f"clients {found['clients_us']:.0f}; {found['events']:.2f} events a token, "
+        f"{100 * found['share']:.1f} % of the engine's {found['engine_tokens_per_s']:,.0f} tokens/s at "
+        f"{options.streams} streams; first token of a single stream {found['added_ms']:.1f} ms later; CPU time a "
+        f"token: engine {found['engine_us']:.0f} us (alone {found['engine_alone_us']:.0f}), service "
+        f"{found['service_us']:.0f}, clients {found['clients_us']:.0f}; {found['events']:.2f} events a token, "
         f"{100 * found['text_share']:.1f} % of the tokens have text"
     )
 
 
-def _pairs(options: argparse.Namespace, model: str, runtime: str, interval: float) -> list[Pair]:
-    engine = _Engine(model, options.temperature)
+def _encode_words(found: dict[str, Any], options: argparse.Namespace) -> str:
+    return (
+        f"{100 * found['share']:.1f} % of the engine's {found['engine_texts_per_s']:,.0f} texts/s with "
+        f"{options.streams} clients of {options.texts} texts each; CPU time a text: engine {found['engine_us']:.0f} us "
+        f"(alone {found['engine_alone_us']:.0f}), service {found['service_us']:.0f} "
+        f"({100 * found['service_us'] / found['engine_us']:.1f} %), clients {found['clients_us']:.0f}"
+    )
+
+
+def _pairs(options: argparse.Namespace, engine: _Engine, model: str, runtime: str, interval: float) -> dict[str, Any]:
     engine.check(options.output_tokens)
     arguments = [model, "--runtime", runtime, "--stream-interval", f"{interval:g}"]
     with Site(arguments, every_core=True) as site:
@@ -148,12 +188,40 @@ def _pairs(options: argparse.Namespace, model: str, runtime: str, interval: floa
                 text_share=served.text_share,
             )
             found += [pair] if number else []
-        return found
+        return _summary(found)
+
+
+def _encode_pairs(
+    options: argparse.Namespace, engine: _Engine, model: str, runtime: str, interval: float
+) -> dict[str, Any]:
+    rounds = max(ROUNDS, -(-TEXTS // (options.streams * options.texts)))
+    queued = 2 * options.streams * options.texts
+    arguments = [model, "--runtime", runtime, "--max-encode-inputs", str(options.texts)]
+    arguments += ["--max-encode-tokens", str(options.texts * options.text_tokens)]
+    arguments += ["--max-queued-requests", str(queued), "--max-queued-tokens", str(queued * options.text_tokens)]
+    with Site(arguments, every_core=True) as site:
+        subject = probe(site.url, model.partition("=")[0], Workload(kind="embedding"), "encode")
+        service = _Service(site, subject, 0.0)
+        found = []
+        for number in range(options.pairs + 1):  # the first is not counted
+            alone = engine.texts(options.streams * options.texts * rounds, options.text_tokens)
+            served = service.texts(options, rounds, number)
+            pair = EncodePair(
+                engine_texts_per_s=alone.tokens_per_s,
+                service_texts_per_s=served.tokens_per_s,
+                engine_alone_us=alone.engine_us,
+                engine_us=served.engine_us,
+                service_us=served.service_us,
+                clients_us=served.clients_us,
+            )
+            found += [pair] if number else []
+        share = statistics.median(pair.service_texts_per_s / pair.engine_texts_per_s for pair in found)
+        return {"share": share, **_medians(found)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Many:
-    """Holds the result of a run of many streams."""
+    """Holds the result of a run of many streams, or of many texts, each of which counts as a token."""
 
     tokens_per_s: float
     engine_us: float
@@ -176,12 +244,11 @@ class _Engine:
         self._engine = Ours(Path(path) if path else embedded.get(name, Path(name)), EngineConfig())
         self._rng = random.Random(0)
         self._temperature = temperature
+        self.encodes = self._engine.loaded.info.form == "encoder-only"
 
     def check(self, wanted: int) -> None:
         """Raise `UsageError` if the model cannot generate so many tokens."""
         info = self._engine.loaded.info
-        if info.form == "encoder-only":
-            raise UsageError("--model: found an encoder, expected a model that makes tokens")
         if PROMPT + wanted > info.max_model_len:
             most = info.max_model_len - PROMPT
             raise UsageError(f"--output-tokens: found {wanted}, expected at most {most}: the context less the prompt")
@@ -191,18 +258,28 @@ class _Engine:
         seconds = self._run(streams, wanted).seconds
         return _Many(tokens / seconds, 1e6 * (time.process_time() - before) / tokens)
 
+    def texts(self, count: int, tokens: int) -> _Many:
+        """Encode so many texts of so many tokens."""
+        workload = self._workload(count, tokens, 0)
+        before = time.process_time()
+        seconds = self._engine.run(workload).seconds
+        return _Many(count / seconds, 1e6 * (time.process_time() - before) / count)
+
     def first_ms(self) -> float:
         return 1e3 * statistics.median(self._run(1, 2).first_token_seconds[0] for _ in range(SINGLE))
 
     def _run(self, streams: int, wanted: int) -> Any:
+        return self._engine.run(self._workload(streams, PROMPT, wanted))
+
+    def _workload(self, count: int, tokens: int, wanted: int) -> Any:
         from loadtest.bench.batches import BenchRequest, Workload
 
         vocabulary = int(str(self._engine.info["vocab_size"]))
         asks = [
-            BenchRequest(tuple(self._rng.randrange(100, vocabulary) for _ in range(PROMPT)), wanted)
-            for _ in range(streams)
+            BenchRequest(tuple(self._rng.randrange(100, vocabulary) for _ in range(tokens)), wanted)
+            for _ in range(count)
         ]
-        return self._engine.run(Workload("streams", tuple(asks), temperature=self._temperature))
+        return Workload("many", tuple(asks), temperature=self._temperature)
 
 
 class _Service:
@@ -218,7 +295,7 @@ class _Service:
         few of them have text.
         """
         spent: dict[str, float] = {}
-        records = self._answered(streams, wanted, streams, seed, spent)
+        records = self._generated(streams, wanted, streams, seed, spent)
         seconds = max(record.ended for record in records) - min(record.sent for record in records)
         tokens = sum(record.completion_tokens for record in records)
         events = sum(len(record.token_times) for record in records) / tokens
@@ -235,14 +312,39 @@ class _Service:
             text_share=text_share,
         )
 
+    def texts(self, options: argparse.Namespace, rounds: int, seed: int) -> _Many:
+        """Encode `rounds` requests of each client. Raises `ServerError` if texts have another number of tokens."""
+        size, spent = options.text_tokens, dict[str, float]()
+        settings = replace(
+            self._subject.settings,
+            workload=Workload(
+                kind="embedding", prompt_tokens=f"fixed:{size}", texts=f"fixed:{options.texts}", output_tokens="fixed:1"
+            ),
+            arrivals=Arrivals(kind="closed", concurrency=options.streams),
+            clients=Clients(extra={"encoding_format": options.encoding_format}),
+            duration_s=0.0,
+            requests=options.streams * rounds,
+            seed=seed,
+        )
+        records = self._answered(settings, spent)
+        count = options.texts * len(records)
+        tokens = sum(record.prompt_tokens for record in records)
+        if tokens != count * size:
+            raise ServerError(f"expected {size} tokens of each text, found {tokens / count:.1f}")
+        seconds = max(record.ended for record in records) - min(record.sent for record in records)
+        return _Many(
+            tokens_per_s=count / seconds,
+            engine_us=1e6 * spent[_ENGINE] / count,
+            service_us=1e6 * (spent[""] - spent[_ENGINE]) / count,
+            clients_us=1e6 * spent["clients"] / count,
+        )
+
     def first_ms(self, seed: int) -> float:
-        records = self._answered(1, 2, SINGLE, seed, {})
+        records = self._generated(1, 2, SINGLE, seed, {})
         return 1e3 * statistics.median(record.ttft for record in records if record.ttft is not None)
 
-    def _answered(self, streams: int, wanted: int, requests: int, seed: int, spent: dict[str, float]) -> list[Record]:
-        """Run so many requests by so many clients; `spent` gets the CPU seconds. Raises `ServerError` for a failed
-        request, or one with another length.
-        """
+    def _generated(self, streams: int, wanted: int, requests: int, seed: int, spent: dict[str, float]) -> list[Record]:
+        """Run so many requests by so many clients. Raises `ServerError` for one with another length."""
         settings = replace(
             self._subject.settings,
             workload=Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}"),
@@ -252,12 +354,17 @@ class _Service:
             requests=requests,
             seed=seed,
         )
+        records = self._answered(settings, spent)
+        if any(record.completion_tokens != wanted for record in records):
+            raise ServerError(f"expected {wanted} tokens of each request, found other numbers")
+        return records
+
+    def _answered(self, settings: Settings, spent: dict[str, float]) -> list[Record]:
+        """Run requests; `spent` gets the CPU seconds. Raises `ServerError` for a failed one."""
         records = asyncio.run(self._run(settings, spent))
         failed = [record for record in records if record.outcome is not Outcome.OK]
         if failed:
             raise ServerError(f"{len(failed)} of {len(records)} requests: {failed[0].outcome} {failed[0].error}")
-        if any(record.completion_tokens != wanted for record in records):
-            raise ServerError(f"expected {wanted} tokens of each request, found other numbers")
         return records
 
     async def _run(self, settings: Settings, spent: dict[str, float]) -> list[Record]:

@@ -34,9 +34,9 @@ class Loaded:
     remark: str
 
 
-def probe(url: str, model: str, workload: Workload) -> Subject:
+def probe(url: str, model: str, workload: Workload, target: str = "generate") -> Subject:
     """Probe the service. Raises `UsageError`, `ServerError`."""
-    settings = Settings(url=url, target="generate", model=model, workload=workload, drain_s=_DRAIN_S)
+    settings = Settings(url=url, target=target, model=model, workload=workload, drain_s=_DRAIN_S)
     with Server(url, "") as server:
         return run.probe(server, settings, None, Progress(quiet=True))
 

@@ -9,7 +9,7 @@ output needs and reads is in `service.planning.outputs`.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,8 +124,9 @@ class EncodePlanner:
         skipped = 0
         if prompt:
             skipped = served.checkpoint.sentences.unpooled_tokens(served.require_tokenizer("prompt_name"), prompt)
+        base = self._base(body, served, output, arrival)
         requests = tuple(
-            self._request(body, served, output, one, engine_id(request_id), arrival, skipped) for one in readings
+            self._request(body, served, output, one, engine_id(request_id), base, skipped) for one in readings
         )
         return EncodePlan(served, body, output, tuple(inputs), tuple(readings), requests)
 
@@ -178,7 +179,7 @@ class EncodePlanner:
         output: Output,
         one: _Reading,
         name: str,
-        arrival: float,
+        base: Mapping[str, Any],
         skipped: int,
     ) -> EncodeRequest:
         ids, type_ids = one.encoded.ids, one.encoded.type_ids if served.token_types > 1 else ()
@@ -186,7 +187,7 @@ class EncodePlanner:
             name,
             source=token_source(ids, type_ids),
             prompt_tokens=min(skipped, len(ids) - 1) if one.sent.ids is None and not body.chunks else 0,
-            **self._base(body, served, output, arrival),
+            **base,
             **output.settings(body, served, one.sent, one.encoded, self._limits),
         )
 
@@ -277,7 +278,8 @@ def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput
         return one
     if one.pair is not None:
         return replace(one, text=prepare(one.text), pair=prepare(one.pair))
-    return replace(one, text=prepare(one.text, prompt))
+    text = prepare(one.text, prompt)
+    return one if text == one.text else replace(one, text=text)
 
 
 def _pixels(one: EncodeInput, served: ServedModel, processing: ImageProcessing) -> bytes:

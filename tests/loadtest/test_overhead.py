@@ -53,9 +53,24 @@ def test_a_benchmark_model_is_taken_by_its_name(name: str, tmp_path: Path) -> No
     assert "Unknown child" not in done.stderr
 
 
+@pytest.mark.slow
+def test_texts_of_an_encoder_are_counted_on_both_sides() -> None:
+    command = [sys.executable, "-m", "loadtest", "overhead", "--runtime", "local", "--model", "embed", "--pairs", "1"]
+    command += ["--streams", "2", "--texts", "300", "--text-tokens", "12", "--encoding-format", "base64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    text, line = done.stdout.strip().splitlines()
+    assert "of the engine's" in text and "2 clients of 300 texts each" in text
+    told = json.loads(line)
+    assert (told["texts"], told["text_tokens"], told["encoding_format"]) == (300, 12, "base64")
+    [pair] = told["results"]["local"].pop("pairs")
+    assert all(value > 0 for value in pair.values())
+    share = pair["service_texts_per_s"] / pair["engine_texts_per_s"]
+    assert told["results"]["local"]["share"] == pytest.approx(share, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "tokens", "said"),
-    [("N1", 8, "--model: found an encoder"), ("D1", 961, "--output-tokens: found 961, expected at most 960")],
+    [("D1", 961, "--output-tokens: found 961, expected at most 960")],
 )
 def test_impossible_output_lengths_are_refused(name: str, tokens: int, said: str, tmp_path: Path) -> None:
     with small_models():
