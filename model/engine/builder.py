@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import PoolSize
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
-from model.engine.cache_budget import Context, KVLayout, fit_context, kv_bytes_per_token, kv_dtype, max_context
+from model.engine.cache_budget import KVLayout, fit_context, kv_dtype, max_context
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
@@ -29,19 +28,17 @@ from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
 from model.engine.memory_plan import plan_memory, plan_pool, plan_share
+from model.engine.model_info import describe_model, weight_bytes
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import warm_up
 from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
-from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.native.library import Kind
-from model.network.build import plain_parameters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
 from model.network.packed_weights import PackedWeights
-from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.group import Group
@@ -154,7 +151,7 @@ def assemble(
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
     _check_fallbacks(spec.engine, slow)
-    info = _info(spec, checkpoint, model, selection, limits, context, generate)
+    info = describe_model(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks, info.cache_pools = slow, cache_pools
     return LoadedModel(info, encode, generate, _rank_processes(model), spec.engine.model_weight)
 
@@ -198,12 +195,6 @@ def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
     """Of an engine on this device: what is not set follows from a GPU's memory."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return engine.limits(memory)
-
-
-def weight_bytes(model: Transformer) -> int:
-    """What the model takes, packed matrices as they are and a tied table twice where the head has a packed copy."""
-    plain = sum(parameter.nbytes for parameter in plain_parameters(model).values())
-    return plain + sum(linear.nbytes for linear in linears(model))
 
 
 def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
@@ -384,60 +375,3 @@ def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, d
             recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
         )
     return plan_pool(engine, available_memory())
-
-
-def _info(
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    model: Transformer,
-    selection: Selection,
-    limits: BatchLimits,
-    context: Context,
-    generate: GenerateEngine | None,
-) -> ModelInfo:
-    config = checkpoint.config
-    device = next(model.parameters()).device
-    dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
-    if spec.engine.quantization == "int8":
-        dtype, reason = "int8", "asked for"
-    elif config.stored_as and selection.library is not None:
-        dtype, reason = "int8", "the checkpoint stores it so"
-    return ModelInfo(
-        name=spec.name,
-        form=config.form,
-        model_type=config.model_type,
-        parameters=sum(parameters_by_part(config).values()),
-        weight_bytes=weight_bytes(model),
-        dtype=dtype,
-        dtype_reason=reason,
-        device=str(device),
-        attention_backend=selection.backend.name,
-        attention_reason=selection.reason,
-        max_model_len=context.tokens,
-        max_model_len_reason=context.reason,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_queued_requests=limits.max_queued_requests,
-        max_queued_tokens=limits.max_queued_tokens,
-        block_size=spec.engine.block_size,
-        num_blocks=generate.block_manager.num_blocks if generate else 0,
-        kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
-        embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).hidden_size),
-        load_seconds=0.0,
-        tensor_parallel_size=spec.engine.tensor_parallel_size,
-        recorded_sizes=_recorded_sizes(generate),
-        memory_bytes=_memory_bytes(spec.engine, model, generate),
-        versions={"torch": str(torch.__version__), "python": platform.python_version()},
-    )
-
-
-def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:
-    """Weights and KV caches of all ranks."""
-    runner = generate.runner if generate is not None else None
-    cache = runner.cache.nbytes if isinstance(runner, ModelRunner) else 0
-    return engine.tensor_parallel_size * (weight_bytes(model) + cache)
-
-
-def _recorded_sizes(generate: GenerateEngine | None) -> int:
-    graphs = generate.runner.graphs if generate is not None and isinstance(generate.runner, ModelRunner) else None
-    return len(graphs.sizes) if graphs is not None else 0

@@ -133,7 +133,7 @@ async def test_a_failed_load_changes_nothing(brake: Brake, monkeypatch: pytest.M
         monkeypatch.setattr(NativeLinear, "reserve", truncates)
         await fails(ConfigError, "became shorter", spec(OTHER, path=broken))
         monkeypatch.setattr(NativeLinear, "reserve", records)
-        for culprit in ("attach_native_stacks", "KVCache", "_info"):
+        for culprit in ("attach_native_stacks", "KVCache", "describe_model"):
             with monkeypatch.context() as patch:
                 patch.setattr(builder, culprit, raises)
                 error = await fails(LoadFailedError, "RuntimeError while marian was loaded", spec(OTHER))
@@ -391,7 +391,7 @@ async def test_the_ranks_of_a_model_end_with_it(monkeypatch: pytest.MonkeyPatch)
     split = ModelSpec(LLAMA, str(saved(LLAMA).path), replace(CONFIG, tensor_parallel_size=2))
     async with served("bert") as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(builder, "_info", lambda *arguments: 1 / 0)
+            patch.setattr(builder, "describe_model", lambda *arguments: 1 / 0)
             with pytest.raises(LoadFailedError, match="ZeroDivisionError"):
                 await engine.load(split, None)
         assert not any(map(is_alive, pids))

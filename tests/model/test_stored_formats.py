@@ -18,8 +18,9 @@ from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.formats import Storage
-from model.engine.builder import load, weight_bytes
+from model.engine.builder import load
 from model.engine.memory_plan import plan_weights
+from model.engine.model_info import weight_bytes
 from model.errors import CheckpointError, ConfigError
 from model.linear.base import LinearSpec, Part, linears
 from model.linear.factory import LinearFactory

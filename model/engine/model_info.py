@@ -1,0 +1,85 @@
+"""What a loaded model is and takes, for people and for budgets."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.messages import ModelSpec
+from model.api.stats import ModelInfo
+from model.attention.selection import Selection
+from model.checkpoint.folder import Checkpoint
+from model.engine.cache_budget import Context, kv_bytes_per_token
+from model.engine.dtypes import choose_dtype
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import GenerateEngine
+from model.linear.base import linears
+from model.network.build import plain_parameters
+from model.network.parameter_counts import parameters_by_part
+from model.network.transformer import Transformer
+
+
+def weight_bytes(model: Transformer) -> int:
+    """What the model takes, packed matrices as they are and a tied table twice where the head has a packed copy."""
+    plain = sum(parameter.nbytes for parameter in plain_parameters(model).values())
+    return plain + sum(linear.nbytes for linear in linears(model))
+
+
+def describe_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    selection: Selection,
+    limits: BatchLimits,
+    context: Context,
+    generate: GenerateEngine | None,
+) -> ModelInfo:
+    """What `/info` shows of a model that is loaded; how long that took is filled in by who loaded it."""
+    config = checkpoint.config
+    device = next(model.parameters()).device
+    dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
+    if spec.engine.quantization == "int8":
+        dtype, reason = "int8", "asked for"
+    elif config.stored_as and selection.library is not None:
+        dtype, reason = "int8", "the checkpoint stores it so"
+    return ModelInfo(
+        name=spec.name,
+        form=config.form,
+        model_type=config.model_type,
+        parameters=sum(parameters_by_part(config).values()),
+        weight_bytes=weight_bytes(model),
+        dtype=dtype,
+        dtype_reason=reason,
+        device=str(device),
+        attention_backend=selection.backend.name,
+        attention_reason=selection.reason,
+        max_model_len=context.tokens,
+        max_model_len_reason=context.reason,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_queued_requests=limits.max_queued_requests,
+        max_queued_tokens=limits.max_queued_tokens,
+        block_size=spec.engine.block_size,
+        num_blocks=generate.block_manager.num_blocks if generate else 0,
+        kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
+        embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).hidden_size),
+        load_seconds=0.0,
+        tensor_parallel_size=spec.engine.tensor_parallel_size,
+        recorded_sizes=_recorded_sizes(generate),
+        memory_bytes=_memory_bytes(spec.engine, model, generate),
+        versions={"torch": str(torch.__version__), "python": platform.python_version()},
+    )
+
+
+def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:
+    """Weights and KV caches of all ranks."""
+    runner = generate.runner if generate is not None else None
+    cache = runner.cache.nbytes if isinstance(runner, ModelRunner) else 0
+    return engine.tensor_parallel_size * (weight_bytes(model) + cache)
+
+
+def _recorded_sizes(generate: GenerateEngine | None) -> int:
+    graphs = generate.runner.graphs if generate is not None and isinstance(generate.runner, ModelRunner) else None
+    return len(graphs.sizes) if graphs is not None else 0
