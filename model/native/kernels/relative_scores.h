@@ -101,8 +101,9 @@ INLINE void add_relative_queries(const RelativeTile *t, const RelativeBuffers *b
         }
 }
 
-/* Add both to the dot products of a tile. What is beyond the last key is undefined, there as here. */
-INLINE void add_relative_scores(const RelativeTile *t, const RelativeBuffers *buffers) {
+/* Add both to the dot products of a tile. What is beyond the last key is undefined, there as here. It is a function of
+ * its own so that the loops of models without relative positions are compiled as without it. */
+static __attribute__((noinline)) void add_relative_scores(const RelativeTile *t, const RelativeBuffers *buffers) {
     if (t->positions->keys.data) add_relative_keys(t, buffers);
     if (!t->positions->queries.data) return;
     for (int64_t key = 0; key < t->n; key += TILE_QUERIES) add_relative_queries(t, buffers, key);
