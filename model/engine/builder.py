@@ -245,7 +245,7 @@ def _load_model(
     """The network, or rank 0 of it with the others beside it."""
     if linear.collective is None:
         return load_model(checkpoint, selection.backend, linear)
-    return load_rank0(spec.name, checkpoint, selection, linear, max_model_len=max_model_len)
+    return load_rank0(spec.name, checkpoint, selection, linear, max_model_len=max_model_len, pickle=spec.engine.pickle)
 
 
 def _close(model: Transformer) -> None:

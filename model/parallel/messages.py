@@ -26,6 +26,7 @@ class Load(msgspec.Struct, tag=True):
     """The first message: load this model. The rank answers after loading, and again when the group is connected."""
 
     path: str
+    pickle: bool  # whether weights may be read from pytorch_model.bin
     max_model_len: int
     dtype: str
     device: str

@@ -103,8 +103,11 @@ def load_rank0(
     linear: LinearFactory,
     *,
     max_model_len: int,
+    pickle: bool,
 ) -> Rank0Transformer:
     """Load rank 0 of the group in `linear`, and start and connect the other ranks.
+
+    `pickle`: whether weights may be read from pytorch_model.bin, here and on the other ranks.
 
     Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not start.
     """
@@ -115,7 +118,7 @@ def load_rank0(
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
     assert isinstance(group, Group)
     loads = [
-        Load(path, max_model_len, dtype, str(rank_device(group.device, rank)), preferred)
+        Load(path, pickle, max_model_len, dtype, str(rank_device(group.device, rank)), preferred)
         for rank in range(1, group.shard.size)
     ]
     rank_processes = RankProcesses(name, group, loads)

@@ -259,7 +259,7 @@ class Metrics:
         self._restarts = self._counter("engine_restarts_total", "Restarts of failed engines.", "model")
         self._cache_lookups = self._counter(
             "embed_cache_inputs_total",
-            "Inputs of /encode by where their results come from: kept, in_flight (another request's), computed.",
+            "Inputs of /encode by where their results come from: kept, in_flight (an equal input's), computed.",
             *("model", "source"),
         )
         self._loads = self._counter(

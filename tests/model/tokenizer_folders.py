@@ -28,8 +28,9 @@ _SPECIALS = [
 
 @cache
 def texts() -> list[str]:
-    """Lines of the documentation, and some in other scripts."""
-    files = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "model" / "pretrained" / "training").glob("*.py"))]
+    """Lines of texts that hardly change, as random models' outputs depend on them, and some in other scripts."""
+    archive, training = ROOT / "docs" / "archive", ROOT / "model" / "pretrained" / "training"
+    files = [ROOT / "LICENSE", *sorted(archive.glob("*.md")), *sorted(training.glob("*.py"))]
     lines = [line for file in files for line in file.read_text().splitlines() if line.strip()]
     others = ["Grüße aus Köln, ça va? Привет мир", "你好世界 こんにちは 안녕하세요", "مرحبا بالعالم שלום"]
     return lines[:3000] + others * 20
