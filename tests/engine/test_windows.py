@@ -179,7 +179,7 @@ def test_a_real_model_keeps_a_window_of_a_long_context(tmp_path: Path) -> None:
     for _, output in llm.stream([prompt(CONTEXT)], SamplingParams(max_tokens=8, ignore_eos=True)):
         tokens += len(output.token_ids)
         assert held(blocks, 1) <= WINDOW // BLOCK + 1 or tokens == 1  # the first comes with the last step of the prompt
-    llm._generate.add(llm._request(0, prompt(CONTEXT, 1), SamplingParams(max_tokens=2)))
+    llm._generate.add(llm._request(0, prompt(CONTEXT, 1), SamplingParams(max_tokens=2), None, ()))
     while llm._generate.has_work:
         llm._generate.step()
         llm._generate.check_invariants()
