@@ -185,5 +185,10 @@ def _read_some(file: int, into: memoryview, offset: int) -> int:
         return os.preadv(file, [into], offset)
     with suppress(OSError):  # it is not in memory, or the file system cannot tell
         return os.preadv(file, [into], offset, os.RWF_NOWAIT)
+    return wait_for(lambda: _read_ahead(file, into, offset))
+
+
+def _read_ahead(file: int, into: memoryview, offset: int) -> int:
+    """Read, and ask for what follows; that takes memory for it already."""
     os.posix_fadvise(file, offset, BUFFER_BYTES, os.POSIX_FADV_WILLNEED)
-    return wait_for(lambda: os.preadv(file, [into], offset))
+    return os.preadv(file, [into], offset)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from model.system.background_work import gives_way, wait_for
 
-_NICENESS = 19  # of the thread that takes memory beside other work
 _MIN_SIZE = 4 << 20  # bytes; a smaller buffer might contain no whole aligned huge page
 
 
@@ -41,8 +40,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 def reserve(size: int) -> Tensor:
     """Return `[size]` zero bytes that take no physical memory until they are written.
 
-    Work that gives way takes the memory at once, in a thread of low priority: where a virtual machine gets it from its
-    host page by page, that takes milliseconds a huge page.
+    Work that gives way takes the memory at once, in a thread that only runs on an idle processor: where a virtual
+    machine gets it from its host page by page, that takes milliseconds a huge page.
     """
     if size < _MIN_SIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.from_numpy(numpy.zeros(size, dtype=numpy.uint8))  # torch.zeros would write them
@@ -56,7 +55,7 @@ def reserve(size: int) -> Tensor:
 
 
 def _write(memory: Tensor) -> None:
-    """Write zeros in C, outside of the interpreter's lock."""
+    """Write zeros in C, outside of the interpreter's lock, while nothing else wants the processor."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     ctypes.memset(memory.data_ptr(), 0, memory.nbytes)
