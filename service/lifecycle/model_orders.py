@@ -117,7 +117,7 @@ class ModelOrders:
             raise _not_allowed("folders")
         if self._folder is None:
             raise _not_allowed("folders without --models-dir")
-        if Path(path).is_absolute():
+        if Path(path).is_absolute() and not Path(path).is_relative_to(self._folder.path):
             raise _not_allowed("folders outside models_dir")
         try:
             return str(self._folder.below(path))
