@@ -28,8 +28,7 @@ def embedding_settings(
     scaled = body.embedding_type in ("int8", "uint8")
     if body.ranges is not None and not scaled:
         raise invalid(f"ranges has no meaning with embedding_type '{body.embedding_type}'", "ranges")
-    normalized = served.checkpoint.sentences.normalize if body.normalize is None else body.normalize
-    if scaled and body.ranges is None and not normalized:
+    if scaled and body.ranges is None and not _normalizes(body, served):
         message = f"embedding_type '{body.embedding_type}' needs ranges, or normalize: true"
         raise invalid(message, "embedding_type")
     if body.ranges is not None:
@@ -48,12 +47,12 @@ def divided_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> li
     """Refuse chunks and windows of what is no text, and settings that exclude each other."""
     if body.stride is not None and body.split is None:
         raise invalid("stride has no meaning without split", "stride")
-    for name in ("chunks", "split"):
-        if getattr(body, name) is not None and not sent.is_text:
+    for name in [name for name in ("chunks", "split") if getattr(body, name) is not None]:
+        if not sent.is_text:
             raise invalid(f"{name} needs texts; {sent.param} is none", name)
-        if getattr(body, name) is not None and (served.tokenizer is None or not served.tokenizer.has_offsets):
+        if served.tokenizer is None or not served.tokenizer.has_offsets:
             raise invalid(f"{name}: model {served.name} has no tokenizer that tells where tokens are in a text", name)
-        if getattr(body, name) is not None and body.truncate is not False:
+        if body.truncate is not False:
             raise invalid(f"{name} and truncate exclude each other", name)
     if body.chunks is not None:
         if body.split is not None:
@@ -63,6 +62,11 @@ def divided_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> li
                 message = f"chunks[{at}] must be two places in the text of {len(sent.text)} characters, in order"
                 raise invalid(message, f"chunks[{at}]")
     return [sent]
+
+
+def _normalizes(body: EncodeBody, served: ServedModel) -> bool:
+    """Return whether vectors get length 1, by the request or else by the checkpoint."""
+    return served.checkpoint.sentences.normalize if body.normalize is None else body.normalize
 
 
 def _only_text(body: EncodeBody, sent: EncodeInput) -> str:
@@ -99,8 +103,7 @@ def embedding_item(found: Found) -> Json:
         return {"embedding": _shown(vectors[0], body)}
     weights = np.array([sum(of is not None for of in part.located.texts) for part in found.parts], np.float32)
     mean = (weights @ np.stack(vectors)) / weights.sum()
-    normalized = found.served.checkpoint.sentences.normalize if body.normalize is None else body.normalize
-    if normalized:
+    if _normalizes(body, found.served):
         mean /= np.linalg.norm(mean)
     return {"embedding": _shown(mean.astype(np.float32), body)}
 
