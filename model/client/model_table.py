@@ -64,7 +64,9 @@ class ModelTable:
 
     def release(self, request_id: str) -> None:
         """Stop counting a request that has ended."""
-        for model in (*self.served.values(), *(model for model, _ in self._unloading.values())):
+        for model in self.served.values():
+            model.admission.release(request_id)
+        for model, _ in self._unloading.values():
             model.admission.release(request_id)
             if not model.admission.has_requests:
                 model.drained.set()

@@ -148,6 +148,7 @@ async def test_a_failed_load_changes_nothing(brake: Brake, monkeypatch: pytest.M
 @async_test
 async def test_unloading_waits_for_requests_and_ends_those_that_take_too_long(brake: Brake) -> None:
     async with served(LLAMA, OTHER, "bert") as engine:
+        await collect(engine.submit([request(OTHER, "before", 4, max_tokens=2)]))  # it has been without requests
         brake.seconds = 0.005
         short = asyncio.create_task(collect(engine.submit([request(OTHER, "short", 4, max_tokens=8)])))
         await engine.unload(OTHER, drain_seconds=30.0)
