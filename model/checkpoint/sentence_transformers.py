@@ -115,6 +115,11 @@ class SentenceSettings:
     token_weight: DenseConfig | None = None  # a token's own weight in a sparse vector (BGE-M3)
     late: LateInteraction | None = None
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that a request may name: those that have a prompt."""
+        return tuple(sorted(self.prompts))
+
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name, without a name the default one; empty if there is none."""
         name = name if name is not None else self.default_prompt

@@ -1,4 +1,4 @@
-"""OpenAI's API: completions, chat completions, embeddings.
+"""OpenAI's API: completions and chat completions.
 
 A sequence that ended at its deadline or was cancelled has the finish_reason `abort`, which OpenAI's API does not have,
 but other servers of it do: `stop` and `length` would be wrong. Ids are OpenAI's prefix and the request id.
@@ -13,11 +13,9 @@ from typing import Any
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
-from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody, Format, Message, Sampling
+from service.dialects.openai_bodies import ChatBody, CompletionBody, Format, Message, Sampling
 from service.http.json_replies import Json
-from service.planning.encode import EncodePlan
 from service.schemas.bodies import GenerateBody
-from service.schemas.encode_bodies import EncodeBody
 
 COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prompt": "messages", "logprobs": "top_logprobs"}
@@ -88,25 +86,6 @@ def message(one: Message, param: str) -> Json:
     for call in found.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return found
-
-
-def embedding(body: EmbeddingBody) -> EncodeBody:
-    """Translate an embedding body."""
-    names = ("model", "input", "encoding_format", "dimensions", "normalize", "prompt_name", "timeout_s", "request_id")
-    return native(EncodeBody, {name: getattr(body, name) for name in names})
-
-
-def embedding_reply(plan: EncodePlan, reply: Json) -> Json:
-    """Translate a reply of /encode."""
-    usage = reply["usage"]
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": item["index"], "embedding": item["embedding"]} for item in reply["data"]
-        ],
-        "model": reply["model"],
-        "usage": {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]},
-    }
 
 
 def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:

@@ -189,19 +189,3 @@ class ChatBody(Sampling):
     chat_template_kwargs: NotFilled = None
     documents: NotFilled = None
     add_special_tokens: NotTrue = None
-
-
-class EmbeddingBody(Extended):
-    """Turn inputs into vectors, as OpenAI's embeddings do."""
-
-    input: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None,
-        description="Numbers, or base64 of little-endian float32, which the official client requests.",
-        examples=["float"],
-    )
-    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
-    normalize: bool | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[True])
-    add_special_tokens: Annotated[Any, Refused(True)] = None
-    truncate_prompt_tokens: NotSupported = None
-    prompt_name: str | None = Field(None, description="As in /encode. Not OpenAI's.", examples=["query"])

@@ -19,7 +19,7 @@ from model.api.stats import ModelInfo
 from model.media.images import ImageError, ImageProcessing
 from model.text.tokenizer import Encoded, Located
 from service.core.engine_client import EngineClient
-from service.core.errors import invalid, too_large
+from service.core.errors import invalid, shorten, too_large
 from service.core.model_registry import Registry, ServedModel, Task
 from service.planning.body_limits import check_encode, encode_too_large
 from service.planning.generate import check_room, engine_id, loaded_info
@@ -257,6 +257,7 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
     if "prompt_name" not in OUTPUTS[body.output].fields:
         return ""
     sentences, name = served.checkpoint.sentences, body.prompt_name
+    _check_task(body, served)
     if served.config.image is not None:
         if name is not None:
             raise invalid(f"prompt_name: model {served.name} reads images, which have no prompts", "prompt_name")
@@ -266,10 +267,19 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
     if name is not None and any(one.pair is not None or one.ids for one in inputs):
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
+    if name is None and body.task in sentences.prompts:
+        name = body.task
     prompt = sentences.prompt(name)
     if prompt and body.truncate == "left" and not any(one.ids for one in inputs):
         raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")
     return prompt
+
+
+def _check_task(body: EncodeBody, served: ServedModel) -> None:
+    known = served.checkpoint.sentences.tasks
+    if body.task is not None and body.task not in known:
+        listed = ", ".join(known) or "none"
+        raise invalid(f"task: model {served.name} has no task {shorten(body.task)}; it has {listed}", "task")
 
 
 def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput:

@@ -12,8 +12,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
+from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.pipeline_bodies import (
     ClassBody,
     EmbedAllBody,

@@ -8,9 +8,11 @@ from starlette.responses import Response
 
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel, Task
+from service.dialects import embeddings as embedding_dialect
 from service.dialects import openai
 from service.dialects.common import naming_errors
-from service.dialects.openai_bodies import ChatBody, CompletionBody, EmbeddingBody
+from service.dialects.embedding_bodies import EmbeddingBody
+from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
 from service.http.bodies import read_body
 from service.http.model_use import hold_model
@@ -74,15 +76,20 @@ async def chat_completions(request: Request) -> Response:
 
 @router.post(
     "/v1/embeddings",
-    summary="Embeddings, as OpenAI has them",
+    summary="Embeddings, as OpenAI, Jina and vLLM have them",
     response_model=None,
     responses={**ok_response("A list of `embedding`s.", OpenAIEmbeddings), **error_responses(*WORK_ERRORS)},
     openapi_extra=request_body(EmbeddingBody, openai=_EMBEDDING),
 )
 async def embeddings(request: Request) -> Response:
-    """Works with OpenAI's client, which requests base64 by default."""
+    """Works with OpenAI's client, which requests base64 by default, and takes Jina's and vLLM's fields.
+
+    Fields that are not known are refused by name.
+    """
     body = await read_body(request, EmbeddingBody)
-    return await encode.answer(request, openai.embedding(body), openai.embedding_reply)
+    with naming_errors(embedding_dialect.names(body)):
+        asked = embedding_dialect.embedding(body)
+        return await encode.answer(request, asked, embedding_dialect.embedding_reply(body))
 
 
 async def _prompt(service: Service, served: ServedModel, body: ChatBody) -> list[int]:

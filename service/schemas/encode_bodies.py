@@ -54,6 +54,13 @@ class EncodeBody(Body):
         "/info lists them.",
         examples=["query"],
     )
+    task: str | None = Field(
+        None,
+        max_length=128,
+        description="What the vectors are for: the model's adapter of this name, and its prompt of this name if it has "
+        "one and the request names none. Default: no adapter. /info lists them.",
+        examples=["retrieval.query"],
+    )
     normalize: bool | None = Field(
         None, description="Scale vectors to length 1; default: the checkpoint's setting.", examples=[True]
     )

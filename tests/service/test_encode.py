@@ -60,10 +60,19 @@ def test_settings_reach_the_engine(app: App) -> None:
     assert second.task is EncodeTask.EMBEDDING
 
 
-@pytest.mark.parametrize("path", ["/encode", "/v1/embeddings", "/embed"])
-def test_a_prompt_stands_in_front_of_texts_and_is_not_pooled(app: App, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/encode", "prompt_name"),
+        ("/v1/embeddings", "prompt_name"),
+        ("/embed", "prompt_name"),
+        ("/encode", "task"),
+        ("/v1/embeddings", "task"),
+    ],
+)
+def test_a_prompt_stands_in_front_of_texts_and_is_not_pooled(app: App, path: str, named: str) -> None:
     field = "inputs" if path == "/embed" else "input"
-    reply = ask(app, "POST", path, json={"model": "enc", field: ["w3", "w4 w5"], "prompt_name": "query"})
+    reply = ask(app, "POST", path, json={"model": "enc", field: ["w3", "w4 w5"], named: "query"})
     assert reply.status_code == 200, reply.text
     tokenizer = word_tokenizer()
     expected = [tokenizer.encode(f"w1 w2 {text}").ids for text in ("w3", "w4 w5")]

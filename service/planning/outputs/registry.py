@@ -35,7 +35,7 @@ _OFFSETS = Need(
     "has a tokenizer that cannot tell where tokens are in a text",
     lambda served: served.tokenizer is not None and served.tokenizer.has_offsets,
 )
-_VECTOR = frozenset({"prompt_name", "truncate", "normalize", "encoding_format"})
+_VECTOR = frozenset({"prompt_name", "task", "truncate", "normalize", "encoding_format"})
 
 _TABLE = (
     Output(

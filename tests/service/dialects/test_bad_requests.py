@@ -60,7 +60,7 @@ def sg(**params: Any) -> dict[str, Any]:
     return {"sampling_params": params}
 
 
-NO = "not_supported"
+NO, IV = "not_supported", "invalid_value"
 SCHEMA = "response_format.json_schema.schema"
 JSON = {"type": "json_object"}
 # route, what is other than in a good request, status, param, code
@@ -147,7 +147,30 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (M, {"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", ""),
     (M, {"continue_final_message": True, **said(None)}, 400, "messages[0].content", "missing_field"),
     (V, {"input": []}, 400, "input", "invalid_value"),
-    (V, {"input": [{"text": "a"}]}, 400, "input", "invalid_type"),
+    (V, {"input": [{"txt": "a"}]}, 400, "input[0].text", "missing_field"),
+    (V, {"input": [{"image": "a"}]}, 400, "input[0]", "invalid_value"),
+    (V, {"late_chunks": True}, 400, "late_chunks", "unknown_field"),
+    (V, {"late_chunking": True, "input": ["w1", [1]]}, 400, "input[1]", "invalid_type"),
+    (V, {"late_chunking": True, "input": [[1, 2]]}, 400, "input[0]", "invalid_value"),
+    (V, {"late_chunking": True, "truncate": True}, 400, "late_chunking", "invalid_value"),
+    (V, {"embedding_type": ["float"]}, 400, "embedding_type", "invalid_value"),
+    (V, {"embedding_type": "base64", "encoding_format": "float"}, 400, "encoding_format", "invalid_value"),
+    (V, {"embedding_type": "int8", "normalized": False}, 400, "embedding_type", "invalid_value"),
+    (V, {"embedding_type": "int8", "ranges": [[0.0], [1.0]]}, 400, "ranges", "invalid_value"),
+    (V, {"normalize": True, "normalized": False}, 400, "normalized", "invalid_value"),
+    (V, {"task": "separation"}, 400, "task", "invalid_value"),
+    (V, {"prompt_name": "separation"}, 400, "prompt_name", "invalid_value"),
+    (V, {"truncation_side": "left"}, 400, "truncation_side", "invalid_value"),
+    (V, {"truncate_prompt_tokens": 8}, 400, "truncate_prompt_tokens", NO),
+    (V, {"task": "query", "truncate_prompt_tokens": -1, "truncation_side": "left"}, 400, "truncate_prompt_tokens", IV),
+    (V, {"messages": HELLO}, 400, "messages", NO),
+    (V, {"return_multivector": True}, 400, "return_multivector", NO),
+    (V, {"input_type": "query"}, 400, "input_type", NO),
+    (V, {"embed_dtype": "float16"}, 400, "embed_dtype", NO),
+    (V, {"endianness": "big"}, 400, "endianness", NO),
+    (V, {"priority": 1}, 400, "priority", NO),
+    (V, {"cache_salt": "a"}, 400, "cache_salt", NO),
+    (V, {"additional_data": {}}, 400, "additional_data", NO),
     (V, {"input": "w1 " * 20}, 400, "input", "context_length_exceeded"),
     (V, {"dimensions": 9}, 400, "dimensions", "invalid_value"),
     (V, {"encoding_format": "hex"}, 400, "encoding_format", "invalid_value"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -111,6 +112,57 @@ class TestInferenceClient:
             client(url, "question-answering").question_answering(question="a", context="the", max_seq_len=9)
         with pytest.raises(HfHubHTTPError, match="model bert has no masked-language-model head"):
             client(url, "fill-mask", "bert").fill_mask("[MASK]")
+
+
+class TestEmbeddings:
+    """The bodies of OpenAI's, Jina's and vLLM's clients."""
+
+    def found(self, url: str, **fields: Any) -> list[Any]:
+        data = post(url, "/v1/embeddings", **{"model": "bert", "input": TEXTS, **fields})["data"]
+        assert [one["index"] for one in data] == list(range(len(data)))
+        return [one["embedding"] for one in data]
+
+    @pytest.mark.parametrize("length_1", ["normalize", "normalized", "use_activation"])
+    def test_what_the_numbers_are(self, url: str, length_1: str) -> None:
+        floats = np.float32(self.found(url, **{length_1: True}))
+        assert np.allclose(floats, vectors(TEXTS), atol=1e-5)
+        for kind in ("int8", "uint8", "binary", "ubinary"):
+            body = dict(model="bert", input=TEXTS, normalize=True, embedding_type=kind)
+            expected = [one["embedding"] for one in post(url, "/encode", **body)["data"]]
+            for encoding in ("base64", "float"):  # the first is what OpenAI's client sends, and reads as float32
+                found = self.found(url, **{length_1: True}, embedding_type=kind, encoding_format=encoding)
+                assert found == expected
+        for fields in ({"encoding_format": "base64"}, {"embedding_type": "base64"}):
+            packed = self.found(url, **{length_1: True}, **fields)
+            assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in packed] == floats.tolist()
+
+    def test_a_range_of_ones_own(self, url: str) -> None:
+        floats = np.float32(self.found(url))
+        ranges = [floats.min(axis=0).tolist(), (floats.max(axis=0) + 1).tolist()]
+        found = self.found(url, embedding_type="uint8", ranges=ranges, user="me", priority=0, add_special_tokens=True)
+        body = dict(model="bert", input=TEXTS, embedding_type="uint8", ranges=ranges)
+        assert found == [one["embedding"] for one in post(url, "/encode", **body)["data"]]
+
+    def test_late_chunking(self, url: str) -> None:
+        """Texts are read as one; a space is put between those that have none."""
+        parts, whole = ["Ada sat ", "on a mat", "the cat"], "Ada sat on a mat the cat"
+        chunks = [[0, 8], [8, 16], [17, 24]]
+        [expected] = post(url, "/encode", model="bert", input=whole, chunks=chunks)["data"]
+        assert self.found(url, input=parts, late_chunking=True) == expected["embeddings"]
+        objects = [{"text": part} for part in parts]
+        assert self.found(url, input=objects, late_chunking=True) == expected["embeddings"]
+        apart = self.found(url, input=objects)
+        assert np.abs(np.subtract(apart, expected["embeddings"])).max() > 1e-3
+        body = {"model": "bert", "input": ["the", "  "], "late_chunking": True}
+        reply = httpx.post(f"{url}/v1/embeddings", json=body)
+        assert "input[1] has no token" in check_error(reply, 400, "input[1]", "invalid_value")["message"]
+
+    @pytest.mark.parametrize("cut", [{"truncate": True}, {"truncate_prompt_tokens": -1}])
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_long_texts(self, url: str, cut: dict[str, Any], side: str) -> None:
+        text = "the cat " * 40 + "sat on a mat " * 20
+        expected = post(url, "/encode", model="bert", input=text, truncate=side)["data"][0]["embedding"]
+        assert self.found(url, input=text, truncation_side=side, **cut) == [expected]
 
 
 class TestTei:

@@ -1,0 +1,76 @@
+"""The body of /v1/embeddings: OpenAI's, with what Jina's and vLLM's have beyond it.
+
+Unknown fields are refused here, unlike in other dialects: a vector that was made in another way than asked for looks
+like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from service.dialects.common import Extended, NotFilled, NotSupported, NotTrue, Refused
+from service.schemas.encode_bodies import Ranges
+from service.schemas.types import EncodeInput
+
+EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
+
+
+class EmbeddingBody(Extended):
+    """Turn inputs into vectors, as OpenAI, Jina and vLLM do."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: EncodeInput = Field(
+        description="Text, token ids, several of either, or a list of `{text}` or `{image}`.",
+        examples=["a cat", ["a cat", "a dog"]],
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None,
+        description="Numbers, or base64 of little-endian float32, which the official client requests. Integers of "
+        "`embedding_type` are numbers in either.",
+        examples=["float"],
+    )
+    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
+    user: str | None = Field(None, description="Your name of the end user; no vector depends on it.", examples=["u-1"])
+    embedding_type: EmbeddingType | None = Field(
+        None, description="As in /encode, or `base64` for that of floats. Jina's.", examples=["float", "int8"]
+    )
+    ranges: Ranges | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[[[-0.2], [0.2]]])
+    task: str | None = Field(
+        None, max_length=128, description="As in /encode. Jina's.", examples=["retrieval.query", "text-matching"]
+    )
+    prompt_name: str | None = Field(None, description="As in /encode. Not OpenAI's.", examples=["query"])
+    late_chunking: bool | None = Field(
+        None,
+        description="Read the texts as the parts of one, in their order, so that each vector is of a part that has "
+        "been read with the others. Where no white space stands between two, one space is put there. Jina's.",
+        examples=[True],
+    )
+    truncate: bool | None = Field(
+        None, description="Truncate an input that is too long; default: refuse it. Jina's.", examples=[True]
+    )
+    truncate_prompt_tokens: Annotated[Any, Refused(-1)] = Field(
+        None, description="-1: the same as `truncate`. No other length is served. vLLM's.", examples=[-1]
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which end is truncated; default: right. vLLM's.", examples=["right"]
+    )
+    normalize: bool | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[True])
+    normalized: bool | None = Field(None, description="The same. Jina's.", examples=[True])
+    use_activation: bool | None = Field(None, description="The same. vLLM's.", examples=[True])
+    add_special_tokens: Annotated[Any, Refused(True)] = None
+    priority: Annotated[Any, Refused(0)] = None
+    embed_dtype: Annotated[Any, Refused("float32")] = None
+    endianness: Annotated[Any, Refused("native", "little")] = None
+    return_multivector: NotTrue = None
+    input_type: NotSupported = None
+    messages: NotSupported = None
+    add_generation_prompt: NotTrue = None
+    continue_final_message: NotTrue = None
+    chat_template: NotSupported = None
+    chat_template_kwargs: NotFilled = None
+    mm_processor_kwargs: NotFilled = None
+    additional_data: NotSupported = None
+    cache_salt: NotSupported = None
