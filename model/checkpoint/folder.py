@@ -26,7 +26,7 @@ from model.checkpoint.load_plan import stored_projections
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.stored_formats import storage_of
-from model.config.formats import Storage
+from model.config.formats import FLOAT
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
@@ -66,10 +66,14 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
     generation = generation_settings(raw, newer)
     files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
-    storage, names = storage_of(raw.pop("quantization_config", None)), tensor_names(files)
+    names = tensor_names(files)
+    former = raw.pop("compression_config", None)  # as compressed-tensors once called it
+    storage = storage_of(raw.pop("quantization_config", former), names)
     config = config_from_raw({**raw, **token_id_settings(generation)}, names)
-    if storage is not Storage.FLOAT:
+    if storage != FLOAT:
         stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
+        if not stored_as:
+            raise ConfigError(f"quantization_config says {storage.name}, but no projection has a {storage.scale}")
         config = replace(config, stored_as=stored_as)
     sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size, pickle=pickle)
     if sentences.score_tokens:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 
-from model.config.formats import STORED_TENSORS, Storage
+from model.config.formats import FLOAT, Storage
 from model.config.model import ModelConfig
 from model.errors import CheckpointError
 from model.families.table.rules import Family, LinearRule, Shape, TensorRule, ZeroRule
@@ -22,11 +24,18 @@ def plan_load(
     present = [rule for rule in rules if rule.source in stored]
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
     served = {stored[rule.source] for rule in present}
-    extra = [name for name in sources if name not in served and not family.drops(family.canonical(name))]
+    patterns = {pattern for storage in config.stored_as.values() for pattern in storage.passed_over}
+    extra = [
+        name
+        for name in sources
+        if name not in served
+        and not family.drops(family.canonical(name))
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     shapes = [
         f"{stored[rule.source]}: found {list(sources[stored[rule.source]])}, expected {list(wanted)}"
         for rule in present
-        if sources[stored[rule.source]] != (wanted := wanted_shape(rule, targets))
+        if not _fits(sources[stored[rule.source]], wanted := wanted_shape(rule, targets))
     ]
     unfilled = _unfilled([*(rule for rule in rules if not rule.duplicate), *family.zero_rules(config)], targets)
     whole = {rule.source for rule in present if rule.part is None}  # or what is left of it is of no use
@@ -40,7 +49,7 @@ def stored_projections(
 ) -> dict[str, Storage]:
     """Which projections a checkpoint with these tensors stores as `storage`: it has more of them than a weight."""
     stored = {family.canonical(name) for name in names}
-    marks = STORED_TENSORS[storage].keys() - STORED_TENSORS[Storage.FLOAT].keys()
+    marks = storage.tensors.keys() - FLOAT.tensors.keys()
     rules = [rule for rule in family.rules(config) if isinstance(rule, LinearRule)]
     return {rule.target: storage for rule in rules if any(f"{rule.source}.{mark}" in stored for mark in marks)}
 
@@ -52,7 +61,14 @@ def wanted_shape(rule: TensorRule, targets: Mapping[str, Shape]) -> Shape:
     shape = targets[rule.target]
     if rule.rows is not None:
         shape = (rule.rows[1] - rule.rows[0], *shape[1:])
+    if rule.repeat != 1:
+        return (-(-shape[0] // rule.repeat), *shape[1:]) if rule.repeat else ()
     return shape[::-1] if rule.transpose else shape
+
+
+def _fits(found: Shape, wanted: Shape) -> bool:
+    """A single number may be stored with any number of dimensions."""
+    return found == wanted or (wanted == () and math.prod(found) == 1)
 
 
 def _unfilled(rules: Iterable[TensorRule | ZeroRule], targets: Mapping[str, Shape]) -> list[str]:

@@ -13,20 +13,34 @@ class NumberKind(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     INT8 = "int8"
+    FLOAT8 = "float8_e4m3fn"  # 4 bits of exponent, 3 of fraction, up to 448
 
 
-class Storage(StrEnum):
-    """How a checkpoint stores the matrix of a projection; `STORED_TENSORS` has the tensors."""
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a checkpoint stores the matrix of a projection: as floats, or as numbers times scales.
 
-    FLOAT = "floats"
-    INT8_ROWS = "int8 by row"  # symmetric, with a scale for each row: compressed-tensors' "int-quantized"
+    One scale is for a block of `block` outputs and inputs; 0 means all of them.
+    """
+
+    name: str  # for people
+    numbers: NumberKind | None = None  # of the tensor "weight"; None: floating-point numbers of any kind
+    scale: str | None = None  # the tensor beside it
+    block: tuple[int, int] = (1, 0)
+    passed_over: tuple[str, ...] = ()  # tensors that are not needed, as patterns: scales of activations
+
+    @property
+    def tensors(self) -> dict[str, NumberKind | None]:
+        """What is stored beside a bias; scales come first, so that rows are multiplied as they are read."""
+        return ({} if self.scale is None else {self.scale: None}) | {"weight": self.numbers}
+
+    def scales_of(self, inputs: int) -> int:
+        """Scales of one output."""
+        return -(-inputs // self.block[1]) if self.block[1] else 1
 
 
-# The tensors of a stored projection beside its bias, and what they hold; None: floating-point numbers of any kind.
-STORED_TENSORS: dict[Storage, dict[str, NumberKind | None]] = {
-    Storage.FLOAT: {"weight": None},
-    Storage.INT8_ROWS: {"weight": NumberKind.INT8, "weight_scale": None},
-}
+FLOAT = Storage("floats")
+INT8_ROWS = Storage("int8 by row", NumberKind.INT8, "weight_scale")  # symmetric: compressed-tensors' "int-quantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +48,10 @@ class NumberFormat:
     """How a matrix is stored in the checkpoint, kept in memory and multiplied.
 
     INT8 weights have a scale for each row, INT8 activations one for each token, computed as they come; both are
-    symmetric about zero. What is stored as floats is converted while it is read.
+    symmetric about zero. What is stored as floats is converted while it is read, and so is what is stored in another
+    format than it is kept in.
     """
 
     weight: NumberKind
     activation: NumberKind
-    stored_as: Storage = Storage.FLOAT
+    stored_as: Storage = FLOAT

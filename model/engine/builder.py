@@ -31,6 +31,7 @@ from model.engine.memory_plan import plan_memory, plan_pool, plan_share
 from model.engine.model_info import describe_model, weight_bytes
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.engine.stored_weights import conversions
 from model.engine.warmup import warm_up
 from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
@@ -99,6 +100,8 @@ def load(spec: ModelSpec) -> LoadedModel:
             "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
     linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
+    for converted in conversions(checkpoint.config, linear):
+        logger.warning("%s: %s", spec.name, converted)
     packed = find_packed(spec, checkpoint, selection.backend, linear)
     pool, scratch = None, 0
     if device.type == "cpu":

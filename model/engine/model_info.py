@@ -11,10 +11,12 @@ from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint
+from model.config.formats import INT8_ROWS
 from model.engine.cache_budget import Context, kv_bytes_per_token
 from model.engine.dtypes import choose_dtype
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
+from model.engine.stored_weights import stored_formats
 from model.linear.base import linears
 from model.network.build import plain_parameters
 from model.network.parameter_counts import parameters_by_part
@@ -42,8 +44,10 @@ def describe_model(
     dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
     if spec.engine.quantization == "int8":
         dtype, reason = "int8", "asked for"
-    elif config.stored_as and selection.library is not None:
+    elif INT8_ROWS in stored_formats(config) and selection.library is not None:
         dtype, reason = "int8", "the checkpoint stores it so"
+    elif stored := stored_formats(config):
+        reason += f"; stored as {' and '.join(storage.name for storage in stored)}"
     return ModelInfo(
         name=spec.name,
         form=config.form,

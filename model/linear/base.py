@@ -1,7 +1,8 @@
 """Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it.
 
 `LinearFactory` makes each `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in
-any order, and finished. No module is replaced later: number format, packing and ranks are the `Linear`'s own affair.
+any order, but scales before what they multiply, and finished. No module is replaced later: number format, packing and
+ranks are the `Linear`'s own affair.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config.sharding import Index, Shape, Shard, ShardSlice
+from model.errors import ConfigError
 from model.system import huge_pages
 
 
@@ -77,8 +79,16 @@ class LinearSpec:
         if self.split is Split.OUTPUTS and tensor.outputs is not None:
             return ShardSlice(tensor.outputs, tuple(self._output_ranges(shard)))
         if self.split is Split.INPUTS and tensor.inputs is not None:
-            return ShardSlice(tensor.inputs, (shard.shard_range(self.inputs),))
+            return ShardSlice(tensor.inputs, (self._input_range(shard, tensor.block),))
         return None
+
+    def _input_range(self, shard: Shard, block: int) -> tuple[int, int]:
+        first, last = shard.shard_range(self.inputs)
+        if first % block or (last % block and last != self.inputs):
+            raise ConfigError(
+                f"{self.name}: {shard.size} ranks cannot divide {self.inputs} inputs, of which {block} share a scale"
+            )
+        return first // block, -(-last // block)
 
     def _output_ranges(self, shard: Shard) -> Iterator[tuple[int, int]]:
         begin = 0
@@ -90,11 +100,15 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """The shape of a tensor that fills a `Linear`, and which dimensions run over its outputs and its inputs."""
+    """The shape of a tensor that fills a `Linear`, and which dimensions run over its outputs and its inputs.
+
+    One of the latter is for `block` inputs.
+    """
 
     shape: Shape
     outputs: int | None = None
     inputs: int | None = None
+    block: int = 1
 
 
 class Linear(nn.Module):

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from model.config.formats import NumberFormat, NumberKind, Storage
+from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
@@ -17,9 +17,8 @@ from model.linear.native import native_linear
 from model.linear.parallel import Collective, ParallelLinear
 from model.native.library import Library
 
-# What is not stored as floats: how C keeps and multiplies it, and what it becomes where torch computes.
-_STORED = {Storage.INT8_ROWS: NumberFormat(NumberKind.INT8, NumberKind.INT8, Storage.INT8_ROWS)}
-_BY_TORCH = {Storage.FLOAT: FloatLinear, Storage.INT8_ROWS: DequantizedLinear}
+# What C keeps and multiplies as it is stored; what is stored otherwise becomes what the network is kept in.
+_AS_STORED = {INT8_ROWS: NumberFormat(NumberKind.INT8, NumberKind.INT8, INT8_ROWS)}
 CPU = torch.device("cpu")
 
 
@@ -46,15 +45,17 @@ class LinearFactory:
 
     def _local(self, spec: LinearSpec, tied: Callable[[], Tensor] | None) -> Linear:
         """What this rank computes by itself."""
-        stored_as = self.stored_as.get(spec.name, Storage.FLOAT)
+        stored_as = self.stored_as.get(spec.name, FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
-                number_format = _STORED.get(stored_as, number_format)
+                number_format = _AS_STORED.get(stored_as, replace(number_format, stored_as=stored_as))
                 return native_linear(number_format, spec, self.dtype, self.library)
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)
-        return _BY_TORCH[stored_as](spec, self.dtype, self.device)
+        if stored_as == FLOAT:
+            return FloatLinear(spec, self.dtype, self.device)
+        return DequantizedLinear(spec, self.dtype, self.device, stored_as)
 
     def within(self, name: str) -> LinearFactory:
         """The same for the projections of the module `name`."""

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.config.formats import Storage
 from model.config.sharding import Index
 from model.linear.base import Linear, LinearSpec, TensorShape
+from model.linear.scales import StoredScales
 
 
 class FloatLinear(Linear):
@@ -25,28 +27,27 @@ class FloatLinear(Linear):
 
 
 class DequantizedLinear(FloatLinear):
-    """`x W^T + b` by torch, of a W that is stored as integers: multiplied by the scales of its rows once it is read."""
+    """`x W^T + b` by torch, of a W that is stored as numbers times scales: multiplied as it is read."""
 
-    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, storage: Storage) -> None:
         super().__init__(spec, dtype, device)
-        self._scales: Tensor | None = None  # [outputs, 1], until they are multiplied in
+        self._scales: StoredScales | None = StoredScales(spec, storage, device)
+        self._stored = self._scales.tensors()
 
     def tensors(self) -> Mapping[str, TensorShape]:
-        scales = TensorShape((self.spec.num_outputs, 1), outputs=0)
-        return {**super().tensors(), f"{self.spec.name}.weight_scale": scales}
+        return {**super().tensors(), **self._stored}
 
     def fill(self, name: str, into: Index, values: Tensor) -> None:
-        if name != f"{self.spec.name}.weight_scale":
+        assert self._scales is not None, f"{self.spec.name} is finished"
+        if name == self._scales.name:
+            self._scales.fill(into, values)
+        elif name == self.spec.weight:
+            super().fill(name, into, self._scales.multiplied(into, values))
+        else:
             super().fill(name, into, values)
-            return
-        if self._scales is None:
-            self._scales = torch.empty(self.spec.num_outputs, 1, dtype=torch.float32, device=self.device)
-        self._scales[into].copy_(values)
 
     def finish(self) -> None:
-        if self._scales is not None:
-            self.weight.detach().mul_(self._scales)
-            self._scales = None
+        self._scales = None
 
 
 class TiedLinear(Linear):

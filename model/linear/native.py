@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config.formats import NumberFormat, NumberKind, Storage
+from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage
 from model.config.sharding import Index, Shape
 from model.linear.base import Linear, LinearSpec, Part, TensorShape
+from model.linear.scales import StoredScales
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import PackedMatrix
 from model.system.huge_pages import reserve
@@ -140,6 +141,33 @@ class Int8RowsLinear(NativeLinear):
             super().fill(name, into, values)
 
 
+class DequantizedNativeLinear(NativeLinear):
+    """As `NativeLinear`, of a matrix that is stored as numbers times scales: multiplied as it is read."""
+
+    def __init__(
+        self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None, storage: Storage
+    ) -> None:
+        super().__init__(spec, kind, dtype, library)
+        self._scales: StoredScales | None = StoredScales(spec, storage, self.device)
+        self._stored = self._scales.tensors()
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        return {**super().tensors(), **self._stored}
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Take scales, multiply and pack rows, or take values of the bias."""
+        assert self._scales is not None, f"{self.spec.name} is finished"
+        if name == self._scales.name:
+            self._scales.fill(into, values)
+        elif name == self.spec.weight:
+            super().fill(name, into, self._scales.multiplied(into, values))
+        else:
+            super().fill(name, into, values)
+
+    def finish(self) -> None:
+        self._scales = None
+
+
 def packed_matrix(linear: Linear) -> PackedMatrix:
     """The matrix of a projection that C computes."""
     if not isinstance(linear, NativeLinear):
@@ -147,13 +175,14 @@ def packed_matrix(linear: Linear) -> PackedMatrix:
     return linear.matrix
 
 
-_CLASSES = {Storage.FLOAT: NativeLinear, Storage.INT8_ROWS: Int8RowsLinear}
-
-
 def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dtype, library: Library | None) -> Linear:
     """A projection whose numbers are stored, kept and multiplied as `number_format` says."""
     kind = _KERNELS[number_format.weight, number_format.activation]
-    return _CLASSES[number_format.stored_as](spec, kind, dtype, library)
+    if number_format.stored_as == FLOAT:
+        return NativeLinear(spec, kind, dtype, library)
+    if number_format.stored_as == INT8_ROWS:
+        return Int8RowsLinear(spec, kind, dtype, library)
+    return DequantizedNativeLinear(spec, kind, dtype, library, number_format.stored_as)
 
 
 def packed_bytes(kind: Kind, n: int, k: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from model.config.cache import pool_of_layers
+from model.config.formats import INT8_ROWS
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.native.library import KINDS, Kind, Library
@@ -23,7 +24,7 @@ def planned_scratch(
     `dtype` is the network's, `kind` how its matrices are packed where that is not it.
     """
     stacks = [stack for stack in config.stacks.values() if NativeStack.unsupported(stack) is None]
-    kinds = {KINDS[dtype] if kind is None else kind, *([Kind.INT8] if config.stored_as else [])}
+    kinds = {KINDS[dtype] if kind is None else kind, *([Kind.INT8] if INT8_ROWS in config.stored_as.values() else [])}
     sizes = (_of_stack(library, stack, dtype, kind, rows, context) for stack in stacks for kind in kinds)
     return max(sizes, default=0) + sum(relative_bytes(stack, dtype, min(rows, context)) for stack in stacks)
 

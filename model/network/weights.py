@@ -112,6 +112,9 @@ def plan_tensors(
         if strange:
             found = ", ".join(f"{name} ({stored[name].kind})" for name in strange)
             raise CheckpointError(f"expected {holds or 'floating point'}, found {found}")
+    bare = [name for name, rule in plan if rule.holds is None and stored[name].kind.startswith("F8")]
+    if bare and config.stored_as:
+        raise CheckpointError(f"numbers of 8 bits have no scales: {', '.join(bare)}")
     return plan
 
 
@@ -240,10 +243,22 @@ def _parts(
             stored = reader.region(name, rows[1] - rows[0], source[0], columns.start, columns.stop)
             yield into, stored.t()
             continue
+        if rule.repeat != 1:
+            values = _repeated(reader, name, rule, rows[1] - rows[0], width)[:, columns]
+            for start, stop, offset in _runs(rule, rows[1] - rows[0], first, last):
+                yield (slice(at + offset, at + offset + stop - start), *into[1:]), values[start:stop]
+            continue
         for start, stop, offset in _runs(rule, rows[1] - rows[0], first, last):
             for begin, values in reader.columns(name, width, columns, start, stop):
                 to = at + offset + begin - start
                 yield (slice(to, to + len(values)), *into[1:]), values
+
+
+def _repeated(reader: TensorReader, name: str, rule: TensorRule, total: int, width: int) -> Tensor:
+    """All stored rows `[total, width]`, each as often as it counts."""
+    repeat = rule.repeat or total
+    stored = reader.region(name, width, slice(0, width), 0, -(-total // repeat))
+    return stored.repeat_interleave(repeat, dim=0)[:total]
 
 
 def _runs(rule: TensorRule, total: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -17,7 +17,8 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.formats import Storage
+from model.checkpoint.stored_formats import storage_of
+from model.config.formats import INT8_ROWS
 from model.engine.builder import load
 from model.engine.memory_plan import plan_weights
 from model.engine.model_info import weight_bytes
@@ -69,6 +70,78 @@ def quantised(kind: str, into: Path, scale_dtype: torch.dtype = torch.float32) -
     save_file(tensors, file)
     describe(folder, QUANTIZATION)
     return folder
+
+
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "observer": None}
+
+
+def float_quantised(strategy: str, activations: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes it for FP8, FP8_DYNAMIC and FP8_BLOCK."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {**FLOATS, "strategy": strategy, "dynamic": False, **weights},
+        "input_activations": activations and {**FLOATS, **activations},
+        "output_activations": None,
+    }
+    return {**QUANTIZATION, "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+STATIC, DYNAMIC = {"strategy": "tensor", "dynamic": False}, {"strategy": "token", "dynamic": True}
+BLOCK = [16, 8]  # published ones are 128 x 128; of these, parts of fused matrices and MLPs have uneven numbers
+FP8: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {  # settings; name of the scales; what shares one
+    "by tensor, static": (float_quantised("tensor", STATIC), "weight_scale", (0, 0)),
+    "by row": (float_quantised("channel", DYNAMIC), "weight_scale", (1, 0)),
+    "weights alone": (float_quantised("channel", None), "weight_scale", (1, 0)),
+    "by block": (
+        float_quantised("block", {"strategy": "group", "group_size": 8, "dynamic": True}, block_structure=BLOCK),
+        "weight_scale",
+        (16, 8),
+    ),
+    "deepseek": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": BLOCK},
+        "weight_scale_inv",
+        (16, 8),
+    ),
+    "autofp8": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        "weight_scale",
+        (0, 0),
+    ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        "weight_scale",
+        (1, 0),
+    ),
+}
+
+
+def in_fp8(
+    quantization: dict[str, Any], scale_name: str, block: tuple[int, int], into: Path, kind: str = "llama-gqa"
+) -> tuple[Path, Path]:
+    """The kind's folder with the projections of its layers in fp8, and one with the floats that they stand for."""
+    stored, plain = copied(kind, into / "fp8"), copied(kind, into / "floats")
+    numbers, floats = {}, {}
+    for name, tensor in load_file(stored / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        numbers[name] = floats[name] = tensor
+        if not (name.endswith(".weight") and stem.rpartition(".")[2] in LAYERS and "layer" in stem):
+            continue
+        (n, k), high, wide = tensor.shape, block[0] or len(tensor), block[1] or tensor.shape[1]
+        scales = torch.tensor(
+            [
+                [tensor[i : i + high, j : j + wide].abs().max().item() / 448 for j in range(0, k, wide)]
+                for i in range(0, n, high)
+            ]
+        )
+        spread = scales.repeat_interleave(high, 0)[:n].repeat_interleave(wide, 1)[:, :k]
+        numbers[name] = (tensor / spread).to(torch.float8_e4m3fn)
+        floats[name] = numbers[name].float() * spread
+        numbers[f"{stem}.{scale_name}"] = scales if block[0] else scales[0, 0].clone()
+        numbers[f"{stem}.input_scale"] = torch.tensor(0.5)  # of static activations; passed over
+    save_file(numbers, stored / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    describe(stored, quantization)
+    return stored, plain
 
 
 def describe(folder: Path, quantization: dict[str, Any] | None) -> None:
@@ -128,6 +201,96 @@ def test_torch_computes_with_the_numbers_that_the_integers_stand_for(dtype: torc
     assert torch.equal(model.get_parameter("decoder.layers.1.mlp.down.weight"), expected.to(dtype))
 
 
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_becomes_the_floats_that_it_stands_for(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """By torch and packed for C, where fused parts have scales of their own and blocks end within them."""
+    stored, plain = map(read_checkpoint, in_fp8(*FP8[name], tmp_path))
+    assert len(stored.config.stored_as) == 8 and "head" not in stored.config.stored_as
+    ours, theirs = (load_model(one, SdpaBackend(), LinearFactory(dtype)) for one in (stored, plain))
+    expected = dict(theirs.named_parameters())
+    assert ours.state_dict().keys() == expected.keys()
+    for parameter, value in ours.named_parameters():
+        assert value.dtype is dtype and torch.equal(value, expected[parameter]), parameter
+    if native_backends():
+        for quantized in (False, True):
+            packed = [
+                load_model(
+                    one,
+                    native_backends()[0],
+                    native_linears(one.config, dtype, native_backends()[0].library, quantized=quantized),
+                )
+                for one in (stored, plain)
+            ]
+            for ours, theirs in zip(*map(linears, packed), strict=True):
+                assert isinstance(ours, NativeLinear) and isinstance(theirs, NativeLinear)
+                assert all(torch.equal(array, theirs.arrays[at]) for at, array in ours.arrays.items()), ours.spec.name
+
+
+def test_blocks_are_read_by_ranks_that_do_not_cut_them(tmp_path: Path) -> None:
+    stored, plain = map(read_checkpoint, in_fp8(*FP8["deepseek"], tmp_path))
+
+    @torch.inference_mode()
+    def logits(checkpoint: Any, group: Any) -> Tensor:
+        return decoder_logits(load_model(checkpoint, SdpaBackend(), LinearFactory(collective=group)), decoder_prompts())
+
+    expected = on_ranks(2, lambda group: logits(plain, group))
+    for ours, theirs in zip(on_ranks(2, lambda group: logits(stored, group)), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    settings, scale, _ = FP8["deepseek"]
+    wide, _ = in_fp8({**settings, "weight_block_size": [16, 32]}, scale, (16, 32), tmp_path / "wide")
+    with pytest.raises(ConfigError, match=r"attn\.out: 2 ranks cannot divide 32 inputs, of which 32 share a scale"):
+        on_ranks(2, lambda group: logits(read_checkpoint(wide), group))
+
+
+def test_a_cpu_tells_what_becomes_of_fp8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored, _ = in_fp8(*FP8["deepseek"], tmp_path)
+    loaded = load(ModelSpec("m", str(stored), EngineConfig(device="cpu", dtype="bfloat16", kv_cache_memory=1 << 20)))
+    assert loaded.info.dtype == "bfloat16" and loaded.info.dtype_reason.endswith("; stored as fp8 by blocks of 16 x 8")
+    assert (
+        "m: 8 projections are stored as fp8 by blocks of 16 x 8 and served in bfloat16, "
+        "each rounded by at most 1/512 of itself"
+    ) in caplog.text
+
+
+def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_path: Path) -> None:
+    """Which are left out their tensors say; numbers without scales are no floats."""
+    name = "model.layers.0.mlp.down_proj"
+    stored, plain = in_fp8(*FP8["by row"], tmp_path)
+    floats, numbers = (load_file(folder / "model.safetensors")[f"{name}.weight"] for folder in (plain, stored))
+
+    def left_out(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}.weight"] = floats
+        del tensors[f"{name}.weight_scale"], tensors[f"{name}.input_scale"]
+
+    edit(stored, left_out)
+    assert "decoder.layers.0.mlp.down" not in read_checkpoint(stored).config.stored_as
+    model = load_model(read_checkpoint(stored), SdpaBackend())
+    assert torch.equal(model.get_parameter("decoder.layers.0.mlp.down.weight"), floats)
+    edit(stored, lambda tensors: tensors.update({f"{name}.weight": numbers}))
+    with pytest.raises(CheckpointError, match=f"numbers of 8 bits have no scales: {name}.weight"):
+        load_model(read_checkpoint(stored), SdpaBackend())
+    describe(plain, FP8["by row"][0])
+    with pytest.raises(ConfigError, match="quantization_config says fp8 by row, but no projection has a weight_scale"):
+        read_checkpoint(plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({**FP8["deepseek"][0], "fmt": "e5m2"}, r"fmt: 'e5m2' is not served, only 'e4m3'"),
+        ({**FP8["deepseek"][0], "weight_block_size": [128]}, r"weight_block_size must be two positive numbers"),
+        ({**FP8["fbgemm"][0], "mystery": 1}, r"quantization_config has unknown settings: mystery"),
+        (float_quantised("group", DYNAMIC), r"weights\.strategy: 'group' is not served, only 'tensor' or"),
+        (float_quantised("channel", {**DYNAMIC, "num_bits": 4}), r"input_activations\.num_bits: 4 is not served"),
+        (["fp8"], r"quantization_config must be an object, found \['fp8'\]"),
+    ],
+)
+def test_other_fp8_is_refused_by_the_setting_that_differs(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        storage_of(settings)
+
+
 @torch.inference_mode()
 def test_two_ranks_read_their_part_of_integers_and_scales(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(quantised("llama-gqa", tmp_path))
@@ -156,7 +319,7 @@ def test_in_c_it_is_as_near_to_torch_as_8_bits_of_activations_are(tmp_path: Path
 def test_it_is_served_as_it_is_stored_and_takes_what_was_planned(tmp_path: Path) -> None:
     folder = quantised("llama-gqa", tmp_path)
     checkpoint = read_checkpoint(folder)
-    assert set(checkpoint.config.stored_as.values()) == {Storage.INT8_ROWS}
+    assert set(checkpoint.config.stored_as.values()) == {INT8_ROWS}
     assert "head" not in checkpoint.config.stored_as
     loaded = load(ModelSpec("m", str(folder), EngineConfig(device="cpu", dtype="float32", kv_cache_memory=1 << 20)))
     assert (loaded.info.dtype, loaded.info.dtype_reason) == ("int8", "the checkpoint stores it so")
@@ -170,9 +333,13 @@ def test_it_is_served_as_it_is_stored_and_takes_what_was_planned(tmp_path: Path)
         (
             ("quant_method",),
             "gptq",
-            r"quantization_config\.quant_method: 'gptq' is not served, only 'compressed-tensors'",
+            r"quantization_config\.quant_method: 'gptq' is not served, only 'compressed-tensors' or 'fp8' or",
         ),
-        (("format",), "pack-quantized", r"format: 'pack-quantized' is not served, only 'int-quantized'"),
+        (
+            ("format",),
+            "pack-quantized",
+            r"format: 'pack-quantized' is not served, only 'int-quantized' or 'float-quantized'",
+        ),
         (("transform_config",), {"R1": {}}, r"quantization_config has unknown settings: transform_config"),
         (("config_groups",), {}, r"config_groups must be an object of groups"),
         (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from model.config.formats import STORED_TENSORS, NumberKind, Storage
+from model.config.formats import FLOAT, NumberKind, Storage
 from model.config.layer import Activation
 from model.config.model import ClassifierInput, ModelConfig
 from model.families.table.raw_config import Settings
@@ -29,7 +29,8 @@ class TensorRule:
     `interleaved` (heads, parts) is stored head by head, `[heads, parts, dim]` rows, and wanted part by part (GPT-NeoX).
     Of a tensor that fills several targets each rule takes a `part` of its rows (nn.MultiheadAttention), and has a
     `shape`. A `duplicate` may be absent; where present it must equal what fills the target (tied weights stored twice).
-    `holds` says which integers are stored; None: floating-point numbers.
+    `holds` says which numbers are stored; None: floating-point numbers of any kind. One stored row is for `repeat` rows
+    of the target; 0: a single number for all of them.
     """
 
     source: str
@@ -41,6 +42,7 @@ class TensorRule:
     interleaved: tuple[int, int] | None = None
     duplicate: bool = False
     holds: NumberKind | None = None
+    repeat: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class LinearRule:
 
     def tensors(self, storage: Storage) -> Iterator[TensorRule]:
         """The rules of a matrix that is stored so."""
-        kinds = STORED_TENSORS[storage] | ({"bias": None} if self.bias else {})
+        kinds = storage.tensors | ({"bias": None} if self.bias else {})
         for tensor, holds in kinds.items():
             yield TensorRule(
                 f"{self.source}.{tensor}",
@@ -68,6 +70,7 @@ class LinearRule:
                 transpose=self.transpose and tensor == "weight",
                 interleaved=self.interleaved,
                 holds=holds,
+                repeat=storage.block[0] if tensor == storage.scale else 1,
             )
 
 
@@ -116,7 +119,7 @@ class Family:
             if isinstance(rule, TensorRule):
                 yield rule
             elif isinstance(rule, LinearRule):
-                yield from rule.tensors(config.stored_as.get(rule.target, Storage.FLOAT))
+                yield from rule.tensors(config.stored_as.get(rule.target, FLOAT))
 
     def zero_rules(self, config: ModelConfig) -> list[ZeroRule]:
         """Every part of a parameter that is zero whatever the checkpoint."""

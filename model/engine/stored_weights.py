@@ -1,0 +1,35 @@
+"""What becomes of weights that a checkpoint does not store as floats, for people."""
+
+from __future__ import annotations
+
+import torch
+
+from model.config.formats import INT8_ROWS, Storage
+from model.config.model import ModelConfig
+from model.linear.factory import LinearFactory
+
+_ROUNDING = {
+    torch.float32: "which holds them exactly",
+    torch.bfloat16: "each rounded by at most 1/512 of itself",
+    torch.float16: "each rounded by at most 1/4096 of itself",
+}
+
+
+def stored_formats(config: ModelConfig) -> tuple[Storage, ...]:
+    """The formats in which a checkpoint has projections, beside floats."""
+    return tuple(dict.fromkeys(config.stored_as.values()))
+
+
+def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
+    """How stored formats are served that `linear` does not keep as they are."""
+    found = []
+    for storage in stored_formats(config):
+        if storage == INT8_ROWS and linear.native:
+            continue
+        if linear.quantized:
+            kept = "int8, each rounded by at most 1/254 of the largest in its row"
+        else:
+            kept = f"{str(linear.dtype).removeprefix('torch.')}, {_ROUNDING[linear.dtype]}"
+        count = sum(one == storage for one in config.stored_as.values())
+        found.append(f"{count} projections are stored as {storage.name} and served in {kept}")
+    return found

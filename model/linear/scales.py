@@ -1,0 +1,47 @@
+"""Scales of a matrix that is stored as numbers times scales, while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from model.config.formats import Storage
+from model.config.sharding import Index
+from model.linear.base import LinearSpec, TensorShape
+
+
+class StoredScales:
+    """The scales of a projection's matrix, float32 `[outputs, blocks of inputs]`, which come before its rows.
+
+    Each output has scales of its own here, also where a checkpoint has one for several.
+    """
+
+    def __init__(self, spec: LinearSpec, storage: Storage, device: torch.device) -> None:
+        assert storage.scale is not None
+        self.name = f"{spec.name}.{storage.scale}"
+        self._shape = (spec.num_outputs, storage.scales_of(spec.inputs))
+        self._inputs = storage.block[1]  # of a scale; 0: all
+        self._device = device
+        self.values: Tensor | None = None
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        """The tensor of scales, by its name in the network."""
+        if not self._inputs:
+            return {self.name: TensorShape(self._shape, outputs=0)}
+        return {self.name: TensorShape(self._shape, outputs=0, inputs=1, block=self._inputs)}
+
+    def fill(self, into: Index, values: Tensor) -> None:
+        """Put scales at `into`."""
+        if self.values is None:
+            self.values = torch.full(self._shape, torch.nan, dtype=torch.float32, device=self._device)
+        self.values[into] = values.to(self.values.device, torch.float32)
+
+    def multiplied(self, into: Index, numbers: Tensor) -> Tensor:
+        """Numbers of rows `into`, `[count, inputs]`, times their scales, as float32."""
+        assert self.values is not None, f"{self.name} comes before the weight"
+        scales, rows = self.values[into[0]], numbers.to(self._device).float()
+        if not self._inputs:
+            return rows * scales
+        return rows * scales.repeat_interleave(self._inputs, dim=1)[:, : rows.shape[1]]
