@@ -7,7 +7,7 @@ settings. What the engine determines when it loads (context length, KV blocks) i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -37,6 +37,7 @@ class ServedModel:
     engine: EngineConfig = field(default_factory=EngineConfig)
     chat: ChatTemplate | None = None
     pairs: PairTemplate | None = None  # how a reranker reads a query and a document; None: as the tokenizer joins them
+    loaded: bool = True  # False: what its checkpoint tells; it is loaded when a request needs it
 
     @property
     def config(self) -> ModelConfig:
@@ -66,9 +67,10 @@ class ServedModel:
         return self.checkpoint.sentences.output_size(self.hidden_size) if own_pooling else self.hidden_size
 
     def serves(self, task: Task) -> bool:
+        """Return whether the model can do the task; one that is not loaded, whether it may."""
         if task is Task.GENERATE:
             return self.config.can_generate
-        return task is Task.ENCODE or self.tokenizer is not None
+        return task is Task.ENCODE or self.tokenizer is not None or not self.loaded
 
     def for_task(self, name: str | None) -> ServedModel:
         """Return the model with the sampling defaults of a task of its checkpoint; raises a 400 if it has none such."""
@@ -92,7 +94,7 @@ class Registry:
 
     def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
         self._models: dict[str, ServedModel] = {}
-        self._available: dict[str, Checkpoint] = {}
+        self._available: dict[str, ServedModel] = {}
         self._refused: dict[str, ApiError] = {}  # names that are known but do not serve now, with the error to raise
         self.elsewhere = dict(elsewhere or {})  # name: route
         for model in models:
@@ -110,13 +112,12 @@ class Registry:
         return [*self._models, *self._available]
 
     @property
-    def configs(self) -> dict[str, ModelConfig]:
-        """The networks of all models that requests may name."""
-        loaded = {name: model.config for name, model in self._models.items()}
-        return loaded | {name: checkpoint.config for name, checkpoint in self._available.items()}
+    def candidates(self) -> list[ServedModel]:
+        """The models that requests may name: loaded ones, then available ones."""
+        return [*self._models.values(), *self._available.values()]
 
     @property
-    def available(self) -> Mapping[str, Checkpoint]:
+    def available(self) -> Mapping[str, ServedModel]:
         """The models that would be loaded if a request named them."""
         return self._available
 
@@ -124,10 +125,9 @@ class Registry:
         """Return a loaded model."""
         return self._models.get(name)
 
-    def config_of(self, name: str) -> ModelConfig | None:
-        """Return the network of a model that requests may name."""
-        found = self._models.get(name) or self._available.get(name)
-        return None if found is None else found.config
+    def candidate(self, name: str) -> ServedModel | None:
+        """Return a model that requests may name."""
+        return self._models.get(name) or self._available.get(name)
 
     def add(self, model: ServedModel) -> None:
         """Serve a model that has been loaded."""
@@ -137,7 +137,7 @@ class Registry:
     def offer(self, name: str, checkpoint: Checkpoint) -> None:
         """List a model that is loaded when a request needs it."""
         self.remove(name)
-        self._available[name] = checkpoint
+        self._available[name] = ServedModel(name, checkpoint, None, loaded=False)
 
     def refuse(self, name: str, error: ApiError) -> None:
         """Answer requests for a model with `error` from now on."""
@@ -155,13 +155,32 @@ class Registry:
         The model may be one that is not loaded yet.
         """
         if name is None:
-            return self._only(task)
-        config = self.config_of(name)
-        if config is None:
+            return self._only_one_for(task)
+        found = self.candidate(name)
+        if found is None:
             raise self.unknown(name)
-        if not self._serves(name, config, task):
-            raise self._wrong_task(name, config, task)
+        if not found.serves(task):
+            raise self._wrong_task(found, task)
         return name
+
+    def only_one(self, able: Callable[[ServedModel], bool], what: str) -> str:
+        """Return the name of the only model that is `able`, loaded or not; raises a 400 if there is none, or several.
+
+        `what` completes the sentence "no model ...".
+        """
+        names = [one.name for one in self.candidates if able(one)]
+        if len(names) == 1:
+            return names[0]
+        if not names:
+            raise invalid(f"no model {what}", "model", "wrong_task")
+        raise invalid(f"model is required: not only one {what}: {listed(names)}", "model", "missing_field")
+
+    def require(self, name: str, able: Callable[[ServedModel], bool], what: str) -> None:
+        """Raise a 400 if a model that requests may name is not `able`."""
+        found = self.candidate(name)
+        if found is not None and not able(found):
+            names = listed(one.name for one in self.candidates if able(one))
+            raise invalid(f"model {name} is none that {what}; models that do: {names}", "model", "wrong_task")
 
     def resolve(self, name: str | None, task: Task) -> ServedModel:
         """Return the loaded model that `choose` finds; raises `ApiError` as it does, a 503 if it is not loaded."""
@@ -180,24 +199,17 @@ class Registry:
             return not_found(message, code="model_not_found", param="model")
         return unknown_model(name, self.names)
 
-    def _serves(self, name: str, config: ModelConfig, task: Task) -> bool:
-        """Return whether a model can do the task; for an available one, whether it may."""
-        model = self._models.get(name)
-        return model.serves(task) if model is not None else task is not Task.GENERATE or config.can_generate
+    def _only_one_for(self, task: Task) -> str:
+        """Return the only model for the task; vectors come from the only encoder, whatever else could make some."""
+        able = [one for one in self.candidates if one.serves(task)]
+        encoders = [one for one in able if one.config.form == "encoder-only"]
+        if task is Task.ENCODE and len(encoders) == 1:
+            return encoders[0].name
+        return self.only_one(lambda one: one.serves(task), f"can {task}")
 
-    def _only(self, task: Task) -> str:
-        able = {name: config for name, config in self.configs.items() if self._serves(name, config, task)}
-        native = [name for name in able if able[name].form == "encoder-only"] if task is Task.ENCODE else []
-        for found in (native, list(able)):
-            if len(found) == 1:
-                return found[0]
-        if not able:
-            raise invalid(f"no loaded model can {task}", "model", "wrong_task")
-        raise invalid(f"model is required: several can {task}: {listed(able)}", "model", "missing_field")
-
-    def _wrong_task(self, name: str, config: ModelConfig, task: Task) -> ApiError:
+    def _wrong_task(self, found: ServedModel, task: Task) -> ApiError:
         if task is Task.TOKENIZE:
-            return invalid(f"model {name} has no tokenizer", "model", "no_tokenizer")
-        able = [other for other, its in self.configs.items() if self._serves(other, its, task)]
-        message = f"model {name} is {config.form} and cannot {task}; models that can: {listed(able)}"
+            return invalid(f"model {found.name} has no tokenizer", "model", "no_tokenizer")
+        able = [one.name for one in self.candidates if one.serves(task)]
+        message = f"model {found.name} is {found.config.form} and cannot {task}; models that can: {listed(able)}"
         return invalid(message, "model", "wrong_task")

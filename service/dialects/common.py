@@ -36,7 +36,7 @@ class Extended(DialectBody):
 
     model: str | None = Field(
         None,
-        description="Which loaded model answers; may be left out when only one can serve the task.",
+        description="Which model answers; may be left out when only one can serve the task.",
         examples=["code"],
     )
     timeout_s: float | None = Field(None, description="As in /generate.", examples=[30.0])

@@ -1,10 +1,12 @@
-"""Makes a request hold the model that it will use, which may have to be loaded first."""
+"""Finds the model of a request, and makes the request hold it; it may have to be loaded first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 
-from service.core.model_registry import Task
+from service.core.model_registry import ServedModel, Task
 from service.http.bodies import cancel_on_disconnect, context_of_request
 from service.lifecycle.state import service_of
 
@@ -21,3 +23,20 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
     deadline = context.started + (timeout_s or service.limits.request_timeout_s)
     with service.handling():
         await cancel_on_disconnect(request, service.models.hold(name, task, context, deadline))
+
+
+async def choose_model(
+    request: Request, name: str | None, able: Callable[[ServedModel], bool], what: str, timeout_s: float | None = None
+) -> ServedModel:
+    """Hold and return the model called `name`, or the only one that is `able`, of those that are loaded or may be.
+
+    `what` says what it must be able to: "no model ...". A model that is not able is refused before it is loaded. Raises
+    `ApiError`: a 400 that names `model` if there is none, or several; and as `hold_model` does.
+    """
+    registry = service_of(request).registry
+    if name is None:
+        name = registry.only_one(able, what)
+    registry.require(name, able, what)
+    await hold_model(request, name, Task.ENCODE, timeout_s)
+    registry.require(name, able, what)  # known by now, if it has just been put into the folder of models
+    return registry.resolve(name, Task.ENCODE)

@@ -77,8 +77,8 @@ class ModelManager:
 
     def form_of(self, name: str) -> str:
         """Return the form of a model that requests may name; empty for others."""
-        config = self._registry.config_of(name)
-        return "" if config is None else config.form
+        found = self._registry.candidate(name)
+        return "" if found is None else found.config.form
 
     def started(self) -> None:
         """Take over the models that the client has loaded at its start."""

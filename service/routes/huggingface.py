@@ -5,21 +5,16 @@ Their clients name no model in the body; it may be given in the URL (`?model=`).
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import invalid
-from service.core.model_registry import Task
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.ranking_bodies import RankBody
 from service.http.bodies import read_body, read_one_of, with_model_of_query
-from service.http.model_use import hold_model
 from service.lifecycle.state import Service, service_of
 from service.routes import encode, generate, ranking
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
@@ -33,7 +28,6 @@ from service.schemas.dialect_replies import (
 )
 
 router = APIRouter()
-C = TypeVar("C", RerankBody, PredictBody)
 
 _GENERATE = {"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}}
 _EMBED = {"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]}
@@ -53,7 +47,7 @@ _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": 
     openapi_extra={**request_body(TextGenerationBody, EmbedBody, huggingface=_GENERATE), **query_model()},
 )
 async def root(request: Request) -> Response:
-    """Generates text, or embeds it if the model of the URL, or every loaded model, can only encode."""
+    """Generates text, or embeds it if the model of the URL, or every model, can only encode."""
     kind: type[BaseModel] = TextGenerationBody if _can_generate(service_of(request), request) else EmbedBody
     body = with_model_of_query(request, await read_body(request, kind))
     if isinstance(body, EmbedBody):
@@ -103,7 +97,7 @@ async def rerank(request: Request) -> Response:
     if isinstance(read, RankBody):
         return await ranking.rank(request, read)
     assert isinstance(read, RerankBody)
-    body = await _to_classifier(request, read)
+    body = read.model_copy(update={"model": (await ranking.classifier_of(request, read)).name})
     with naming_errors(_RERANK_NAMES):
         return await encode.answer(request, huggingface.rerank(body), huggingface.rerank_reply(body))
 
@@ -120,32 +114,14 @@ async def rerank(request: Request) -> Response:
 )
 async def predict(request: Request) -> Response:
     """Requires a model that classifies texts."""
-    body = await _to_classifier(request, with_model_of_query(request, await read_body(request, PredictBody)))
+    read = with_model_of_query(request, await read_body(request, PredictBody))
+    body = read.model_copy(update={"model": (await ranking.classifier_of(request, read)).name})
     with naming_errors(huggingface.ENCODE_NAMES):
         return await encode.answer(request, huggingface.predict(body), huggingface.predict_reply(body))
-
-
-async def _to_classifier(request: Request, body: C) -> C:
-    """Fill in the model that classifies whole texts: the named one, or the only one."""
-    registry = service_of(request).registry
-    if body.model is not None:
-        await hold_model(request, body.model, Task.ENCODE)
-    able = [name for name, one in registry.configs.items() if one.classifier and not one.classifier.per_token]
-    if body.model is not None:
-        name = registry.resolve(body.model, Task.ENCODE).name
-        if name not in able:
-            message = f"model {name} does not classify texts; models that do: {', '.join(able) or 'none'}"
-            raise invalid(message, "model", "wrong_task")
-        return body
-    if not able:
-        raise invalid("no loaded model classifies texts", "model", "wrong_task")
-    if len(able) > 1:
-        raise invalid(f"model is required: several classify texts: {', '.join(able)}", "model", "missing_field")
-    return body.model_copy(update={"model": able[0]})
 
 
 def _can_generate(service: Service, request: Request) -> bool:
     """Return whether the model of the URL, or any model if it names none, can generate."""
     name = request.query_params.get("model")
-    configs = [config for model, config in service.registry.configs.items() if name in (None, model)]
-    return any(config.can_generate for config in configs) or not configs
+    models = [one for one in service.registry.candidates if name in (None, one.name)]
+    return any(one.config.can_generate for one in models) or not models

@@ -72,7 +72,10 @@ async def info(request: Request) -> Response:
         "versions": versions,
         "models": [
             *(_model(service, served) for served in service.registry),
-            *(_from_checkpoint(name, "available", found) for name, found in service.registry.available.items()),
+            *(
+                _from_checkpoint(name, "available", found.checkpoint)
+                for name, found in service.registry.available.items()
+            ),
         ],
         "elsewhere": service.registry.elsewhere,
         "asks_for_key": service.settings.asks_for_key,

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.dialects import pipelines, ranking
+from service.dialects import pipelines
 from service.dialects.common import Extended, naming_errors
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.pipeline_bodies import (
@@ -26,10 +26,11 @@ from service.dialects.pipeline_bodies import (
     ZeroShotBody,
 )
 from service.http.bodies import read_body, with_model_of_query
+from service.http.model_use import choose_model
 from service.planning.outputs.registry import OUTPUTS
 from service.routes import encode
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
-from service.routes.ranking import only_model
+from service.routes.ranking import classifier_of
 from service.schemas.dialect_replies import (
     HuggingFaceAnswer,
     HuggingFaceClass,
@@ -199,7 +200,7 @@ async def zero_shot_classification(request: Request) -> Response:
 async def text_classification(request: Request) -> Response:
     """Requires a model that classifies texts."""
     body = with_model_of_query(request, await read_body(request, ClassBody))
-    served = await only_model(request, body.model, ranking.judges_pairs, "classifies texts")
+    served = await classifier_of(request, body)
     body = body.model_copy(update={"model": served.name})
     with naming_errors(pipelines.CLASS_NAMES):
         return await encode.answer(request, pipelines.classes(body), pipelines.classes_reply(body))
@@ -210,5 +211,7 @@ async def _body(request: Request, kind: type[B], output: str) -> B:
     body = with_model_of_query(request, await read_body(request, kind))
     if body.model is not None:
         return body
-    able = await only_model(request, None, lambda one: OUTPUTS[output].missing(one) is None, f"has the output {output}")
-    return body.model_copy(update={"model": able.name})
+    found = await choose_model(
+        request, None, lambda one: OUTPUTS[output].missing(one) is None, f"has the output {output}", body.timeout_s
+    )
+    return body.model_copy(update={"model": found.name})

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import invalid
 from service.core.model_registry import ServedModel, Task
 from service.dialects import cohere, ranking
-from service.dialects.common import naming_errors
+from service.dialects.common import Extended, naming_errors
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.http.bodies import read_body
-from service.http.model_use import hold_model
+from service.http.model_use import choose_model, hold_model
 from service.lifecycle.state import service_of
 from service.routes import encode
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
@@ -29,7 +26,7 @@ _EMBED = {"model": "embed", "texts": ["a cat on a mat", "a kitten on a rug"], "i
 
 async def rank(request: Request, body: RankBody) -> Response:
     """Rank documents with a classifier of pairs, or by the cosine of vectors."""
-    served = await judge_of(request, body.model)
+    served = await _judge(request, body)
     with naming_errors(ranking.RANK_NAMES):
         asked, show = ranking.rank(body.model_copy(update={"model": served.name}), served)
         return await encode.answer(request, asked, show)
@@ -133,7 +130,7 @@ async def embed_v2(request: Request) -> Response:
 
 async def _score(request: Request) -> Response:
     body = await read_body(request, ScoreBody)
-    served = await judge_of(request, body.model)
+    served = await _judge(request, body)
     with naming_errors(ranking.SCORE_NAMES):
         asked, show = ranking.score(body.model_copy(update={"model": served.name}), served)
         return await encode.answer(request, asked, show)
@@ -141,7 +138,7 @@ async def _score(request: Request) -> Response:
 
 async def _classify(request: Request) -> Response:
     body = await read_body(request, ClassifyBody)
-    served = await only_model(request, body.model, ranking.judges_pairs, "classifies texts")
+    served = await classifier_of(request, body)
     with naming_errors(ranking.CLASSIFY_NAMES):
         asked = ranking.classify(body.model_copy(update={"model": served.name}))
         return await encode.answer(request, asked, ranking.classify_reply)
@@ -155,29 +152,15 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
         return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
 
 
-async def judge_of(request: Request, name: str | None) -> ServedModel:
+async def _judge(request: Request, body: RankBody | ScoreBody) -> ServedModel:
     """Return the model that scores pairs: the named one, the only classifier of texts, or the only one that embeds."""
     registry = service_of(request).registry
-    if name is None and any(map(ranking.judges_pairs, registry)):
-        return await only_model(request, name, ranking.judges_pairs, "classifies texts")
-    await hold_model(request, name, Task.ENCODE)
-    return registry.resolve(name, Task.ENCODE)
+    if body.model is None and any(map(ranking.judges_pairs, registry.candidates)):
+        return await classifier_of(request, body)
+    await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
+    return registry.resolve(body.model, Task.ENCODE)
 
 
-async def only_model(request: Request, name: str | None, able: Callable[[ServedModel], bool], what: str) -> ServedModel:
-    """Return the named model, or the only loaded one that is `able`; raises a 400 that names `model` without one."""
-    registry = service_of(request).registry
-    if name is not None:
-        await hold_model(request, name, Task.ENCODE)
-    models = [one for one in registry if able(one)]
-    names = ", ".join(one.name for one in models) or "none"
-    if name is not None:
-        served = registry.resolve(name, Task.ENCODE)
-        if served not in models:
-            raise invalid(f"model {served.name} is none that {what}; models that do: {names}", "model", "wrong_task")
-        return served
-    if not models:
-        raise invalid(f"no loaded model {what}", "model", "wrong_task")
-    if len(models) > 1:
-        raise invalid(f"model is required: several models do what is asked: {names}", "model", "missing_field")
-    return models[0]
+async def classifier_of(request: Request, body: Extended) -> ServedModel:
+    """Return the model that classifies texts: the named one, or the only one."""
+    return await choose_model(request, body.model, ranking.judges_pairs, "classifies texts", body.timeout_s)

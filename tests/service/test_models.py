@@ -353,9 +353,7 @@ def test_the_last_model_can_go(folder: Path) -> None:
         assert (await client.get("/v1/models")).json()["data"] == []
         assert (await client.get("/info")).json()["models"] == []
         assert (await client.get("/metrics")).status_code == 200
-        assert (await client.post("/generate", json=PROMPT)).json()["error"][
-            "message"
-        ] == "no loaded model can generate"
+        assert (await client.post("/generate", json=PROMPT)).json()["error"]["message"] == "no model can generate"
         for name, status in (("gen", 409), ("nope", 404)):
             assert (await unload(client, name)).status_code == status
 

@@ -27,6 +27,7 @@ class Need:
 
     lacks: str
     met: Callable[[ServedModel], bool]
+    of_tokenizer: bool = False  # known once the model is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ class Output:
     settings: Callable[[EncodeBody, ServedModel, EncodeInput, Encoded, Limits], Mapping[str, Any]] = no_settings
 
     def missing(self, served: ServedModel) -> str | None:
-        """Return what a model lacks for this output; None if it has everything."""
-        return next((need.lacks for need in self.needs if not need.met(served)), None)
+        """Return what a model lacks for this output, as far as it is known; None if it has everything."""
+        needs = [need for need in self.needs if served.loaded or not need.of_tokenizer]
+        return next((need.lacks for need in needs if not need.met(served)), None)
 
 
 def at_most(name: str, value: int | None, bound: int) -> None:

@@ -29,11 +29,16 @@ _SPARSE = Need(
     lambda served: served.config.masked_head is not None or served.checkpoint.sentences.token_weight is not None,
 )
 _LATE = Need("has no projection of tokens", lambda served: served.checkpoint.sentences.late is not None)
-_TOKENIZER = Need("has no tokenizer", lambda served: served.tokenizer is not None)
-_MASK = Need("has no mask token", lambda served: served.tokenizer is not None and served.tokenizer.mask_id is not None)
+_TOKENIZER = Need("has no tokenizer", lambda served: served.tokenizer is not None, of_tokenizer=True)
+_MASK = Need(
+    "has no mask token",
+    lambda served: served.tokenizer is not None and served.tokenizer.mask_id is not None,
+    of_tokenizer=True,
+)
 _OFFSETS = Need(
     "has a tokenizer that cannot tell where tokens are in a text",
     lambda served: served.tokenizer is not None and served.tokenizer.has_offsets,
+    of_tokenizer=True,
 )
 _VECTOR = frozenset({"prompt_name", "task", "truncate", "normalize", "encoding_format"})
 
