@@ -83,7 +83,8 @@ LOADTEST = """
     bench/peers         : bench model/api model/system model/checkpoint
     bench/gpu           : results bench bench/peers model/config model/api model/system model/checkpoint model/cache
                           model/attention model/network model/engine/execution model/engine
-    commands            : errors settings records results generator server runs faults bench bench/peers
+    paced_engine        : model/api model/system
+    commands            : errors settings records results generator server runs faults bench bench/peers paced_engine
                           model/errors model/api model/system model/llm model/pretrained model/pretrained/training
     __main__            : commands
 """

@@ -25,6 +25,7 @@ _APART = (
     ("offline", "loadtest.commands.offline", "engines without a server"),
     ("quality", "loadtest.commands.quality", "what narrow numbers cost"),
     ("overhead", "loadtest.commands.overhead", "what the service adds to the engine"),
+    ("front", "loadtest.commands.front", "what the service costs a token, at any rate"),
     ("faults", "loadtest.faults.command", "what clients see when something goes wrong"),
 )
 

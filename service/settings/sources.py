@@ -26,7 +26,8 @@ from service.settings.option_table import (
 from service.settings.parsers import boolean
 
 _REPEATED = ("api_keys", "admin_keys")
-_OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG"})  # read by `service.cli.main`
+# Read by `service.cli.main`, and by `model.system.child_process`.
+_OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_ENGINE_MODULE"})
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
