@@ -22,6 +22,8 @@ from model.attention.base import (
     given,
     refuse_gradients,
 )
+from model.attention.preparation import Preparation, PreparingBackend
+from model.attention.triton_heads import prepare
 from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
 from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
@@ -46,7 +48,7 @@ class Tiles:
     stages: int
 
 
-class TritonBackend:
+class TritonBackend(PreparingBackend):
     """float32, bfloat16 and float16 without gradients; biases that depend on nothing but the distance."""
 
     name = "triton"
@@ -78,9 +80,7 @@ class TritonBackend:
         bias: ScoreBias | None = None,
     ) -> Tensor:
         refuse_gradients(self, query)
-        table = None if bias is None else distance_table(bias)
-        if bias is not None and table is None:
-            raise ValueError("the Triton kernels add no bias that depends on more than the distance")
+        table = _table(bias)
         if len(query) == 0:
             return query
         with torch.cuda.device_of(query):  # Triton launches on the current device; nothing happens for a CPU's tensor
@@ -90,6 +90,30 @@ class TritonBackend:
                 return self._attend(query, cache, metadata.block_tables, metadata, config, table)
             packed = LayerCache(_rows(given(key)), _rows(given(value)))
             return self._attend(query, packed, None, metadata, config, table)
+
+    def forward_unprepared(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        preparation: Preparation,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
+        """As `PreparingBackend`; a step that writes no pages gets its keys prepared as packed rows."""
+        refuse_gradients(self, query)
+        if len(query) == 0:
+            return query
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        tables, slots = metadata.block_tables, metadata.slot_mapping
+        with torch.cuda.device_of(query):
+            if cache is None or tables is None or slots is None:
+                query, key = prepare(query, key, value, preparation, None, None)
+                return self.forward(query, key, value, cache, metadata, config, bias)
+            query, _ = prepare(query, key, value, preparation, cache, slots)
+            return self._attend(query, cache, tables, metadata, config, _table(bias))
 
     def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
         """For segments of up to `rows` queries times heads of a group."""
@@ -261,6 +285,14 @@ def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, 
     if rows <= 64 or wide:
         return Tiles(64, keys, 4, stages)
     return Tiles(128, keys, 8, stages)
+
+
+def _table(bias: ScoreBias | None) -> Tensor | None:
+    """What a bias adds by distance; raises `ValueError` for one that depends on more."""
+    table = None if bias is None else distance_table(bias)
+    if bias is not None and table is None:
+        raise ValueError("the Triton kernels add no bias that depends on more than the distance")
+    return table
 
 
 def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None:

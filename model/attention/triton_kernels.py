@@ -47,8 +47,8 @@ def write_pages(
     k = tl.load(at_key, mask=there, other=0.0).to(tl.float32)
     v = tl.load(at_value, mask=there, other=0.0).to(tl.float32)
     if QUANTIZED:
-        k, k_scale = _quantized(k)
-        v, v_scale = _quantized(v)
+        k, k_scale = quantized(k)
+        v, v_scale = quantized(v)
         at_scale = slot * KV_HEADS + heads
         tl.store(key_scales + at_scale, k_scale, mask=heads < KV_HEADS)
         tl.store(value_scales + at_scale, v_scale, mask=heads < KV_HEADS)
@@ -57,7 +57,7 @@ def write_pages(
 
 
 @triton.jit
-def _quantized(x):
+def quantized(x):
     """Rows `[heads, D]` as whole numbers up to 127, and what one of them is worth: as `LayerCache.write`."""
     most = tl.max(tl.abs(x), axis=1)
     whole = x * tl.div_rn(tl.full(most.shape, 127.0, tl.float32), tl.maximum(most, 1e-30))[:, None]

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias
+from model.attention.per_layer import backend_of
+from model.attention.preparation import Preparation, PreparingBackend
 from model.cache.paged import LayerCache
 from model.config.layer import AttentionConfig, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import rotate_both
-from model.network.norms import build_norm
+from model.network.norms import build_norm, head_norm
 from model.network.step_context import StepContext
 
 
@@ -41,6 +43,9 @@ class SelfAttention(nn.Module):
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
+        if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
+            return self.out(backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias).flatten(1))
         if config.qk_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
@@ -49,7 +54,17 @@ class SelfAttention(nn.Module):
             q, k = rotate_both(q, k, *step.rotary(config.position))
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
-        return self.out(step.backend.forward(q, k, v, cache, step.inputs.metadata_of(cache), config, bias).flatten(1))
+        return self.out(backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
+
+    def _preparation(self, step: StepContext) -> Preparation | None:
+        """The norms and the rotation of heads as data; None: there is neither, or more than these."""
+        config = self.config
+        rotary = step.rotary(config.position) if isinstance(config.position, RotaryConfig) else None
+        if self.offset is not None or step.inputs.read_rows is not None or (rotary is None and config.qk_norm is None):
+            return None
+        if config.qk_norm is None:
+            return Preparation(rotary=rotary)
+        return Preparation(head_norm(self.q_norm), head_norm(self.k_norm), rotary)
 
 
 class CrossAttention(nn.Module):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.attention.preparation import HeadNorm
 from model.config.layer import NormConfig, NormKind, Norms
 
 
@@ -16,9 +17,20 @@ class OffsetRMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
+        self._gain: tuple[tuple[int, torch.dtype], Tensor] | None = None  # and the weight that it was made of
+
+    @property
+    def gain(self) -> Tensor:
+        """1 + weight `[d]` in float32; computed once for a weight that takes no gradients."""
+        if self.weight.requires_grad:
+            return 1.0 + self.weight.float()
+        made_of = (self.weight.data_ptr(), self.weight.dtype)
+        if self._gain is None or self._gain[0] != made_of:
+            self._gain = (made_of, 1.0 + self.weight.float())
+        return self._gain[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return functional.rms_norm(x.float(), self.weight.shape, self.gain, self.eps).to(x.dtype)
 
 
 def build_norm(config: NormConfig | None, size: int) -> nn.Module:
@@ -30,6 +42,14 @@ def build_norm(config: NormConfig | None, size: int) -> nn.Module:
     if config.kind is NormKind.RMS:
         return nn.RMSNorm(size, eps=config.eps)
     return nn.LayerNorm(size, eps=config.eps, bias=config.bias)
+
+
+def head_norm(norm: nn.Module) -> HeadNorm:
+    """A norm of heads as data."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm) and norm.eps is not None
+    if isinstance(norm, nn.LayerNorm):
+        return HeadNorm(norm.weight, norm.bias, norm.eps, centred=True)
+    return HeadNorm(norm.gain if isinstance(norm, OffsetRMSNorm) else norm.weight, None, norm.eps, centred=False)
 
 
 class SublayerNorms(nn.Module):

@@ -17,7 +17,7 @@ from tests.model.checkpoints import DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
-KINDS = ("llama-mqa-head-dim", "mistral", "gemma2", "gemma3", "t5-relu", "umt5", "bart")
+KINDS = ("llama-mqa-head-dim", "mistral", "qwen3", "gpt-neox", "gemma2", "gemma3", "t5-relu", "umt5", "bart")
 
 
 class Counting(TritonBackend):
@@ -43,13 +43,13 @@ def test_chunked_prompts_beside_decoding(kind: str) -> None:
     assert backend.launched >= 2 * 3  # layers, steps
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "xlnet"])
 def test_encoders(kind: str) -> None:
     backend = Counting()
     ours, _ = hidden_states(loaded(kind, backend))
     theirs, _ = hidden_states(loaded(kind))
     assert difference(torch.cat(ours), torch.cat(theirs)) < 1e-4
-    assert backend.launched == (0 if kind == "xlnet" else 2)
+    assert backend.launched == {"bert": 2, "modernbert": 5, "xlnet": 0}[kind]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])

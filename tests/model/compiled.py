@@ -24,6 +24,9 @@ from triton.compiler import ASTSource
 
 import model.attention.triton as backend
 from model.api.request import SamplingParams
+from model.attention import triton_heads
+from model.attention.preparation import HeadNorm, Preparation
+from model.cache.paged import LayerCache
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem
 
@@ -90,7 +93,8 @@ def taken(made: Any) -> dict[str, Any]:
 def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
-        (triton_sampling, "sampling_kernel")
+        (triton_heads, "prepare_heads"),
+        (triton_sampling, "sampling_kernel"),
     ]
     before = [getattr(module, name) for module, name in kernels]
     for (module, name), kernel in zip(kernels, before, strict=True):
@@ -117,6 +121,26 @@ def cases() -> Iterator[Case]:
         yield Case(((130, 130),), 12, 12, dim, dtype=dtype, paged=False, causal=False, buckets=True)
 
 
+def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str]:
+    """Launch the preparation of heads as models have them, and name each."""
+    for name, heads, kv_heads, dim, turned, normed in (
+        ("llama", 32, 8, 128, 128, False),
+        ("qwen3", 16, 8, 128, 128, True),
+        ("gemma3", 8, 4, 256, 256, True),
+        ("neox", 8, 8, 80, 20, False),
+    ):
+        rows = torch.zeros(2, (heads + 2 * kv_heads), dim, dtype=dtype)
+        query, key, value = rows.split((heads, kv_heads, kv_heads), dim=1)
+        norm = HeadNorm(torch.ones(dim, dtype=dtype), None, 1e-6, centred=False) if normed else None
+        rotary = (torch.ones(2, 1, turned, dtype=dtype), torch.ones(2, 1, turned, dtype=dtype))
+        cache = None
+        if pages is not None:
+            empty, scale = torch.zeros(1, 16, kv_heads, dim, dtype=pages), torch.zeros(1, 16, kv_heads)
+            cache = LayerCache(empty, empty, (scale, scale) if pages is torch.int8 else None)
+        triton_heads.prepare(query, key, value, Preparation(norm, norm, rotary), cache, torch.zeros(2).long())
+        yield name
+
+
 def main(capability: int) -> None:
     for case in cases():
         with compiling(capability) as found:
@@ -126,6 +150,12 @@ def main(capability: int) -> None:
             )
         for kernel in found:
             print(json.dumps({"case": str(case), **kernel}), flush=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        for pages in (dtype, torch.int8, None):
+            with compiling(capability) as found:
+                names = list(prepare_cases(dtype, pages))
+            for name, kernel in zip(names, found, strict=True):
+                print(json.dumps({"case": f"prepare {name} {dtype} into {pages}", **kernel}), flush=True)
     for dtype, vocabulary in product((torch.bfloat16, torch.float32), (32_000, 50_257)):
         with compiling(capability) as found:
             logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)

@@ -12,8 +12,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import model.attention.triton as backend
+from model.attention import triton_heads
 
-KERNELS = ("attend", "combine", "write_pages")
+KERNELS = {"attend": backend, "combine": backend, "write_pages": backend, "prepare_heads": triton_heads}
 _HOPPER = GPUTarget("cuda", 90, 32)
 
 
@@ -29,7 +30,7 @@ class Noting:
         def launch(*arguments: Any, **constants: Any) -> None:
             named, specialization, options = self.bind(*arguments, **constants)
             self.seen.setdefault(f"{self.name} {specialization} {sorted(options.items())}", named)
-            for name in ("out", "weight"):
+            for name in ("out", "weight", "prepared"):
                 if isinstance(named.get(name), torch.Tensor):
                     named[name].zero_()
 
@@ -40,11 +41,11 @@ class Noting:
 def noted() -> Iterator[dict[str, dict[str, Any]]]:
     """The variants launched in here, with the arguments of each one's first launch."""
     seen: dict[str, dict[str, Any]] = {}
-    kernels = {name: getattr(backend, name) for name in KERNELS}
+    kernels = {name: getattr(module, name) for name, module in KERNELS.items()}
     for name, kernel in kernels.items():
-        setattr(backend, name, Noting(kernel, seen))
+        setattr(KERNELS[name], name, Noting(kernel, seen))
     try:
         yield seen
     finally:
         for name, kernel in kernels.items():
-            setattr(backend, name, kernel)
+            setattr(KERNELS[name], name, kernel)
