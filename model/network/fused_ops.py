@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.network.norms import OffsetRMSNorm
 from model.network.rotary import rotate
 from model.system import fallbacks
 
@@ -80,8 +81,33 @@ def _add_layer(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: f
     return total, functional.layer_norm(total, weight.shape, weight, bias, eps)
 
 
-def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """`x + y` and its norm, `[T, d]` each."""
+@fused
+def _add_offset_rms(x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, _rms(total, gain, eps)
+
+
+@fused
+def _norm_add_norm(
+    x: Tensor, y: Tensor, output_gain: Tensor, output_eps: float, gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + _rms(y, output_gain, output_eps)
+    return total, _rms(total, gain, eps)
+
+
+def _rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """The norm of `OffsetRMSNorm`, of a float32 gain."""
+    return functional.rms_norm(x.float(), gain.shape, gain, eps).to(x.dtype)
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module, output: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    """`x + output(y)` and its norm, `[T, d]` each; no `output` norm is the identity."""
+    if isinstance(norm, OffsetRMSNorm):
+        if isinstance(output, OffsetRMSNorm):
+            return _norm_add_norm(x, y, output.gain, output.eps, norm.gain, norm.eps)
+        if output is None:
+            return _add_offset_rms(x, y, norm.gain, norm.eps)
+    y = output(y) if output is not None else y
     if type(norm) is nn.RMSNorm and norm.eps is not None:
         return _add_rms(x, y, norm.weight, norm.eps)
     if type(norm) is nn.LayerNorm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
@@ -15,6 +17,33 @@ from model.network.mlp import MLP
 from model.network.norms import SublayerNorms
 from model.network.score_bias import BucketBias, RelativeBias
 from model.network.step_context import StepContext
+
+
+@dataclass(slots=True)
+class Update:
+    """What a sublayer adds to the residual stream."""
+
+    rows: Tensor  # [T, d]
+    norm: nn.Module | None  # which they go through first
+
+
+@dataclass(slots=True)
+class Residual:
+    """The residual stream, of which the last sum may not be computed yet."""
+
+    x: Tensor  # [T, d]
+    update: Update | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The stream with its update."""
+        return self.normed(nn.Identity())[0]
+
+    def normed(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The stream with its update, and the norm of that."""
+        if self.update is None:
+            return self.x, norm(self.x)
+        return add_norm(self.x, self.update.rows, norm, self.update.norm)
 
 
 class Layer(nn.Module):
@@ -45,17 +74,25 @@ class Layer(nn.Module):
         self.mlp = MLP(config.feed_forward, hidden_size, linear.within("mlp"))
 
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
+        return self.advance(Residual(x), step, cache).whole
+
+    def advance(self, residual: Residual, step: StepContext, cache: LayerCache | None) -> Residual:
+        """As `forward`, but with sums left open: whatever norm comes next is computed with them."""
         attn, mlp = self.attn_norms, self.mlp_norms
-        mixed = _output(attn, self.attn(attn.pre(x), step, cache, self._score_bias(step)))
+        x, read = residual.normed(attn.pre)
+        mixed = self.attn(read, step, cache, self._score_bias(step))
         if self.config.parallel:
-            return x + mixed + _output(mlp, self.mlp(mlp.pre(x)))
+            mixed = attn.output(mixed) if attn.has_output else mixed
+            return Residual(x + mixed, Update(self.mlp(mlp.pre(x)), mlp.output if mlp.has_output else None))
         if self.cross is None:
-            x, read = _join(x, mixed, attn.post, mlp.pre)
+            x, read = _join(x, mixed, attn, mlp.pre)
         else:
-            x, read = _join(x, mixed, attn.post, self.cross_norms.pre)
-            mixed = _output(self.cross_norms, self.cross(read, step, cache))
-            x, read = _join(x, mixed, self.cross_norms.post, mlp.pre)
-        return mlp.post(x + _output(mlp, self.mlp(read)))
+            x, read = _join(x, mixed, attn, self.cross_norms.pre)
+            x, read = _join(x, self.cross(read, step, cache), self.cross_norms, mlp.pre)
+        last = Update(self.mlp(read), mlp.output if mlp.has_output else None)
+        if isinstance(mlp.post, nn.Identity):
+            return Residual(x, last)
+        return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])
 
     def _score_bias(self, step: StepContext) -> ScoreBias | None:
         """What the layer's positions add to its scores."""
@@ -72,14 +109,10 @@ class Layer(nn.Module):
         return scores
 
 
-def _output(norms: SublayerNorms, y: Tensor) -> Tensor:
-    """A sublayer's output as it is added to the residual stream."""
-    return norms.output(y) if norms.has_output else y
-
-
-def _join(x: Tensor, mixed: Tensor, norm: nn.Module, following: nn.Module) -> tuple[Tensor, Tensor]:
-    """`norm(x + mixed)`, and that as the next sublayer reads it; whichever norm is there comes with the sum."""
-    if isinstance(norm, nn.Identity):
-        return add_norm(x, mixed, following)
-    x = add_norm(x, mixed, norm)[1]
+def _join(x: Tensor, mixed: Tensor, norms: SublayerNorms, following: nn.Module) -> tuple[Tensor, Tensor]:
+    """`post(x + output(mixed))`, and that as the next sublayer reads it; a norm comes with the sum."""
+    output = norms.output if norms.has_output else None
+    if isinstance(norms.post, nn.Identity):
+        return add_norm(x, mixed, following, output)
+    x = add_norm(x, mixed, norms.post, output)[1]
     return x, following(x)

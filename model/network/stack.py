@@ -16,7 +16,7 @@ from model.network.convolution import Convolution
 from model.network.disentangled import RelativeTable
 from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
 from model.network.inputs import CrossInput, StackInput
-from model.network.layer import Layer
+from model.network.layer import Layer, Residual
 from model.network.norms import build_norm
 from model.network.score_bias import BucketBias
 from model.network.step_context import StepContext
@@ -117,8 +117,9 @@ class StackPass:
         x = stack.embed(tokens, inputs)
         covers = inputs.read_rows is None and stack.runner is not None and stack.runner.covers(cache, cross)
         self._runner = stack.runner if covers else None
-        self._x = x if self._runner is None else x.float().contiguous()
-        self._step = StepContext(inputs, backend, cross, self._x.dtype, stack.bias, stack.relative)
+        x = x if self._runner is None else x.float().contiguous()
+        self._residual = Residual(x)
+        self._step = StepContext(inputs, backend, cross, x.dtype, stack.bias, stack.relative)
 
     @property
     def layers_left(self) -> int:
@@ -129,27 +130,28 @@ class StackPass:
         first = self.layers_done
         self.layers_done += min(layers, self.layers_left)
         if self._runner is not None:
-            self._runner(self._x, self._step, self._cache, range(first, self.layers_done))
+            self._runner(self._residual.x, self._step, self._cache, range(first, self.layers_done))
             return
         for index in range(first, self.layers_done):
             self._layer(index)
         if not self.layers_left:
-            self._x = self._stack.final_norm(self._x)
+            self._residual = Residual(self._residual.normed(self._stack.final_norm)[1])
 
     def finish(self) -> Tensor:
         """The hidden states `[T, d]` behind the final norm; float32 where the layers run in C."""
         if self.layers_left:
             self.advance(self.layers_left)
-        return self._x
+        return self._residual.whole
 
     def _layer(self, index: int) -> None:
-        stack, step = self._stack, self._step
+        stack, step, before = self._stack, self._step, self._residual
         if index > 0 and stack.positions is not None and stack.config.position.every_layer:
-            self._x = self._x + stack.positions(step.inputs.positions).to(self._x.dtype)
+            x = before.whole
+            before = Residual(x + stack.positions(step.inputs.positions).to(x.dtype))
         cache = self._cache.layers[index] if self._cache is not None else None
-        x, self._x = self._x, stack.layer(index)(self._x, step, cache)
+        self._residual = stack.layer(index).advance(before, step, cache)
         if index == 0 and stack.convolution is not None:
-            self._x = stack.convolution(x, self._x, step.inputs.metadata)
+            self._residual = Residual(stack.convolution(before.whole, self._residual.whole, step.inputs.metadata))
 
 
 def _shared_bias(config: StackConfig) -> BucketBias | None:

@@ -35,10 +35,37 @@ def test_a_sum_and_its_norm(norm: nn.Module, dtype: torch.dtype) -> None:
     total, normed = fused_ops.add_norm(x, y, norm)
     assert torch.equal(total, x + y)
     assert torch.equal(normed, norm(x + y))
+    for output in (filled(nn.RMSNorm(8, eps=1e-5)).to(dtype), filled(OffsetRMSNorm(8, 1e-6)).to(dtype)):
+        total, normed = fused_ops.add_norm(x, y, norm, output)
+        assert torch.equal(total, x + output(y))
+        assert torch.equal(normed, norm(total))
+
+
+def test_a_gain_follows_its_weight() -> None:
+    norm = OffsetRMSNorm(4, 1e-6).requires_grad_(False)
+    norm.weight.fill_(1.0)
+    assert norm.gain is norm.gain
+    assert norm.gain.tolist() == [2.0] * 4
+    norm.load_state_dict({"weight": torch.full((4,), 3.0)}, assign=True)
+    norm.requires_grad_(False)
+    assert norm.gain.tolist() == [4.0] * 4
+    norm.to(torch.bfloat16)
+    assert norm.gain.dtype is torch.float32
+    assert norm.gain.tolist() == [4.0] * 4
 
 
 @pytest.mark.slow  # the compiler alone takes ten seconds to import
-@pytest.mark.parametrize("function", [fused_ops._add_rms, fused_ops._add_layer, fused_ops.gated, fused_ops.rotate_both])
+@pytest.mark.parametrize(
+    "function",
+    [
+        fused_ops._add_rms,
+        fused_ops._add_layer,
+        fused_ops._add_offset_rms,
+        fused_ops._norm_add_norm,
+        fused_ops.gated,
+        fused_ops.rotate_both,
+    ],
+)
 def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-untyped-def]
     """No part of them is left to the interpreter, with any number of rows."""
     plain = function.__wrapped__
@@ -48,6 +75,8 @@ def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-unt
         inputs = {
             "_add_rms": (x, x + 1, torch.randn(16), 1e-5),
             "_add_layer": (x, x + 1, torch.randn(16), torch.randn(16), 1e-5),
+            "_add_offset_rms": (x, x + 1, torch.randn(16), 1e-5),
+            "_norm_add_norm": (x, x + 1, torch.randn(16), 1e-5, torch.randn(16), 1e-6),
             "gated": (x, nn.functional.silu),
             "rotate_both": (*(torch.randn(rows, heads, 16) for heads in (4, 2)), *torch.randn(2, rows, 1, 8)),
         }[plain.__name__]
