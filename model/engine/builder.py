@@ -36,6 +36,7 @@ from model.engine.warmup import warm_up
 from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
+from model.linear.fp8 import unsupported as fp8_unsupported
 from model.native.library import Kind
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
@@ -190,8 +191,22 @@ def linears_of(
             quantized=engine.quantization == "int8",
             batch_invariant=engine.batch_invariant,
         )
-    ranks = engine.tensor_parallel_size
-    return LinearFactory(dtype, device, collective=Group(Shard(0, ranks), device) if ranks > 1 else None)
+    ranks, fp8 = engine.tensor_parallel_size, fp8_projections(engine, config, device)
+    return LinearFactory(dtype, device, fp8=fp8, collective=Group(Shard(0, ranks), device) if ranks > 1 else None)
+
+
+def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.device) -> tuple[str, ...] | None:
+    """Patterns of the projections that are quantised to fp8; None where what is stored so cannot stay so either."""
+    missing = fp8_unsupported(device)
+    if missing is None and device.type == "cpu" and engine.attention_backend != "triton":
+        missing = "a CPU does not multiply fp8"
+    if engine.quantization != "fp8":
+        return None if missing is not None else ()
+    if missing is not None:
+        raise ConfigError(
+            f"quantization fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; a CPU serves int8"
+        )
+    return tuple(f"{stack}.layers.*" for stack in config.stacks)
 
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
@@ -265,6 +280,8 @@ def _rank_processes(model: Transformer) -> RankProcesses | None:
 
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
     """Refuse what only the native kernels can do where they are not, or do not compute the model."""
+    if engine.quantization == "fp8" and selection.library is not None:
+        raise ConfigError("quantization fp8 is for GPUs of compute capability 8.9 and later; a CPU serves int8")
     if selection.library is not None:
         reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items()}
         left = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -279,7 +296,7 @@ def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selectio
                 f"batch_invariant: the native kernels do not compute {config.model_type}: {'; '.join(left.values())}"
             )
         return
-    if engine.quantization != "none":
+    if engine.quantization not in ("none", "fp8"):
         raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")
     if engine.batch_invariant:
         raise ConfigError(f"batch_invariant needs the native backend; {selection.reason}")

@@ -18,6 +18,7 @@ from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.stored_weights import stored_formats
 from model.linear.base import linears
+from model.linear.fp8 import keeps
 from model.network.build import plain_parameters
 from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
@@ -42,8 +43,11 @@ def describe_model(
     config = checkpoint.config
     device = next(model.parameters()).device
     dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
-    if spec.engine.quantization == "int8":
-        dtype, reason = "int8", "asked for"
+    kept_in_fp8 = model.linear.fp8 is not None and any(map(keeps, stored_formats(config)))
+    if spec.engine.quantization != "none":
+        dtype, reason = spec.engine.quantization, "asked for"
+    elif kept_in_fp8:
+        dtype, reason = "fp8", "the checkpoint stores it so"
     elif INT8_ROWS in stored_formats(config) and selection.library is not None:
         dtype, reason = "int8", "the checkpoint stores it so"
     elif stored := stored_formats(config):

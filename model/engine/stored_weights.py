@@ -7,6 +7,7 @@ import torch
 from model.config.formats import INT8_ROWS, Storage
 from model.config.model import ModelConfig
 from model.linear.factory import LinearFactory
+from model.linear.fp8 import keeps
 
 _ROUNDING = {
     torch.float32: "which holds them exactly",
@@ -24,9 +25,9 @@ def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
     """How stored formats are served that `linear` does not keep as they are."""
     found = []
     for storage in stored_formats(config):
-        if storage == INT8_ROWS and linear.native:
+        if (storage == INT8_ROWS and linear.native) or (linear.fp8 is not None and keeps(storage)):
             continue
-        if linear.quantized:
+        if linear.native and linear.quantized:
             kept = "int8, each rounded by at most 1/254 of the largest in its row"
         else:
             kept = f"{str(linear.dtype).removeprefix('torch.')}, {_ROUNDING[linear.dtype]}"

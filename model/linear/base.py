@@ -145,9 +145,13 @@ class Linear(nn.Module):
         parameter = self._parameters[own]
         assert parameter is not None
         if parameter.is_meta:
-            made = huge_pages.empty(parameter.shape, self.dtype, self.device)
+            made = huge_pages.empty(parameter.shape, self.kept_dtype(own), self.device)
             parameter = self._parameters[own] = nn.Parameter(made, requires_grad=False)
         return parameter.detach()
+
+    def kept_dtype(self, name: str) -> torch.dtype:
+        """The dtype of its parameter `name`."""
+        return self.dtype
 
     def finish(self) -> None:
         """Do what can only be done once every tensor is there."""
@@ -155,7 +159,7 @@ class Linear(nn.Module):
     def array_specs(self) -> dict[str, tuple[torch.dtype, Shape]]:
         """The arrays that it keeps once it is filled: dtypes and shapes by name."""
         return {
-            name: (self.dtype, tuple(parameter.shape))
+            name: (self.kept_dtype(name), tuple(parameter.shape))
             for name, parameter in self._parameters.items()
             if parameter is not None
         }
@@ -172,13 +176,18 @@ class Linear(nn.Module):
     @property
     def nbytes(self) -> int:
         """The memory that it takes once it is filled."""
-        return sum(self._nbytes(parameter) for parameter in self.parameters())
+        return sum(self._nbytes(name, parameter) for name, parameter in self.named_parameters(recurse=False))
 
-    def _nbytes(self, parameter: Tensor) -> int:
-        return parameter.numel() * (self.dtype if parameter.is_meta else parameter.dtype).itemsize
+    def _nbytes(self, name: str, parameter: Tensor) -> int:
+        return parameter.numel() * (self.kept_dtype(name) if parameter.is_meta else parameter.dtype).itemsize
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
+
+
+def softcapped(outputs: Tensor, softcap: float | None) -> Tensor:
+    """`softcap * tanh(y / softcap)` of outputs y, where there is one."""
+    return outputs if softcap is None else torch.tanh(outputs / softcap) * softcap
 
 
 def linears(module: nn.Module) -> Iterator[Linear]:

@@ -13,6 +13,7 @@ from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Sto
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
+from model.linear.fp8 import Fp8Linear, keeps
 from model.linear.native import native_linear
 from model.linear.parallel import Collective, ParallelLinear
 from model.native.library import Library
@@ -33,6 +34,8 @@ class LinearFactory:
     stored_as: Mapping[str, Storage] = field(
         default_factory=dict
     )  # by name, what the checkpoint does not have as floats
+    # Patterns of names of what torch keeps in fp8, beside what is stored so; None: nothing is.
+    fp8: tuple[str, ...] | None = None
     collective: Collective | None = None  # the ranks that share the network; None: there is one
     prefix: str = ""  # of the names in the specs that it is given
 
@@ -53,9 +56,16 @@ class LinearFactory:
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)
+        if self._in_fp8(spec.name, stored_as):
+            return Fp8Linear(spec, self.dtype, self.device, stored_as)
         if stored_as == FLOAT:
             return FloatLinear(spec, self.dtype, self.device)
         return DequantizedLinear(spec, self.dtype, self.device, stored_as)
+
+    def _in_fp8(self, name: str, stored_as: Storage) -> bool:
+        if self.fp8 is None or not keeps(stored_as):
+            return False
+        return stored_as != FLOAT or any(fnmatchcase(name, pattern) for pattern in self.fp8)
 
     def within(self, name: str) -> LinearFactory:
         """The same for the projections of the module `name`."""
@@ -64,11 +74,13 @@ class LinearFactory:
     @property
     def quantized(self) -> bool:
         """Whether any matrix is kept in fewer bits than the network computes in."""
-        return any(number_format.weight is NumberKind.INT8 for _, number_format in self.native)
+        return bool(self.fp8) or any(number_format.weight is NumberKind.INT8 for _, number_format in self.native)
 
     def __str__(self) -> str:
         """The number format by the setting that asks for it."""
-        return "quantization int8" if self.quantized else f"dtype {str(self.dtype).removeprefix('torch.')}"
+        if not self.quantized:
+            return f"dtype {str(self.dtype).removeprefix('torch.')}"
+        return "quantization fp8" if self.fp8 else "quantization int8"
 
     @property
     def shard(self) -> Shard:

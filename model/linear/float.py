@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from model.config.formats import Storage
 from model.config.sharding import Index
-from model.linear.base import Linear, LinearSpec, TensorShape
+from model.linear.base import Linear, LinearSpec, TensorShape, softcapped
 from model.linear.scales import StoredScales
 
 
@@ -23,7 +23,7 @@ class FloatLinear(Linear):
         self.bias = nn.Parameter(torch.empty(spec.num_outputs)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
+        return softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
 
 
 class DequantizedLinear(FloatLinear):
@@ -64,8 +64,4 @@ class TiedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.tied().to(x.dtype)  # a table may be kept in fewer bits than the network computes in
-        return _softcapped(functional.linear(x, weight, self.bias), self.spec.softcap)
-
-
-def _softcapped(outputs: Tensor, softcap: float | None) -> Tensor:
-    return outputs if softcap is None else torch.tanh(outputs / softcap) * softcap
+        return softcapped(functional.linear(x, weight, self.bias), self.spec.softcap)

@@ -53,7 +53,7 @@ class ParallelLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        return self.product.nbytes + (0 if self.bias is None else self._nbytes(self.bias))
+        return self.product.nbytes + (0 if self.bias is None else self._nbytes("bias", self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         whole = self.collective.sum(self.product(x))

@@ -93,7 +93,9 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """What the network computes in; of quantised matrices, what their rows come and go in."""
-        return next(parameter for name, parameter in self.named_parameters() if name != "tokens.weight").dtype
+        others = ("tokens.weight", "weight_scale")
+        floats = (parameter for name, parameter in self.named_parameters() if not name.endswith(others))
+        return next(parameter.dtype for parameter in floats if parameter.dtype is not torch.float8_e4m3fn)
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         assert self.tokens is not None

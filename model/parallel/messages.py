@@ -31,6 +31,7 @@ class Load(msgspec.Struct, tag=True):
     dtype: str
     device: str
     attention_backend: str
+    fp8: tuple[str, ...] | None  # as `LinearFactory` has it
 
 
 class Pools(msgspec.Struct, tag=True):

@@ -118,7 +118,7 @@ def load_rank0(
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
     assert isinstance(group, Group)
     loads = [
-        Load(path, pickle, max_model_len, dtype, str(rank_device(group.device, rank)), preferred)
+        Load(path, pickle, max_model_len, dtype, str(rank_device(group.device, rank)), preferred, linear.fp8)
         for rank in range(1, group.shard.size)
     ]
     rank_processes = RankProcesses(name, group, loads)

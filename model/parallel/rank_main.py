@@ -76,7 +76,8 @@ class RankWorker:
         group = Group(self._shard, device)
         found = select_backend(device, dtype, load.attention_backend)
         selection = select_layers(found, self._shard.config(checkpoint.config), dtype, dtype)
-        self._model = load_model(checkpoint, selection.backend, LinearFactory(dtype, device, collective=group))
+        linear = LinearFactory(dtype, device, fp8=load.fp8, collective=group)
+        self._model = load_model(checkpoint, selection.backend, linear)
         self._group = group
         self._answer()
         group.connect(self._rendezvous)

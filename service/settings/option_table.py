@@ -184,7 +184,7 @@ OPTIONS: tuple[Option, ...] = (
         "quantization",
         one_of(*QUANTIZATIONS),
         _ENGINE.quantization,
-        "int8: weight matrices and their inputs in 8 bits, on a CPU",
+        "weight matrices and their inputs in 8 bits: int8 on a CPU, fp8 on a GPU of compute capability 8.9 and later",
         "|".join(QUANTIZATIONS),
         per_model=True,
     ),

@@ -27,11 +27,12 @@ from model.api.request import SamplingParams
 from model.attention import triton_heads
 from model.attention.preparation import HeadNorm, Preparation
 from model.cache.paged import LayerCache
+from model.linear import triton_fp8
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
-TYPES |= {torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CPU = torch.device("cpu")
 
@@ -86,6 +87,7 @@ def taken(made: Any) -> dict[str, Any]:
         "warp_group_products": made.asm["ptx"].count("wgmma.mma_async"),
         "contracted": made.asm["ptx"].count("fma.rn"),
         "asynchronous_copies": made.asm["ptx"].count("cp.async.c"),
+        "fp8_products": made.asm["ptx"].count("e4m3.e4m3"),
     }
 
 
@@ -95,6 +97,8 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
         (triton_heads, "prepare_heads"),
         (triton_sampling, "sampling_kernel"),
+        (triton_fp8, "quantize"),
+        (triton_fp8, "scaled_product"),
     ]
     before = [getattr(module, name) for module, name in kernels]
     for (module, name), kernel in zip(kernels, before, strict=True):
@@ -162,6 +166,15 @@ def main(capability: int) -> None:
             triton_sampling.launch_sampling(logits, tokens, [1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
         for kernel in found:
             print(json.dumps({"case": f"draw {vocabulary} {dtype}", **kernel}), flush=True)
+    for rows, block in product((1, 16, 40, 300), ((1, 0), (128, 128))) if capability >= 89 else ():
+        with compiling(capability) as found:
+            outputs, width = 256, 1024
+            numbers, scales = triton_fp8.quantize_rows(torch.zeros(rows, width, dtype=torch.bfloat16), block[1])
+            weight = torch.zeros(outputs, width, dtype=torch.float8_e4m3fn)
+            weight_scales = torch.zeros(outputs // block[0], width // block[1] if block[1] else 1)
+            triton_fp8.multiply(numbers, scales, weight, weight_scales, None, block, torch.bfloat16)
+        for kernel in found:
+            print(json.dumps({"case": f"fp8 {rows} {block}", **kernel}), flush=True)
 
 
 if __name__ == "__main__":

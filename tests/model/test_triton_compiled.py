@@ -25,8 +25,10 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    attention = {"attend", "combine", "write_pages", "prepare_heads"}
-    assert {kernel["kernel"] for kernel in kernels} == attention | {"sampling_kernel"}
+    names = {"attend", "combine", "write_pages", "prepare_heads", "sampling_kernel"}
+    if capability >= 89:  # the first that has fp8
+        names |= {"quantize", "scaled_product"}
+    assert {kernel["kernel"] for kernel in kernels} == names
     for kernel in kernels:
         assert kernel["shared"] <= SHARED, kernel
         narrow = "bfloat16" in kernel["case"]
@@ -34,6 +36,13 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
         if (capability == 90 and narrow) or small:
             assert kernel["stack"] == 0, kernel  # nothing is spilt
         assert kernel["stack"] < 1024, kernel
+        if kernel["kernel"] in ("quantize", "scaled_product"):
+            assert kernel["stack"] == 0, kernel
+        if kernel["kernel"] == "scaled_product":
+            assert kernel["asynchronous_copies"] > 0, kernel
+            few = kernel["case"].startswith(("fp8 1 ", "fp8 16 "))  # on Hopper they are multiplied as float16
+            assert (kernel["fp8_products"] > 0) == (capability == 89 or not few), kernel
+            assert (kernel["warp_group_products"] > 0) == (capability == 90 and not few), kernel
         if kernel["kernel"] == "prepare_heads":
             assert kernel["registers"] <= 64, kernel  # so that its programs fill a processor
         if kernel["kernel"] in ("write_pages", "prepare_heads"):
