@@ -13,13 +13,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.core import errors
 from service.core.engine_client import EngineClient
 from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
 from service.http.bodies import cancel_all
+from service.http.direct_routes import DirectRoutes, direct_endpoints
 from service.http.middleware import ContextMiddleware, GuardMiddleware
 from service.http.sse import DIRECT
 from service.lifecycle.state import Service
@@ -38,7 +39,7 @@ from service.routes import (
     ranking,
     tokens,
 )
-from service.settings.api_keys import KeyRing
+from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import ServiceSettings
 
 _TASKS = {
@@ -56,11 +57,29 @@ _DESCRIPTION = (
 
 
 class _Application(FastAPI):
-    """Puts the server's own `send` into the scope, so that the body of a stream bypasses the middleware."""
+    """Calls the endpoints of direct routes behind the middleware alone, and all others as FastAPI does.
+
+    The server's own `send` is put into the scope, so that the body of a stream bypasses the middleware.
+    """
+
+    _direct_paths: frozenset[str] = frozenset()
+    _direct: ASGIApp
+
+    def call_directly(self) -> None:
+        """Take what can be called directly out of the present routes."""
+        endpoints = direct_endpoints(self.router.routes)
+        self._direct = DirectRoutes(endpoints)
+        for layer, arguments, options in reversed(self.user_middleware):
+            self._direct = layer(self._direct, *arguments, **options)
+        self._direct_paths = frozenset(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT] = send
-        await super().__call__(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._direct_paths:
+            scope["app"] = self
+            await self._direct(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -91,7 +110,7 @@ def create_app(
         openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
             Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
-            Middleware(GuardMiddleware, limits=settings.limits, keys=keys, admins=admins),
+            Middleware(GuardMiddleware, limits=settings.limits, keys=keys, admins=admins, tenants=Tenants()),
         ],
     )
     app.state.service = service
@@ -101,4 +120,5 @@ def create_app(
         # `include_router` would rebuild all routes, which delays the first request by 40 ms.
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)
+    app.call_directly()
     return app

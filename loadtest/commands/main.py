@@ -26,6 +26,7 @@ _APART = (
     ("quality", "loadtest.commands.quality", "what narrow numbers cost"),
     ("overhead", "loadtest.commands.overhead", "what the service adds to the engine"),
     ("front", "loadtest.commands.front", "what the service costs a token, at any rate"),
+    ("requests", "loadtest.commands.requests", "what a request costs the service"),
     ("faults", "loadtest.faults.command", "what clients see when something goes wrong"),
 )
 

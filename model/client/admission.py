@@ -27,6 +27,8 @@ class Admission:
         self.set_limits(config.limits())
         self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request
         self._waiting_tokens: dict[str, int] = {}  # by id of every request without an output
+        self._num_sequences = 0  # sums of both
+        self._num_waiting_tokens = 0
         self._end_times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     def set_limits(self, limits: BatchLimits) -> None:
@@ -41,9 +43,12 @@ class Admission:
         With no unfinished request any number of sequences is admitted, so that no request is refused forever.
         """
         counts = sequences or dict.fromkeys(tokens, 1)
-        self.check_room(sum(counts.values()))
+        added = sum(counts.values())
+        self.check_room(added)
         self._sequences.update(counts)
         self._waiting_tokens.update(tokens)
+        self._num_sequences += added
+        self._num_waiting_tokens += sum(tokens.values())
 
     def check_room(self, sequences: int = 1) -> None:
         """Raise `QueueFullError` where `admit` would refuse this number of sequences.
@@ -51,7 +56,7 @@ class Admission:
         The token bound looks at the tokens that wait already, not at the new prompt's. So the answer is known before
         tokenisation, and long prompts are admitted as often as short ones; the last one may exceed the bound.
         """
-        if sum(self._sequences.values()) + sequences > self._max_sequences and self._sequences:
+        if self._num_sequences + sequences > self._max_sequences and self._sequences:
             raise QueueFullError("queue_requests", self._retry_after(sequences))
         if self.waiting_tokens >= self._max_waiting_tokens:
             raise QueueFullError("queue_tokens", self._retry_after(1))
@@ -64,7 +69,7 @@ class Admission:
     @property
     def waiting_tokens(self) -> int:
         """The tokens of prompts and inputs that have no output yet."""
-        return sum(self._waiting_tokens.values())
+        return self._num_waiting_tokens
 
     def demand(self, stats: EngineStats) -> Demand:
         return Demand(self.saturation(stats), self.waiting_tokens)
@@ -79,16 +84,18 @@ class Admission:
         if not stats.total_blocks:
             return tokens / self._max_waiting_tokens
         token_load = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._block_size)
-        return max(token_load, *stats.window_usage.values(), sum(self._sequences.values()) / self._max_running)
+        return max(token_load, *stats.window_usage.values(), self._num_sequences / self._max_running)
 
     def mark_started(self, request_id: str) -> None:
         """Stop counting a request's tokens as waiting: it has an output."""
-        self._waiting_tokens.pop(request_id, None)
+        self._num_waiting_tokens -= self._waiting_tokens.pop(request_id, 0)
 
     def release(self, request_id: str) -> None:
         """Stop counting a finished request; an unknown id is ignored."""
-        self._waiting_tokens.pop(request_id, None)
-        if self._sequences.pop(request_id, None) is not None:
+        self.mark_started(request_id)
+        sequences = self._sequences.pop(request_id, None)
+        if sequences is not None:
+            self._num_sequences -= sequences
             self._end_times.append(time.monotonic())
 
     def _retry_after(self, sequences: int) -> float:

@@ -11,12 +11,13 @@ import numpy as np
 import orjson
 import pydantic_core
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
 from service.core.errors import ApiError, client_gone, from_validation, invalid
 from service.core.request_context import RequestContext, current
+from service.http.connection_loss import LOSS, ConnectionLoss
 from service.schemas.types import TextPair
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ def _list_of_array(value: object) -> object:
 
 
 _json = msgspec.json.Encoder(enc_hook=_list_of_array)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def context_of_request() -> RequestContext:
@@ -71,19 +73,28 @@ def with_model_of_query(request: Request, body: B) -> B:
 
 async def _raw_body(request: Request) -> bytes:
     _check_content_type(request)
-    try:
-        raw = await request.body()
-    except ClientDisconnect:
-        raise client_gone() from None
-    if not raw.strip():
+    raw = await _received(request.receive)
+    if not raw or raw.isspace():
         raise invalid("the body is empty; expected a JSON object", code="invalid_json")
     return raw
+
+
+async def _received(receive: Receive) -> bytes:
+    """Return the whole body."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_gone()
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _keys(raw: bytes) -> list[str]:
     """Return the top-level keys of a JSON object; none if it is something else."""
     try:
-        return list(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+        return list(_object.decode(raw))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         pass
     try:  # Pydantic's parser accepts NaN, which the models then refuse, naming the field
@@ -107,7 +118,10 @@ def _parse(raw: bytes, model: type[B]) -> B:
 
 def _check_content_type(request: Request) -> None:
     """Require a JSON content type: browsers send other types across sites without a CORS check."""
-    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    declared = request.headers.get("content-type", "")
+    if declared == "application/json":
+        return
+    declared = declared.partition(";")[0].strip().lower()
     if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
         message = "send JSON with the header Content-Type: application/json"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
@@ -129,6 +143,9 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancels it and raises `ApiError` 499 when the client disconnects."""
+    loss: ConnectionLoss | None = request.scope.get(LOSS)
+    if loss is not None:
+        return await loss.cancels(work)
     task = asyncio.create_task(work)
     watch = asyncio.create_task(wait_for_disconnect(request.receive))
     try:

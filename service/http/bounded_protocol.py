@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -14,12 +15,14 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
+from service.http.connection_loss import LOSS, ConnectionLoss
 from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
 _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
+_JOINED_BYTES = 65_536  # copied behind a head, rather than sent as two buffers
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
@@ -53,6 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread = 0  # bytes of replies at the last check
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._losses: deque[ConnectionLoss] = deque()  # of requests without a complete reply, the oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,6 +67,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_watching()
         self._drained.discard(self)
         super().connection_lost(exc)
+        for loss in self._losses:
+            loss.lost()
 
     def data_received(self, data: bytes) -> None:
         if self in self._drained:
@@ -85,8 +91,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._progressed = self._in_body = True
+        loss = ConnectionLoss()
+        self._losses.append(loss)
+        self.scope[LOSS] = loss  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        self.cycle.transport = _ReplyTransport(self.transport, self._close)  # type: ignore[assignment]
+        self.cycle.transport = _ReplyTransport(self.transport, self._close, self.loop)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -100,6 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._losses.popleft()
         super().on_response_complete()
         if self._answered_early():
             self._drain()
@@ -198,9 +208,41 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _ReplyTransport:
-    """Is the transport that a reply writes to; the protocol decides how to close the connection."""
+    """Is the transport that a reply writes to; the protocol decides how to close the connection.
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+    The head of a reply is sent together with what follows it in the same turn of the event loop: each write is a system
+    call, and wakes the client.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, close: Callable[[], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._transport = transport
+        self._close = close
+        self._loop = loop
+        self._head: bytes | None = None
+        self._has_begun = False
         self.is_closing = transport.is_closing
-        self.close = close
+
+    def write(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._head = data
+            self._loop.call_soon(self._send_head)
+        elif self._head is None:
+            self._transport.write(data)
+        else:
+            head, self._head = self._head, None
+            if len(data) > _JOINED_BYTES:
+                self._transport.writelines((head, data))
+            else:
+                self._transport.write(head + data)
+
+    def close(self) -> None:
+        self._send_head()
+        self._close()
+
+    def _send_head(self) -> None:
+        head, self._head = self._head, None
+        if head is not None and not self.is_closing():
+            self._transport.write(head)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
-from model.api.request import FinishReason, TokenLogprob, TokenOutput
+from model.api.request import FinishReason, Timings, TokenLogprob, TokenOutput
 from service.core.errors import ApiError
 from service.lifecycle.jobs import Job, combined_outcome
 from service.observability.metrics import Metrics
@@ -89,7 +88,7 @@ class Generation:
     def tail(self) -> Json:
         """Return usage and timings, for the reply or a stream's last event."""
         usage = _usage(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
-        return {"usage": usage, "timings": asdict(self._job.timings())}
+        return {"usage": usage, "timings": _timings(self._job.timings())}
 
     def joined(self, deltas: Sequence[Json]) -> list[Json]:
         """Join deltas to choices, in order."""
@@ -190,7 +189,7 @@ def encode_reply(plan: EncodePlan, items: Sequence[Json], job: Job) -> Json:
         "data": items,
         **labels,
         "usage": _usage(plan.prompt_tokens, 0, 0),
-        "timings": asdict(job.timings()),
+        "timings": _timings(job.timings()),
     }
 
 
@@ -200,4 +199,14 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Js
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "cached_tokens": cached_tokens,
+    }
+
+
+def _timings(found: Timings) -> Json:
+    return {
+        "queue_ms": found.queue_ms,
+        "prefill_ms": found.prefill_ms,
+        "decode_ms": found.decode_ms,
+        "ttft_ms": found.ttft_ms,
+        "total_ms": found.total_ms,
     }

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
-import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import (
@@ -30,12 +27,15 @@ from service.core.errors import (
 from service.core.request_context import RequestContext, current, request_id_from, set_current
 from service.observability.logs import access
 from service.observability.metrics import Metrics
-from service.settings.api_keys import KeyRing
+from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import Limits
 
 ADMIN_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
+
+
+_Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ContextMiddleware:
@@ -50,12 +50,12 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers = scope["headers"]
         context = RequestContext(
-            request_id=request_id_from(headers.get("x-request-id")),
+            request_id=request_id_from(_header(headers, b"x-request-id")),
             task=self._tasks.get(scope["path"]) if scope["method"] == "POST" else None,
             path=scope["path"],
-            traceparent=headers.get("traceparent", ""),
+            traceparent=_header(headers, b"traceparent") or "",
         )
         set_current(context)
         if context.task is not None:
@@ -73,7 +73,7 @@ class ContextMiddleware:
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = context.request_id
+                message["headers"] = [*message["headers"], (b"x-request-id", context.request_id.encode("latin-1"))]
             await send(message)
 
         try:
@@ -88,13 +88,15 @@ class ContextMiddleware:
 class GuardMiddleware:
     """Refuses large headers (431), missing and wrong keys (401, 403), and large or slow bodies (413, 408)."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing | None, admins: KeyRing | None) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: Limits, keys: KeyRing | None, admins: KeyRing | None, tenants: Tenants
+    ) -> None:
         """`admins`: the keys of the routes for operators, which are off without any."""
         self._app = app
         self._limits = limits
         self._keys = keys
         self._admins = admins
-        self._secret = secrets.token_bytes(32)
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,22 +120,22 @@ class GuardMiddleware:
             raise headers_too_large(message)
 
     def _check_key(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+        headers = scope["headers"]
         if scope["path"] in ADMIN_PATHS and self._admins is not None:
             self._check_admin_key(self._admins, headers)
             return
         if self._keys is not None and scope["path"] not in OPEN_PATHS:
-            digest = self._keys.find(_key_in(headers.get("authorization", "")))
+            digest = self._keys.find(_key_in(_header(headers, b"authorization") or ""))
             if digest is None:
-                page = "text/html" in headers.get("accept", "")
+                page = "text/html" in (_header(headers, b"accept") or "")
                 raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if page else "Bearer")
             context = current()
             if context is not None:
-                context.tenant = hmac.new(self._secret, digest, "sha256").hexdigest()
+                context.tenant = self._tenants.name(digest)
 
-    def _check_admin_key(self, admins: KeyRing, headers: Headers) -> None:
+    def _check_admin_key(self, admins: KeyRing, headers: _Headers) -> None:
         """Raise a 401 without an admin key, a 403 with a key that is only an API key."""
-        key = _key_in(headers.get("authorization", ""))
+        key = _key_in(_header(headers, b"authorization") or "")
         if admins.find(key) is not None:
             return
         if self._keys is not None and self._keys.find(key) is not None:
@@ -141,7 +143,7 @@ class GuardMiddleware:
         raise unauthorized("an admin key is needed: Authorization: Bearer KEY")
 
     def _check_declared_body(self, scope: Scope) -> None:
-        declared = Headers(scope=scope).get("content-length", "")
+        declared = _header(scope["headers"], b"content-length") or ""
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._limits.max_body_bytes):
             raise self._too_large()
 
@@ -172,6 +174,14 @@ class GuardMiddleware:
 
     def _too_large(self) -> ApiError:
         return too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
+
+
+def _header(headers: _Headers, name: bytes) -> str | None:
+    """Return the first header of this name, which is in lower case."""
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
 
 
 def _key_in(authorization: str) -> bytes:

@@ -161,9 +161,10 @@ class Jobs:
         self._running.pop(job, None)
         if job.context.accepted and job.outcome is not None:
             job.context.outcome = job.outcome.value
-            self._metrics.ended(job.context, job.outcome, job.timings(), job.has_output)
+            timings = job.timings()
+            self._metrics.ended(job.context, job.outcome, timings, job.has_output)
             if self._tracer is not None:
-                self._tracer.ended(job.context, job.outcome, job.timings(), job.has_output)
+                self._tracer.ended(job.context, job.outcome, timings, job.has_output)
         self._set_idle_if_done()
 
     def _set_idle_if_done(self) -> None:

@@ -33,26 +33,35 @@ def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbo
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     logging.getLogger("uvicorn.access").disabled = True
+    # What no line shows need not be looked up for each.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def access(context: RequestContext, method: str, path: str) -> None:
     """Log one request. The path comes from the client, so it is shortened, and quoted if it is not printable ASCII."""
+    level = logging.DEBUG if path in _QUIET and context.status < 400 else logging.INFO
+    if not _access.isEnabledFor(level):
+        return
     shown = path if len(path) <= 100 else path[:97] + "..."
-    fields = {
-        "method": method[:16],
-        "path": shown if shown.isascii() and shown.isprintable() else ascii(shown),
+    if not (shown.isascii() and shown.isprintable()):
+        shown = ascii(shown)
+    method, milliseconds = method[:16], round((time.monotonic() - context.started) * 1000, 1)
+    outcome = context.outcome or context.rejection
+    text = f"{method} {shown} {context.status} {milliseconds} ms"
+    if context.model:
+        text += f" {context.model} {context.tokens_in} in {context.tokens_out} out {outcome}"
+    record = logging.LogRecord(_access.name, level, __file__, 0, text, (), None)  # without a search for the caller
+    record.fields = {
+        "method": method,
+        "path": shown,
         "status": context.status,
-        "ms": round((time.monotonic() - context.started) * 1000, 1),
+        "ms": milliseconds,
         "model": context.model,
         "tokens_in": context.tokens_in,
         "tokens_out": context.tokens_out,
-        "outcome": context.outcome or context.rejection,
+        "outcome": outcome,
     }
-    level = logging.DEBUG if path in _QUIET and context.status < 400 else logging.INFO
-    text = "{method} {path} {status} {ms} ms".format(**fields)
-    if context.model:
-        text += " {model} {tokens_in} in {tokens_out} out {outcome}".format(**fields)
-    _access.log(level, "%s", text, extra={"fields": fields})
+    _access.handle(record)
 
 
 class _SafeFormatter(logging.Formatter):

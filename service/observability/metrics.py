@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
 from prometheus_client.registry import Collector
@@ -39,6 +40,9 @@ _SECONDS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+
+F = TypeVar("F", Counter, Histogram)
 
 
 def make_folder() -> None:
@@ -216,7 +220,7 @@ class Metrics:
         self._add(self._prefix_queries, stats.model, "prefix_queries", stats.prefix_queries)
         self._add(self._prefix_hits, stats.model, "prefix_hits", stats.prefix_hits)
 
-    def _add(self, counter: Counter, model: str, name: str, value: int) -> None:
+    def _add(self, counter: _Labelled[Counter], model: str, name: str, value: int) -> None:
         """Add what an engine has counted since the last update; a new engine counts from 0."""
         seen = self._seen.get((model, name), 0)
         counter.labels(model).inc(value - seen if value >= seen else value)
@@ -224,11 +228,14 @@ class Metrics:
 
     # Definitions
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"triptych_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> _Labelled[Counter]:
+        return _Labelled(Counter(f"triptych_{name}", text, labels, registry=self.registry))
 
-    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-        return Histogram(f"triptych_{name}", text, ("model", *labels), registry=self.registry, buckets=buckets)
+    def _histogram(
+        self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS
+    ) -> _Labelled[Histogram]:
+        found = Histogram(f"triptych_{name}", text, ("model", *labels), registry=self.registry, buckets=buckets)
+        return _Labelled(found)
 
     def _gauge(self, name: str, text: str, *labels: str, over_replicas: Literal["sum", "max"] = "sum") -> Gauge:
         mode: Literal["livesum", "livemax"] = "livesum" if over_replicas == "sum" else "livemax"
@@ -338,6 +345,13 @@ def _drop_unloaded(families: Iterable[Metric]) -> None:
     for family in families:
         if family.type == "gauge":
             family.samples = [sample for sample in family.samples if sample.labels["model"] in served]
+
+
+class _Labelled(Generic[F]):
+    """Remembers a family's metric for each combination of labels: the library looks one up under a lock."""
+
+    def __init__(self, family: F) -> None:
+        self.labels: Callable[..., F] = cache(family.labels)
 
 
 class TokenCounter:

@@ -163,7 +163,7 @@ class GeneratePlanner:
             request_id=name,
             model=served.name,
             prompt_token_ids=forced if served.is_encoder_decoder else ids,
-            params=replace(sampling_params(body, served, max(1, max_tokens)), grammar=grammar),
+            params=sampling_params(body, served, max(1, max_tokens), grammar),
             source=token_source(ids) if served.is_encoder_decoder else None,
             priority=body.priority,
             cache_salt=_salt(body.cache_salt),

@@ -26,7 +26,7 @@ _BEAM_FIELDS = ("num_beams", "length_penalty", "early_stopping")
 _NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "typical_p", "seed", "stop", "logprobs", "prompt_logprobs")
 
 
-def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int) -> SamplingParams:
+def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, grammar: str = "") -> SamplingParams:
     """Merge the client's fields over the checkpoint's defaults, and those over greedy decoding."""
     chosen = {name: served.checkpoint.sampling_defaults.get(name) for name in _SAMPLING_FIELDS}
     chosen |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
@@ -51,6 +51,7 @@ def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int) ->
         skip_special_tokens=body.skip_special_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
         **sampling,
         **_beams(body, served),
     )

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from service.settings.service_settings import ServiceSettings, check_key
 
 _CHECK_SECONDS = 1.0  # between two checks of the file
 _MAX_BYTES = 1 << 20
+_MAX_NAMED = 4_096  # keys whose tenants are remembered
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,23 @@ class KeyRing:
             logger.error("the keys are unchanged: %s", error)
         else:
             logger.info("read %d keys of %s again", len(self._from_file), self._setting)
+
+
+class Tenants:
+    """Names the holders of keys by hashes with a secret of this process, which tell nothing about the keys."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._names: dict[bytes, str] = {}
+
+    def name(self, key_digest: bytes) -> str:
+        """Return the name of a valid key's holder, by the key's digest."""
+        name = self._names.get(key_digest)
+        if name is None:
+            if len(self._names) >= _MAX_NAMED:  # the file of keys has changed often
+                self._names.clear()
+            name = self._names[key_digest] = hmac.new(self._secret, key_digest, "sha256").hexdigest()
+        return name
 
 
 def digest(key: bytes) -> bytes:

@@ -116,6 +116,7 @@ def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
         (["quality", "--pairs", "0"], "--pairs: found '0', expected a whole number above 0"),
         (["overhead", "--model", "nope"], "--model: nope: no such folder"),
         (["overhead", "--streams", "0"], "--streams: found '0', expected a whole number above 0"),
+        (["requests", "--rounds", "0"], "--rounds: found '0', expected a whole number above 0"),
         (["faults", "--write", "not/there.md"], "--write: not/there.md: No such file"),
     ],
 )

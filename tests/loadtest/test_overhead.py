@@ -1,4 +1,4 @@
-"""The command `overhead`, run once on a small model."""
+"""The commands `overhead` and `requests`, run once on small models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.bench import models
-from loadtest.commands import overhead
+from loadtest.commands import overhead, requests
 from loadtest.errors import UsageError
 from tests.bench_models import small_models
 
@@ -66,6 +66,17 @@ def test_texts_of_an_encoder_are_counted_on_both_sides() -> None:
     assert all(value > 0 for value in pair.values())
     share = pair["service_texts_per_s"] / pair["engine_texts_per_s"]
     assert told["results"]["local"]["share"] == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_requests_and_refusals_have_a_cost_each() -> None:
+    command = [sys.executable, "-m", "loadtest", "requests", "--rounds", "1", "--requests", "100"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    *texts, line = done.stdout.strip().splitlines()
+    found = json.loads(line)["service_us"]
+    assert list(found) == [*requests.KINDS, *requests.FULL] == [text.rpartition(": ")[0] for text in texts]
+    assert all(len(costs) == 1 for costs in found.values())
+    assert found["/generate, 1 token"][0] > 0
 
 
 @pytest.mark.parametrize(

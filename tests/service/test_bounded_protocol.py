@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from service.core.errors import ApiError
+from service.http.bodies import cancel_on_disconnect
 from service.http.bounded_protocol import BoundedProtocol, bounded_protocol
+from service.http.connection_loss import LOSS, ConnectionLoss
 from service.settings.service_settings import Limits
 
 _made: list[Connection] = []
@@ -37,6 +41,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.create_task = asyncio.get_running_loop().create_task
+        self.call_soon = asyncio.get_running_loop().call_soon
         self.now = 0.0
         self.timers: list[Timer] = []
 
@@ -305,3 +310,92 @@ async def test_a_reply_that_was_read_leaves_the_connection_to_the_next_request()
         await client.send(GET + b"\r\n")
         client.loop.wait(70)
         assert not client.transport.ended
+
+
+class Answering(Connection):
+    """A connection to an application of the test's own."""
+
+    def __init__(self, application: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self.protocol.app = application  # type: ignore[assignment]
+        self.writes: list[bytes] = []
+        write = self.transport.write
+
+        def noted(data: bytes) -> None:
+            self.writes.append(data)
+            write(data)
+
+        self.transport.write = noted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000])
+@in_a_loop
+async def test_a_reply_leaves_with_its_head_in_one_write(size: int) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * size)(scope, receive, send)
+
+    client = Answering(answer)
+    for count in (1, 2):
+        await client.send(GET + b"\r\n")
+        assert len(client.writes) == count
+        assert client.writes[-1].startswith(b"HTTP/1.1 200 ") and client.writes[-1].endswith(b"\r\n\r\n" + b"x" * size)
+
+
+@in_a_loop
+async def test_the_head_of_a_stream_does_not_wait_for_its_first_event() -> None:
+    event = asyncio.Event()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await event.wait()
+        await send({"type": "http.response.body", "body": b"first", "more_body": False})
+
+    client = Answering(stream)
+    await client.send(GET + b"\r\n")
+    assert len(client.writes) == 1 and client.writes[0].endswith(b"\r\n\r\n")
+    event.set()
+    await client.send(b"")
+    assert b"first" in client.writes[1]
+
+
+@pytest.mark.parametrize("connected_to", ["this protocol", "another"])
+@in_a_loop
+async def test_work_for_a_lost_connection_is_cancelled(connected_to: str) -> None:
+    begun, seen = 0, list[object]()
+
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(60)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if connected_to == "another":
+            del scope[LOSS]
+        await receive()
+        try:
+            await cancel_on_disconnect(Request(scope, receive, send), work())
+        except ApiError as error:
+            seen.append(error.status)
+        seen.append(asyncio.current_task().cancelling())  # type: ignore[union-attr]
+
+    client = Answering(answer)
+    await client.send(GET + b"\r\n")
+    assert begun == 1 and not seen
+    client.protocol.connection_lost(None)
+    await client.send(b"") if not client.transport.ended else await asyncio.sleep(0.01)
+    assert seen == [499, 0]
+
+
+@in_a_loop
+async def test_a_task_that_is_cancelled_itself_stays_so_and_keeps_no_work_for_a_lost_connection() -> None:
+    loss = ConnectionLoss()
+    task = asyncio.create_task(loss.cancels(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await loss.cancels(asyncio.sleep(0, 7)) == 7
+    loss.lost()
+    await asyncio.sleep(0)  # nothing is cancelled now
+    with pytest.raises(ApiError, match="closed the connection"):
+        await loss.cancels(asyncio.sleep(60))
