@@ -7,9 +7,10 @@ keys and values while any of them is there (`model.engine.scheduling.block_manag
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
+
+import msgspec
 
 
 class SourceKind(StrEnum):
@@ -19,8 +20,7 @@ class SourceKind(StrEnum):
     IMAGE = "image"  # patches, behind a learned first row
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True, omit_defaults=True):
     """One input of an encoder; made by `token_source` or `image_source`, which compute the digest."""
 
     kind: SourceKind
@@ -34,8 +34,7 @@ class Source:
 
 def token_source(token_ids: tuple[int, ...], token_type_ids: tuple[int, ...] = ()) -> Source:
     """A text as token ids, one position each."""
-    ids, types = (array("q", one).tobytes() for one in (token_ids, token_type_ids))
-    digest = _digest(SourceKind.TOKENS, ids, types)
+    digest = _digest(SourceKind.TOKENS, array("q", token_ids).tobytes(), array("q", token_type_ids).tobytes())
     return Source(SourceKind.TOKENS, len(token_ids), digest, token_ids, token_type_ids)
 
 
@@ -47,8 +46,7 @@ def image_source(pixels: bytes, shape: tuple[int, int, int], num_positions: int)
 
 def _digest(kind: SourceKind, *parts: bytes) -> bytes:
     """SHA-256 over the kind and the parts, each behind its length: no border can be moved."""
-    state = sha256(kind.encode())
+    pieces = [kind.value.encode()]
     for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+        pieces += (len(part).to_bytes(8, "little"), part)
+    return sha256(b"".join(pieces)).digest()

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Protocol
 
@@ -51,6 +52,21 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Encoding:
+    """The inputs of one call of `encode`, which waits until all have their output."""
+
+    done: asyncio.Future[None]
+    left: int
+    outputs: dict[str, EncodeOutput] = field(default_factory=dict)  # by request id
+
+    def add(self, output: EncodeOutput) -> None:
+        self.outputs[output.request_id] = output
+        self.left -= 1
+        if not self.left and not self.done.done():
+            self.done.set_result(None)
+
+
 class AsyncEngine:
     """The engines of one or more models behind one transport."""
 
@@ -73,7 +89,7 @@ class AsyncEngine:
         self._max_unread_bytes = max_unread_bytes
         self._stream_interval = stream_interval
         self._streams: dict[str, GenerationStream] = {}
-        self._encodes: dict[str, tuple[EncodeRequest, asyncio.Future[EncodeOutput]]] = {}
+        self._encodes: dict[str, tuple[EncodeRequest, _Encoding]] = {}
         self._observers: list[Callable[[StepStats], None]] = []
         self._pending = Commands()
         self._unready_reason = "not started"  # empty when ready
@@ -161,15 +177,14 @@ class AsyncEngine:
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
         """Return one output a request (all of one model), in order. Raises as `submit` does; cancelling aborts."""
         self._check_ready()
-        loop = asyncio.get_running_loop()
         self._table[requests[0].model].admission.admit({r.request_id: r.source.num_positions for r in requests})
-        futures: list[asyncio.Future[EncodeOutput]] = []
+        encoding = _Encoding(asyncio.get_running_loop().create_future(), len(requests))
         for request in requests:
-            futures.append(loop.create_future())
-            self._encodes[request.request_id] = (request, futures[-1])
+            self._encodes[request.request_id] = (request, encoding)
         self._next_commands().encode.extend(requests)
         try:
-            return list(await asyncio.gather(*futures))
+            await encoding.done
+            return [encoding.outputs[request.request_id] for request in requests]
         finally:
             for request in requests:
                 if request.request_id in self._encodes:
@@ -295,10 +310,9 @@ class AsyncEngine:
 
     def _end_encode(self, output: EncodeOutput) -> None:
         if output.request_id in self._encodes:
-            _, future = self._encodes[output.request_id]
+            _, encoding = self._encodes[output.request_id]
             self.release(output.request_id)
-            if not future.done():
-                future.set_result(output)
+            encoding.add(output)
 
     def _finish_start(self, events: Events) -> None:
         if events.failure is None:
@@ -330,10 +344,10 @@ class AsyncEngine:
         error = EngineDeadError(reason)
         for stream in set(self._streams.values()):
             stream.fail(error)
-        for request_id, (_, future) in list(self._encodes.items()):
+        for request_id, (_, encoding) in list(self._encodes.items()):
             self.release(request_id)
-            if not future.done():
-                future.set_exception(error)
+            if not encoding.done.done():
+                encoding.done.set_exception(error)
         self._table.lost(error)
 
     # -- start, restart and supervision

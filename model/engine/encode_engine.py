@@ -238,6 +238,10 @@ class EncodeEngine:
         order = sorted(range(len(batch)), key=lengths.__getitem__, reverse=True)
         inputs = self._pack([batch[i] for i in order], causal)
         hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
+        if self._head.can_pool_together(batch):
+            vectors = self._head.pool_together([batch[i] for i in order], hidden.float()).unbind()
+            of_input = dict(zip(order, vectors, strict=True))
+            return [EncodeResult(of_input[i]) for i in range(len(batch))]
         segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))
         return self._results(batch, self._decoded(batch, [segments[i] for i in range(len(batch))]))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from model.checkpoint.tensor_files import TensorReader, read_headers
 from model.errors import CheckpointError
 from model.network.mlp import ACTIVATIONS
 from model.network.transformer import Transformer
+
+_TOGETHER = frozenset({Pooling.MEAN, Pooling.LAST, Pooling.CLS, Pooling.MAX, Pooling.MEAN_SQRT_LEN})
 
 
 class SentenceHead:
@@ -38,6 +41,36 @@ class SentenceHead:
             vectors = torch.stack([self._vector(request, hidden[start:end]) for start, end in request.spans])
         else:
             vectors = hidden if request.task is EncodeTask.TOKENS else self._vector(request, hidden)
+        return self._finished(request, vectors)
+
+    def can_pool_together(self, requests: Sequence[EncodeRequest]) -> bool:
+        """Whether the inputs get one vector each in the same way, without a product, whose bits depend on its rows."""
+        first = requests[0]
+        if first.task is not EncodeTask.EMBEDDING or any(_settings(one) != _settings(first) for one in requests):
+            return False
+        if first.pooling is None and self._dense:
+            return False
+        return not first.spans and _TOGETHER.issuperset(self._modes(first))
+
+    def pool_together(self, requests: Sequence[EncodeRequest], hidden: Tensor) -> Tensor:
+        """Return the vectors `[n, D]` of the packed hidden states `[T, d]` of inputs that `can_pool_together`.
+
+        Neighbours of equal length are pooled by one operation; the bits are those of each alone.
+        """
+        pooled, at = [], 0
+        for length, run in groupby(request.source.num_positions for request in requests):
+            count = len(list(run))
+            rows = hidden[at : at + count * length].view(count, length, -1)
+            skipped = 0 if requests[0].pooling is not None else requests[0].prompt_tokens
+            pooled.append(torch.cat([_pool_rows(rows[:, skipped:], mode) for mode in self._modes(requests[0])], dim=-1))
+            at += count * length
+        return self._finished(requests[0], torch.cat(pooled))
+
+    def _modes(self, request: EncodeRequest) -> tuple[Pooling, ...]:
+        return self.settings.pooling if request.pooling is None else (request.pooling,)
+
+    def _finished(self, request: EncodeRequest, vectors: Tensor) -> Tensor:
+        """Return vectors `[..., d]` cut and normalised as the request wants it."""
         if request.dimensions is not None:
             vectors = vectors[..., : request.dimensions]
         default = self.settings.normalize and request.task is EncodeTask.EMBEDDING
@@ -54,20 +87,31 @@ class SentenceHead:
     def _pool(self, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:
         """Combine the tokens behind the first `skipped` ones, whose places still count in a weighted mean."""
         tokens = hidden[skipped:]
-        if mode is Pooling.MEAN:
-            return tokens.mean(dim=0)
-        if mode is Pooling.LAST:
-            return tokens[-1]
-        if mode is Pooling.CLS:
-            return tokens[0]
-        if mode is Pooling.MAX:
-            return tokens.amax(dim=0)
-        if mode is Pooling.MEAN_SQRT_LEN:
-            return tokens.sum(dim=0) / len(tokens) ** 0.5
+        if mode in _TOGETHER:
+            return _pool_rows(tokens[None], mode)[0]
         if mode is Pooling.WEIGHTED_MEAN:
             weights = torch.arange(skipped + 1, len(hidden) + 1, dtype=torch.float32, device=hidden.device)
             return (weights @ tokens) / weights.sum()
         return self._model.pool(hidden[:1].to(self._model.dtype))[0].float()
+
+
+def _settings(request: EncodeRequest) -> Hashable:
+    """Return what of a request decides how its hidden states become a vector."""
+    wanted = (request.task, request.pooling, request.prompt_tokens, request.spans)
+    return *wanted, request.normalize, request.dimensions, request.unread
+
+
+def _pool_rows(rows: Tensor, mode: Pooling) -> Tensor:
+    """Combine the tokens of inputs of one length, `[n, L, d]`, each to a vector `[n, d]`."""
+    if mode is Pooling.MEAN:
+        return rows.mean(dim=1)
+    if mode is Pooling.LAST:
+        return rows[:, -1]
+    if mode is Pooling.CLS:
+        return rows[:, 0]
+    if mode is Pooling.MAX:
+        return rows.amax(dim=1)
+    return rows.sum(dim=1) / rows.shape[1] ** 0.5
 
 
 def _projected(vectors: Tensor, dense: Sequence[tuple[DenseConfig, nn.Linear]]) -> Tensor:

@@ -65,6 +65,8 @@ async def read_one_of(request: Request, default: type[B], keys: Mapping[str, typ
 
 def with_model_of_query(request: Request, body: B) -> B:
     """Fill in the model from the URL (`?model=`) if the body names none."""
+    if not request.scope["query_string"]:
+        return body
     name = request.query_params.get("model")
     if name is None or getattr(body, "model", None) is not None:
         return body

@@ -56,6 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread = 0  # bytes of replies at the last check
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._newest = ConnectionLoss()  # of the request that is being received, or was last
         self._losses: deque[ConnectionLoss] = deque()  # of requests without a complete reply, the oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,9 +92,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._progressed = self._in_body = True
-        loss = ConnectionLoss()
-        self._losses.append(loss)
-        self.scope[LOSS] = loss  # type: ignore[typeddict-unknown-key]
+        self._newest = ConnectionLoss()
+        self._losses.append(self._newest)
+        self.scope[LOSS] = self._newest  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self.cycle.transport = _ReplyTransport(self.transport, self._close, self.loop)  # type: ignore[assignment]
 
@@ -105,6 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._progressed = True
         self._in_body = False
+        self._newest.has_whole_request = True
         self._drained.discard(self)
         super().on_message_complete()
 

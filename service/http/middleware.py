@@ -25,6 +25,7 @@ from service.core.errors import (
     unauthorized,
 )
 from service.core.request_context import RequestContext, current, request_id_from, set_current
+from service.http.connection_loss import LOSS, ConnectionLoss
 from service.observability.logs import access
 from service.observability.metrics import Metrics
 from service.settings.api_keys import KeyRing, Tenants
@@ -109,7 +110,8 @@ class GuardMiddleware:
         except ApiError as error:
             await render(error)(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        loss: ConnectionLoss | None = scope.get(LOSS)
+        await self._app(scope, self._counted(receive, loss), send)
 
     def _check_headers(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -147,7 +149,7 @@ class GuardMiddleware:
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._limits.max_body_bytes):
             raise self._too_large()
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _counted(self, receive: Receive, loss: ConnectionLoss | None) -> Receive:
         """Wrap `receive`: it raises a 413 for a body that is too large, and a 408 for one that is too slow."""
         limits = self._limits
         deadline = asyncio.get_running_loop().time() + limits.receive_s
@@ -158,11 +160,10 @@ class GuardMiddleware:
             nonlocal seen, complete
             if complete:
                 return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise request_too_slow(limits.receive_s) from None
+            if loss is not None and loss.has_whole_request:
+                message = await receive()
+            else:
+                message = await self._in_time(receive, deadline)
             complete = not message.get("more_body", False)
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
@@ -171,6 +172,13 @@ class GuardMiddleware:
             return message
 
         return counted
+
+    async def _in_time(self, receive: Receive, deadline: float) -> Message:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await receive()
+        except TimeoutError:
+            raise request_too_slow(self._limits.receive_s) from None
 
     def _too_large(self) -> ApiError:
         return too_large(f"the body has more than {self._limits.max_body_bytes} bytes")

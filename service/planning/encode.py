@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from model.api.request import EncodeOutput, EncodeRequest, Pooling
 from model.api.source import Source, image_source, token_source
@@ -40,8 +42,7 @@ from service.settings.service_settings import Limits
 _DEFAULT_STRIDE = 128  # tokens that two windows of a long text have in common
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(msgspec.Struct, frozen=True):
     """What one input of the engine is made of: the input's index, its text as the engine reads it, its tokens."""
 
     owner: int
@@ -287,9 +288,9 @@ def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput
     if one.ids is not None or one.image is not None:
         return one
     if one.pair is not None:
-        return replace(one, text=prepare(one.text), pair=prepare(one.pair))
+        return msgspec.structs.replace(one, text=prepare(one.text), pair=prepare(one.pair))
     text = prepare(one.text, prompt)
-    return one if text == one.text else replace(one, text=text)
+    return one if text == one.text else msgspec.structs.replace(one, text=text)
 
 
 def _pixels(one: EncodeInput, served: ServedModel, processing: ImageProcessing) -> bytes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -21,10 +21,11 @@ from model.api.request import (
 )
 from model.api.source import image_source, token_source
 from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine import encode_engine
+from model.engine import encode_engine, sentence_head
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
 from model.engine.scheduling.step_budget import StepBudget
+from model.engine.sentence_head import SentenceHead
 from model.network.inputs import packed_input
 from model.network.stack import StackPass
 from model.system import transfer
@@ -125,6 +126,47 @@ def test_normalised_and_cut(normalize: bool, dimensions: int | None) -> None:
         if normalize:
             expected = expected / np.linalg.norm(expected)
         np.testing.assert_allclose(vector, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("modes", "asked"),
+    [((mode,), None) for mode in sentence_head._TOGETHER]
+    + [((Pooling.CLS, Pooling.MEAN), None), ((Pooling.WEIGHTED_MEAN,), Pooling.MAX)],
+)
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_inputs_are_pooled_together_to_the_same_bits(
+    modes: tuple[Pooling, ...], asked: Pooling | None, skipped: int
+) -> None:
+    head = SentenceHead(loaded("bert"), SentenceSettings(modes, normalize=True), CPU)
+    lengths = (300, 65, 65, 65, 17, 17, 4, 3, 3)
+    requests = [
+        EncodeRequest("r", "m", token_source((1,) * size), pooling=asked, prompt_tokens=skipped, dimensions=30)
+        for size in lengths
+    ]
+    hidden = torch.randn(sum(lengths), 40)
+    assert head.can_pool_together(requests)
+    together = head.pool_together(requests, hidden)
+    alone = [head(request, rows) for request, rows in zip(requests, hidden.split(lengths), strict=True)]
+    assert together.shape == (len(lengths), 30) and torch.equal(together, torch.stack(alone))
+
+
+def test_what_differs_or_needs_a_product_is_pooled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, other, *_ = inputs()
+    head = SentenceHead(loaded("bert"), SentenceSettings((Pooling.MEAN,)), CPU)
+    assert head.can_pool_together([plain, other])
+    for change in (
+        {"normalize": True},
+        {"dimensions": 8},
+        {"pooling": Pooling.CLS},
+        {"prompt_tokens": 1},
+        {"spans": ((0, 2),)},
+        {"task": EncodeTask.TOKENS},
+    ):
+        assert not head.can_pool_together([plain, replace(other, **change)])
+    for pooling in (Pooling.POOLER, Pooling.WEIGHTED_MEAN):
+        assert not head.can_pool_together([replace(plain, pooling=pooling)])
+    monkeypatch.setattr(SentenceHead, "__call__", None)  # nothing is pooled alone
+    encoded(engine(), [plain, other])
 
 
 def test_vectors_depend_on_neither_neighbours_nor_order() -> None:

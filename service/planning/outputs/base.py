@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,8 +31,7 @@ class Need:
     of_tokenizer: bool = False  # known once the model is loaded
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """One input of the engine with its result; a long text, or one with several labels, has several."""
 
     sent: EncodeInput
@@ -53,8 +53,7 @@ class Part:
         return self.encoded
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """Everything about one input of a body, once the engine has answered."""
 
     body: EncodeBody

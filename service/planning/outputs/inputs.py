@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import ImageFile, TextPair
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeInput:
+class EncodeInput(msgspec.Struct, frozen=True):
     """Holds one input as sent: texts, ids or an image file."""
 
     param: str

@@ -45,6 +45,8 @@ def embedding_settings(
 
 def divided_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
     """Refuse chunks and windows of what is no text, and settings that exclude each other."""
+    if body.chunks is None and body.split is None and body.stride is None:
+        return [sent]
     if body.stride is not None and body.split is None:
         raise invalid("stride has no meaning without split", "stride")
     for name in [name for name in ("chunks", "split") if getattr(body, name) is not None]:
