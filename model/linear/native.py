@@ -17,8 +17,8 @@ from model.native.structures import PackedMatrix
 from model.system.huge_pages import reserve
 
 PANEL_WIDTH = 16  # outputs of a panel
-_STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4}  # of k that lie together, in 4 bytes
-_DEPTHS = {Kind.F32: 1, Kind.BF16: 32, Kind.INT8: 64}  # k is padded to a multiple: a row of a tile
+_STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4, Kind.INT4: 8}  # of k that lie together, in 4 bytes
+_DEPTHS = {Kind.F32: 1, Kind.BF16: 32, Kind.INT8: 64, Kind.INT4: 64}  # k is padded to a multiple: a row of a tile
 _KERNELS = {
     (NumberKind.FLOAT32, NumberKind.FLOAT32): Kind.F32,
     (NumberKind.BFLOAT16, NumberKind.BFLOAT16): Kind.BF16,
@@ -33,15 +33,19 @@ class NativeLinear(Linear):
     and a row's bits must not depend on how many there are. Sums of integers are exact either way.
     """
 
-    def __init__(self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None) -> None:
+    def __init__(
+        self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None, group: int = 0
+    ) -> None:
         """`dtype` is the network's, which weights are rounded to before they are packed.
 
-        Without a library it can only be asked for its size.
+        With a `group` so many inputs share a scale, 32, 64 or 128: always of 4 bits, maybe of 8. Without a library it
+        can only be asked for its size.
         """
         super().__init__(spec, dtype, torch.device("cpu"))
         self.library = library
         self.kind = kind
-        self._matrix = PackedMatrix(int(kind), spec.num_outputs, spec.inputs)
+        self.group = group
+        self._matrix = PackedMatrix(int(kind), spec.num_outputs, spec.inputs, group=group)
         self.arrays: dict[str, Tensor] = {}  # the bytes that the fields of `matrix` point to
 
     @property
@@ -101,14 +105,21 @@ class NativeLinear(Linear):
     def nbytes(self) -> int:
         return sum(self._sizes().values())
 
+    @property
+    def num_groups(self) -> int:
+        """How many scales a row has, those behind its end included."""
+        return padded_inputs(self.kind, self.spec.inputs, self.group) // self.group
+
     def _sizes(self) -> dict[str, int]:
         """Bytes of each array."""
         spec = self.spec
         outputs = _round_up(spec.num_outputs, PANEL_WIDTH)
-        sizes = {"data": packed_bytes(self.kind, spec.num_outputs, spec.inputs)}
+        sizes = {"data": packed_bytes(self.kind, spec.num_outputs, spec.inputs, self.group)}
         if spec.bias:
             sizes["bias"] = 4 * outputs
-        if self.kind is Kind.INT8:
+        if self.group:
+            sizes["scale"] = 4 * outputs * self.num_groups
+        elif self.kind is Kind.INT8:
             sizes |= {"scale": 4 * outputs, "row_sums": 4 * outputs}
         return sizes
 
@@ -185,18 +196,23 @@ def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dt
     return DequantizedNativeLinear(spec, kind, dtype, library, number_format.stored_as)
 
 
-def packed_bytes(kind: Kind, n: int, k: int) -> int:
+def padded_inputs(kind: Kind, k: int, group: int = 0) -> int:
+    """The k of panels."""
+    return _round_up(k, max(_DEPTHS[kind], group))
+
+
+def packed_bytes(kind: Kind, n: int, k: int, group: int = 0) -> int:
     """The bytes that the panels of a matrix `[n, k]` take."""
-    return _round_up(n, PANEL_WIDTH) * _round_up(k, _DEPTHS[kind]) * 4 // _STEPS[kind]
+    return _round_up(n, PANEL_WIDTH) * padded_inputs(kind, k, group) * 4 // _STEPS[kind]
 
 
 def packed_linear(
-    library: Library, weight: Tensor, bias: Tensor | None = None, kind: Kind | None = None
+    library: Library, weight: Tensor, bias: Tensor | None = None, kind: Kind | None = None, group: int = 0
 ) -> NativeLinear:
     """The projection of a matrix `[n, k]` that is in memory; `kind` None keeps its dtype."""
     n, k = weight.shape
     spec = LinearSpec("matrix", k, (Part(n),), bias=bias is not None)
-    linear = NativeLinear(spec, KINDS[weight.dtype] if kind is None else kind, weight.dtype, library)
+    linear = NativeLinear(spec, KINDS[weight.dtype] if kind is None else kind, weight.dtype, library, group)
     linear.fill("matrix.weight", (slice(0, n),), weight.detach())
     if bias is not None:
         linear.fill("matrix.bias", (slice(0, n),), bias.detach())

@@ -36,6 +36,7 @@ class Kind(IntEnum):
     F32 = 0
     BF16 = 1
     INT8 = 2
+    INT4 = 3
 
 
 KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.int8: Kind.INT8}
@@ -123,7 +124,7 @@ class Library:
     def pack_rows(self, matrix: PackedMatrix, first: int, rows: Tensor) -> None:
         """Pack `rows` `[count, k]`, float32 or bfloat16, into the panels of `matrix`, from its row `first` on.
 
-        Rows of int8 are the integers of a matrix in 8 bits, whose scales are then the caller's to fill.
+        Rows of int8 are the integers of a matrix in 8 or 4 bits, whose scales are then the caller's to fill.
         """
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
         threads = _num_threads()

@@ -20,6 +20,8 @@ class PackedMatrix(ctypes.Structure):  # matrix.h
         ("scale", c_void_p),
         ("row_sums", c_void_p),
         ("tiles", c_int64),
+        ("group", c_int64),
+        ("offset", c_void_p),
     )
 
 

@@ -109,12 +109,18 @@ static void must_be_finite(const char *what, const float *x, int64_t count) {
 
 /* ---- products ---- */
 
-static PackedMatrix packed(int64_t dtype, int64_t n, int64_t k, int biased, int64_t tiles) {
+static PackedMatrix packed_in(int64_t dtype, int64_t group, int64_t n, int64_t k, int biased, int64_t tiles) {
     int64_t padded = round_up(n, PANEL_WIDTH), bytes = padded * padded_k(dtype, k) * element_bytes(dtype);
     int64_t kind = dtype == INT8 && n % 3 == 0 ? INT8 : dtype == BF16 || n % 2 ? BF16 : F32;
-    PackedMatrix m = {.dtype = dtype, .n = n, .k = k, .data = memset(room(bytes), 0, bytes), .tiles = tiles};
+    PackedMatrix m = {.dtype = dtype, .n = n, .k = k, .tiles = tiles, .group = group};
+    if (group) bytes = padded / PANEL_WIDTH * grouped_panel_bytes(&m);
+    m.data = memset(room(bytes), 0, bytes);
     if (biased) m.bias = floats(padded);
-    if (dtype == INT8) {
+    if (group) {
+        int64_t scales = padded * group_count(&m);
+        m.scale = kind == INT8 ? floats(scales) : memset(room(scales * 4), 0, scales * 4);
+        if (n % 2) m.offset = floats(scales);
+    } else if (dtype == INT8) {
         m.scale = kind == INT8 ? floats(padded) : memset(room(padded * 4), 0, padded * 4);
         m.row_sums = memset(room(padded * 4), 0, padded * 4);
     }
@@ -125,12 +131,18 @@ static PackedMatrix packed(int64_t dtype, int64_t n, int64_t k, int biased, int6
     return m;
 }
 
+static PackedMatrix packed(int64_t dtype, int64_t n, int64_t k, int biased, int64_t tiles) {
+    return packed_in(dtype, dtype == INT4 ? 64 : 0, n, k, biased, tiles);
+}
+
 static void check_products(int64_t tiles, int64_t threads) {
     static const int64_t shapes[][2] = {{1, 1}, {16, 16}, {7, 5}, {33, 70}, {100, 37}, {48, 64}, {17, 2}, {40, 1500}};
     static const int64_t counts[] = {0, 1, 2, 3, 5, 8, 13, 33, 40};
     for (unsigned shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
-        for (int64_t dtype = F32; dtype <= INT8; dtype++) {
-            PackedMatrix m = packed(dtype, shapes[shape][0], shapes[shape][1], shape % 2, tiles);
+        for (int64_t form = F32; form < INT4 + 2 * 3; form++) { /* then INT4 and INT8 in groups of 32, 64 and 128 */
+            int64_t dtype = form < INT4 ? form : form % 2 ? INT4 : INT8;
+            int64_t group = form < INT4 ? 0 : 32 << (form - INT4) / 2;
+            PackedMatrix m = packed_in(dtype, group, shapes[shape][0], shapes[shape][1], shape % 2, tiles);
             for (unsigned i = 0; i < sizeof counts / sizeof *counts; i++) {
                 int64_t rows = counts[i], bytes = linear_scratch_bytes(&m, rows, threads);
                 float *out = room(rows * m.n * 4);
@@ -355,7 +367,7 @@ int main(int argc, char **argv) {
     check_attention(threads);
     for (int64_t tiles = 0; tiles <= usable; tiles++) {
         check_products(tiles, threads);
-        for (int64_t dtype = F32; dtype <= INT8; dtype++) {
+        for (int64_t dtype = F32; dtype <= INT4; dtype++) {
             for (int64_t kind = F32; kind <= INT8; kind++) check_decoder(dtype, kind, tiles, threads);
             check_encoder(dtype, tiles, threads, 5);
             check_encoder(dtype, tiles, threads, 60 * threads);

@@ -23,6 +23,7 @@ from model.native.library import Kind, Library, native
 from tests.model.checkpoints import loaded, native_backends
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_attention import DIM, HEADS, SHAPES, pool_with_past
+from tests.model.test_native_groups import must_be_exact_and_alone
 
 V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
 V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
@@ -180,6 +181,17 @@ def test_products_equal_torchs_whatever_the_neighbours(
     for rows in (1, 2, 3, 4, 5, 7, 17):
         assert torch.equal(packed(x[:rows]), together[:rows])
         assert torch.equal(packed(x[-rows:]), together[-rows:])
+
+
+@pytest.mark.parametrize("kind", [Kind.INT4, Kind.INT8])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (50, 700)])
+def test_products_in_groups_are_exact_whatever_the_neighbours(
+    portable: Library, n: int, k: int, group: int, kind: Kind
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(n, k) * torch.randn(n, 1).exp()
+    must_be_exact_and_alone(packed_linear(portable, weight, torch.randn(n), kind, group), torch.randn(40, k))
 
 
 def test_products_of_stored_integers_are_exact(portable: Library) -> None:

@@ -72,6 +72,20 @@ def test_int8_products_have_the_bits_of_the_vectors(n: int, k: int, threads: Non
         assert torch.equal(tiles(x), vectors(x))
 
 
+@pytest.mark.parametrize("make", [emulated, with_real_tiles])
+@pytest.mark.parametrize(("kind", "group"), [(Kind.INT4, 32), (Kind.INT4, 64), (Kind.INT4, 128), (Kind.INT8, 128)])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (7, 5), (100, 37), (33, 1000)])
+def test_groups_have_the_bits_of_the_vectors(
+    n: int, k: int, kind: Kind, group: int, make: Callable[[], Library], threads: None
+) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(n, k), torch.randn(n), torch.randn(90, k)
+    tiles, vectors = (packed_linear(make(), weight, bias, kind, group) for _ in range(2))
+    vectors.matrix.tiles = 0
+    for rows in ROWS:
+        assert torch.equal(tiles(x[:rows]), vectors(x[:rows]))
+
+
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
 def test_more_rows_than_stay_in_the_second_cache(kind: Kind) -> None:
     torch.manual_seed(0)
@@ -201,7 +215,7 @@ def test_tiles_that_are_wrong_or_refused_leave_the_vectors(
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump here")
 def test_the_level_is_made_of_the_instructions_themselves() -> None:
     listing = subprocess.run(["objdump", "-d", str(real())], check=True, capture_output=True, text=True).stdout
-    names = ("ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease")
+    names = ("ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbusd", "tdpbssd", "tilestored", "tilerelease")
     assert [name for name in names if f"\t{name}" not in listing] == []
 
 

@@ -24,6 +24,7 @@ from tests.model.checkpoints import native_backends
 
 AMX, VECTORS = LEVELS[:2]
 PLAIN = next(level for level in LEVELS if level.name == "x86-64-v4")
+WITH_TILES = ("amx.c", "amx_groups.c")
 NARROW = Path(__file__).parent / "narrow.h"
 HERE = fitting(build._cpuinfo(), platform.machine())
 # On a CPU without the vectors that tiles stand beside, these are emulated too.
@@ -44,29 +45,32 @@ def emulated(old: str = "", new: str = "") -> Library:
     text = (build._SOURCES / "amx.h").read_text()
     assert old in text
     (folder / "amx.h").write_text(text.replace(old, new, 1) if old else text)
-    shutil.copy(build._SOURCES / "amx.c", folder)
-    return Library(Built(_linked(folder / "amx.c", *_EMULATED), "emulated"))
+    for name in WITH_TILES:
+        shutil.copy(build._SOURCES / name, folder)
+    return Library(Built(_linked(folder, *_EMULATED), "emulated"))
 
 
 @cache
 def real() -> Path:
     """A library of the instructions themselves, which only a CPU that has them runs."""
-    return _linked(build._SOURCES / "amx.c", *AMX.flags)
+    return _linked(build._SOURCES, *AMX.flags)
 
 
-def _linked(tiles: Path, *flags: str) -> Path:
+def _linked(sources: Path, *flags: str) -> Path:
     """With everything else, which runs no tiles itself and is the same for all."""
     folder = Path(tempfile.mkdtemp(prefix="linked-", dir=_objects()))
-    gcc(*flags, "-I", str(build._SOURCES), "-c", str(tiles), "-o", str(folder / "amx.o"))
+    tiles = [str(folder / f"{Path(name).stem}.o") for name in WITH_TILES]
+    for name, made in zip(WITH_TILES, tiles, strict=True):
+        gcc(*flags, "-I", str(build._SOURCES), "-c", str(sources / name), "-o", made)
     others = [str(path) for path in _objects().glob("*.o")]
-    gcc("-shared", *others, str(folder / "amx.o"), "-o", str(folder / "tiled.so"), "-lm")
+    gcc("-shared", *others, *tiles, "-o", str(folder / "tiled.so"), "-lm")
     return folder / "tiled.so"
 
 
 @cache
 def _objects() -> Path:
     folder = temporary_folder()
-    sources = [source for source in build._SOURCES.glob("*.c") if source.name != "amx.c"]
+    sources = [source for source in build._SOURCES.glob("*.c") if source.name not in WITH_TILES]
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(_compiled, folder), sources))
     return folder

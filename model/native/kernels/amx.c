@@ -161,7 +161,7 @@ INLINE void multiply_blocks(int dtype, const Product *p, int64_t rows, int64_t f
 void amx_gemm(const Product *p, int64_t rows, int64_t first, int64_t last) {
     int low = (int)min_i64(rows, TILE_ROWS);
     int high = rows > TILE_ROWS && rows < PAIR_ROWS ? (int)rows - TILE_ROWS : TILE_ROWS;
-    tiles_begin(low, high);
+    tiles_begin(shapes_of(low, high));
     if (p->matrix->dtype == BF16)
         multiply_blocks(BF16, p, rows, first, last);
     else

@@ -24,6 +24,8 @@
 
 /* Multiply one or more rows of BF16 or INT8 by panels [first, last). */
 void amx_gemm(const Product *product, int64_t rows, int64_t first, int64_t last);
+/* The same of a matrix with groups, whose operands are GROUPS. */
+void amx_multiply_groups(const Product *product, int64_t rows, int64_t first, int64_t last);
 
 /* What the instruction LDTILECFG reads. */
 typedef struct {
@@ -61,8 +63,8 @@ INLINE int cpu_has_tiles(void) {
 /* Ask Linux for the use of tiles, for the whole process, its future threads included; returns whether it permits it. */
 INLINE int tiles_permitted(void) { return syscall(SYS_arch_prctl, REQUEST_FEATURE, TILE_DATA) == 0; }
 
-INLINE void tiles_begin(int first, int second) {
-    TileShapes shapes __attribute__((aligned(64))) = shapes_of(first, second);
+INLINE void tiles_begin(TileShapes asked) {
+    TileShapes shapes __attribute__((aligned(64))) = asked;
     __asm__ volatile("" ::: "memory"); /* GCC's loads do not say that they read memory */
     _tile_loadconfig(&shapes);
 }
@@ -73,6 +75,7 @@ INLINE void tiles_end(void) { _tile_release(); }
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_DOT_BF16(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #define TILE_DOT_INT8(sums, a, b) _tile_dpbusd(sums, a, b) /* a unsigned, b signed */
+#define TILE_DOT_SIGNED(sums, a, b) _tile_dpbssd(sums, a, b)
 
 #else
 
@@ -86,9 +89,9 @@ static _Thread_local struct {
     uint8_t data[8][TILE_ROWS][TILE_BYTES];
 } emulated;
 
-static void tiles_begin(int first, int second) {
+static void tiles_begin(TileShapes asked) {
     memset(&emulated, 0, sizeof emulated);
-    emulated.shapes = shapes_of(first, second);
+    emulated.shapes = asked;
 }
 static void tiles_end(void) { memset(&emulated, 0, sizeof emulated); }
 
@@ -143,15 +146,17 @@ static void emulated_dot_bf16(int sums, int a, int b) {
         }
 }
 
-/* TDPBUSD: sums of 32 bits, which wrap around. */
-static void emulated_dot_int8(int sums, int a, int b) {
+/* TDPBUSD and, if a is signed too, TDPBSSD: sums of 32 bits, which wrap around. */
+INLINE void emulated_dot_int8(int is_signed, int sums, int a, int b) {
     shapes_must_fit(sums, a, b);
     for (int m = 0; m < emulated.shapes.rows[sums]; m++)
         for (int n = 0; n < emulated.shapes.row_bytes[sums] / 4; n++) {
             uint32_t sum;
             memcpy(&sum, emulated.data[sums][m] + 4 * n, 4);
-            for (int k = 0; k < emulated.shapes.row_bytes[a]; k++)
-                sum += (uint32_t)(emulated.data[a][m][k] * (int8_t)emulated.data[b][k / 4][4 * n + k % 4]);
+            for (int k = 0; k < emulated.shapes.row_bytes[a]; k++) {
+                int x = is_signed ? (int8_t)emulated.data[a][m][k] : emulated.data[a][m][k];
+                sum += (uint32_t)(x * (int8_t)emulated.data[b][k / 4][4 * n + k % 4]);
+            }
             memcpy(emulated.data[sums][m] + 4 * n, &sum, 4);
         }
 }
@@ -160,7 +165,8 @@ static void emulated_dot_int8(int sums, int a, int b) {
 #define TILE_LOAD(tile, from, stride) emulated_load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) emulated_store(tile, to, stride)
 #define TILE_DOT_BF16(sums, a, b) emulated_dot_bf16(sums, a, b)
-#define TILE_DOT_INT8(sums, a, b) emulated_dot_int8(sums, a, b)
+#define TILE_DOT_INT8(sums, a, b) emulated_dot_int8(0, sums, a, b)
+#define TILE_DOT_SIGNED(sums, a, b) emulated_dot_int8(1, sums, a, b)
 
 #endif
 #endif

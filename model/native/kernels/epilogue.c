@@ -84,7 +84,7 @@ INLINE void scale_integers(const Product *product, const SumTile *tile, int vect
 __attribute__((noinline)) void epilogue(const Product *product, const SumTile *tile) {
     int vectors = tile->vectors;
     while (tile->column + (vectors - 1) * LANES >= product->matrix->n) vectors--; /* beyond the last output */
-    if (product->matrix->dtype == INT8) scale_integers(product, tile, vectors);
+    if (product->matrix->dtype == INT8 && !product->matrix->group) scale_integers(product, tile, vectors);
     if (product->output.bf16_rows)
         finish_in(PUT_BF16, product, tile, vectors);
     else if (product->output.add)

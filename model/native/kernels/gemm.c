@@ -7,6 +7,7 @@
 
 #include "amx.h"
 #include "epilogue.h"
+#include "groups.h"
 
 #ifdef __AVX512F__
 #define KERNEL_PANELS 3 /* 8 x 3 accumulators of the 32 registers */
@@ -35,16 +36,21 @@ _Static_assert(KERNEL_PANELS * PANEL_WIDTH <= GEMM_SCRATCH, "a row's sums must f
 
 int operand_kind(const PackedMatrix *matrix) {
     if (matrix->dtype == BF16) return HAS_BF16_DOT ? BF16 : F32;
-    return (int)matrix->dtype;
+    return matrix->group ? GROUPS : (int)matrix->dtype;
 }
 
 int64_t operand_bytes(const PackedMatrix *matrix) {
     int kind = operand_kind(matrix);
+    if (kind == GROUPS) return grouped_row_bytes(matrix);
     return kind == F32 ? round_up(matrix->k, PANEL_WIDTH) * 4 : padded_k(kind, matrix->k) * element_bytes(kind);
 }
 
-void write_operand(int kind, const float *from, int64_t k, void *to, float *scale) {
-    if (kind == F32) {
+void write_operand(const PackedMatrix *matrix, const float *from, void *to, float *scale) {
+    int kind = operand_kind(matrix);
+    int64_t k = matrix->k;
+    if (kind == GROUPS) {
+        write_grouped_row(matrix, from, to);
+    } else if (kind == F32) {
         memcpy(to, from, k * sizeof(float));
     } else if (kind == BF16) {
         int64_t i = 0;
@@ -302,6 +308,10 @@ void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output outp
     Product p = {matrix, operand, output, scratch};
     int64_t count = round_up(matrix->n, PANEL_WIDTH) / PANEL_WIDTH;
     int64_t first = count * thread / threads, last = count * (thread + 1) / threads;
+    if (matrix->group) {
+        multiply_groups(&p, rows, first, last);
+        return;
+    }
 #if HAS_TILES
     int64_t least = matrix->dtype == BF16 ? 1 : MIN_TILED_INT8_ROWS;
     if (matrix->tiles && matrix->dtype != F32 && rows >= least) {

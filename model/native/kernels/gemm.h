@@ -6,13 +6,13 @@
 
 #define GEMM_SCRATCH 48 /* floats of scratch for each row of a product */
 
-/* The form in which a product with `matrix` reads rows: F32, BF16 or INT8. */
+/* The form in which a product with `matrix` reads rows: F32, BF16, INT8 or GROUPS. */
 int operand_kind(const PackedMatrix *matrix);
 /* Bytes of one row of k elements in that form. */
 int64_t operand_bytes(const PackedMatrix *matrix);
-/* Convert a row of k floats to an operand of that kind at `to` (padded to 64 bytes), elsewhere; INT8: `scale` gets
- * its step. */
-void write_operand(int kind, const float *from, int64_t k, void *to, float *scale);
+/* Convert a row of k floats to what a product with `matrix` reads at `to` (padded to 64 bytes), elsewhere; INT8:
+ * `scale` gets its step. */
+void write_operand(const PackedMatrix *matrix, const float *from, void *to, float *scale);
 /* Round a row of k floats to as many bf16, which take the first half of its place. */
 void narrow_in_place(float *row, int64_t k);
 /* Compute thread `thread`'s part (of `threads`) of the outputs of output = operand x matrix^T + bias for `rows`

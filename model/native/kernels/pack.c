@@ -2,14 +2,14 @@
  *
  * Each row is converted, and quantised, by itself: rows may come in any order and in any number at a time. Panels
  * must be zero before, as padding is not written. Threads divide the panels. */
-#include "matrix.h"
+#include "quantise.h"
 
 #define PACK_DEPTH 64 /* numbers of each row that are converted before they are interleaved with those of other rows */
 
 /* Rows of a matrix before they are packed. */
 typedef struct {
     const PackedMatrix *matrix;
-    const void *rows;     /* [count][stride], F32 or BF16; BF16 if the matrix is; INT8 only if the matrix is */
+    const void *rows;     /* [count][stride], F32 or BF16; BF16 if the matrix is; INT8 only if it is of integers */
     int64_t kind, stride; /* stride: elements */
     int64_t first, count; /* which rows of the matrix these are */
 } UnpackedRows;
@@ -21,7 +21,7 @@ INLINE const char *unpacked_number(const UnpackedRows *rows, int64_t row, int64_
 
 /* Read PACK_DEPTH numbers of a row from k on as floats, zeros behind its end. */
 INLINE void read_floats(const UnpackedRows *rows, int64_t row, int64_t k, float *to) {
-    int64_t count = min_i64(PACK_DEPTH, rows->matrix->k - k), i = 0;
+    int64_t count = max_i64(0, min_i64(PACK_DEPTH, rows->matrix->k - k)), i = 0;
     const char *from = unpacked_number(rows, row, k);
     if (rows->kind == F32) {
         memcpy(to, from, count * sizeof(float));
@@ -56,6 +56,47 @@ INLINE int32_t quantise(const float *numbers, float scale, int8_t *to) {
     memcpy(each, &sums, sizeof each);
     for (int lane = 0; lane < LANES; lane++) sum += each[lane];
     return sum;
+}
+
+/* The integers of one group of a row; returns the scale of those that are quantised here. */
+static float group_integers(const UnpackedRows *rows, int64_t row, int64_t k, int8_t *to) {
+    const PackedMatrix *matrix = rows->matrix;
+    float numbers[MOST_IN_GROUP];
+    if (rows->kind == INT8) {
+        int64_t filled = max_i64(0, min_i64(matrix->group, matrix->k - k));
+        memcpy(to, unpacked_number(rows, row, k), filled);
+        memset(to + filled, 0, matrix->group - filled);
+        return 0.0f;
+    }
+    for (int64_t at = 0; at < matrix->group; at += PACK_DEPTH) read_floats(rows, row, k + at, numbers + at);
+    return quantise_group(matrix->dtype, numbers, matrix->group, to);
+}
+
+/* Write those of the rows that belong to one panel of a matrix with groups. */
+static void pack_grouped_panel(const UnpackedRows *rows, int64_t panel) {
+    const PackedMatrix *matrix = rows->matrix;
+    int64_t groups = group_count(matrix), group = matrix->group, words = group / (matrix->dtype == INT4 ? 8 : 4);
+    int64_t begin = max_i64(rows->first, panel * PANEL_WIDTH);
+    int64_t end = min_i64(rows->first + rows->count, (panel + 1) * PANEL_WIDTH);
+    uint32_t *to = (uint32_t *)((char *)matrix->data + panel * grouped_panel_bytes(matrix));
+    float *scales = (float *)matrix->scale + panel * groups * PANEL_WIDTH;
+    int8_t integers[MOST_IN_GROUP];
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t g = 0; g < groups; g++) {
+            float scale = group_integers(rows, row, g * group, integers);
+            if (rows->kind != INT8) scales[g * PANEL_WIDTH + row % PANEL_WIDTH] = scale;
+            uint32_t *at = to + g * words * PANEL_WIDTH + row % PANEL_WIDTH, four, next;
+            for (int64_t word = 0; word < words; word++) {
+                if (matrix->dtype == INT4) { /* in 4 bits, adding 8 turns the sign bit over */
+                    memcpy(&four, integers + 8 * word, 4);
+                    memcpy(&next, integers + 8 * word + 4, 4);
+                    four = ((four & 0x0f0f0f0fu) ^ 0x08080808u) | ((next & 0x0f0f0f0fu) ^ 0x08080808u) << 4;
+                } else {
+                    memcpy(&four, integers + 4 * word, 4);
+                }
+                at[word * PANEL_WIDTH] = four;
+            }
+        }
 }
 
 /* Write those of the rows that belong to one panel. */
@@ -100,12 +141,13 @@ static void pack_panel(const UnpackedRows *rows, int64_t panel) {
         }
 }
 
-/* Pack rows [first, first + count) of a matrix from `from`, floats, bf16 or, if the matrix is INT8, its integers, `stride`
- * elements apart. INT8: fills row sums too, and scale unless the rows are integers. */
+/* Pack rows [first, first + count) of a matrix from `from`, floats, bf16 or, if the matrix is of integers, these as
+ * INT8, `stride` elements apart. Fills row sums too, and scales unless the rows are integers. */
 EXPORTED void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first,
                         int64_t count, int64_t threads) {
     UnpackedRows rows = {matrix, from, kind, stride, first, count};
 #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t panel = first / PANEL_WIDTH; panel < (first + count + PANEL_WIDTH - 1) / PANEL_WIDTH; panel++)
-        pack_panel(&rows, panel);
+        if (matrix->group) pack_grouped_panel(&rows, panel);
+        else pack_panel(&rows, panel);
 }

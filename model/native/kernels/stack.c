@@ -253,7 +253,7 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
     for (int64_t row = first; row < last; row++) {
         float *at = t->inner + row * width;
         if (layer->gated) gate_in_place(layer->activation, at, size);
-        if (kind != F32) write_operand(kind, at, size, team->operand + row * bytes, team->operand_scales + row);
+        if (kind != F32) write_operand(&layer->down, at, team->operand + row * bytes, team->operand_scales + row);
     }
     wait_for_threads(team);
     if (kind == F32) return (Operand){t->inner, width, NULL};

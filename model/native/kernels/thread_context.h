@@ -39,7 +39,7 @@ static Operand prepare_operand(const ThreadContext *t, const Norm *norm, const P
                 normalise(norm, from, size, t->line);
                 from = t->line;
             }
-            write_operand(kind, from, size, t->operand + row * bytes, t->operand_scales + row);
+            write_operand(matrix, from, t->operand + row * bytes, t->operand_scales + row);
         }
         operand.rows = t->operand;
         operand.stride = bytes / element_bytes(kind);

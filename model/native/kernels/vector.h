@@ -19,8 +19,9 @@
 
 typedef uint16_t bf16;
 
-/* How numbers are stored: IEEE float32, bfloat16, or 8-bit integers with a scale. */
-enum { F32 = 0, BF16 = 1, INT8 = 2 };
+/* How numbers are stored: IEEE float32, bfloat16, integers of 8 or 4 bits with scales. GROUPS: rows that are
+ * multiplied with such integers in groups (groups.h). */
+enum { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, GROUPS = 4 };
 
 /* LANES is the number of floats in a vector register: a wider vector would live in memory. */
 #if defined(__AVX512F__)

@@ -1,0 +1,146 @@
+"""Products of integers that share scales in groups: against float64, alone and among others, whatever the level."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from model.linear.base import LinearSpec, Part
+from model.linear.native import NativeLinear, packed_linear
+from model.native.library import Kind, Library
+from tests.model.checkpoints import native_backends
+
+KINDS = (Kind.INT4, Kind.INT8)
+GROUPS = (32, 64, 128)
+SHAPES = [(16, 64), (7, 5), (100, 37), (33, 700), (50, 1152)]
+
+pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+
+
+def library() -> Library:
+    return native_backends()[0].library
+
+
+def unpacked(linear: NativeLinear) -> tuple[Tensor, Tensor]:
+    """Integers `[n, groups, group]` and scales `[n, groups]` of what matrix.h describes."""
+    n, group, groups = linear.spec.num_outputs, linear.group, linear.num_groups
+    data = linear.arrays["data"]
+    if linear.kind is Kind.INT4:
+        pairs = data.view(-1, groups * group // 8, 16, 4)
+        rows = torch.stack([pairs & 15, pairs >> 4], 2).permute(0, 3, 1, 2, 4).to(torch.int8) - 8
+    else:
+        rows = data.view(torch.int8).view(-1, groups * group // 4, 16, 4).permute(0, 2, 1, 3)
+    scales = linear.arrays["scale"].view(torch.float32).view(-1, groups, 16).transpose(1, 2)
+    return rows.reshape(-1, groups, group)[:n], scales.reshape(-1, groups)[:n]
+
+
+def exact(linear: NativeLinear, x: Tensor) -> Tensor:
+    """The product in float64 of what is in the panels with rows in 8 bits, a scale for each group."""
+    integers, scales = unpacked(linear)
+    groups = pad(x, (0, linear.num_groups * linear.group - x.shape[1])).unflatten(1, (-1, linear.group))
+    most = groups.abs().amax(2)
+    inverse = torch.where(most > 0, 127.0 / most, torch.zeros(()))
+    rounded = (groups * inverse[:, :, None]).round().double() * (most / 127.0)[:, :, None]
+    return torch.einsum("tgk,ngk->tn", rounded, integers * scales[:, :, None].double())
+
+
+def must_be_exact_and_alone(linear: NativeLinear, x: Tensor) -> None:
+    together, expected = linear(x), exact(linear, x)
+    if linear.spec.bias:
+        expected += linear.arrays["bias"].view(torch.float32)[: linear.spec.num_outputs]
+    # a number halfway between two integers may be rounded either way here: that is half a step of a row's scale
+    assert (together - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert (together - expected).abs().median() < 1e-6 * expected.abs().max()
+    for rows in (1, 2, 3, 4, 5, 8, 9, 15, 17, 31):
+        assert torch.equal(linear(x[:rows]), together[:rows])
+        assert torch.equal(linear(x[-rows:]), together[-rows:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_products_are_exact_whatever_the_neighbours(n: int, k: int, group: int, kind: Kind) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(n, k) * torch.randn(n, 1).exp(), torch.randn(n)
+    packed = packed_linear(library(), weight, bias if n % 2 else None, kind, group)
+    must_be_exact_and_alone(packed, torch.randn(50, k))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_packed_alike_whatever_their_order_and_number(kind: Kind, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, k = 65, 200
+    weight = torch.randn(n, k).to(dtype)
+    weight[0], weight[-1, k // 2] = 0, 1e-38
+    pieces = NativeLinear(LinearSpec("matrix", k, (Part(n),), bias=False), kind, dtype, library(), 64)
+    for first, last in reversed(list(pairwise([0, 3, 33, 64, n]))):
+        pieces.fill("matrix.weight", (slice(first, last),), weight.T.contiguous().T[first:last])
+    whole = packed_linear(library(), weight, None, kind, 64)
+    assert whole.arrays.keys() == pieces.arrays.keys() == {"data", "scale"}
+    assert whole.nbytes == sum(array.nbytes for array in whole.arrays.values())
+    for name, array in whole.arrays.items():
+        assert torch.equal(array, pieces.arrays[name]), name
+    integers, scales = unpacked(whole)
+    assert not (integers[0] * scales[0, :, None]).any()
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Kind.INT4, 0.100), (Kind.INT8, 0.0070)])
+def test_what_is_packed_is_close_to_the_weights(kind: Kind, most: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512)
+    integers, scales = unpacked(packed_linear(library(), weight, None, kind, 128))
+    error = (integers * scales[:, :, None]).flatten(1) - weight
+    assert error.norm() < most * weight.norm()
+
+
+def test_the_scale_of_4_bits_loses_less_than_the_largest_value_would() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512) ** 3  # with outliers
+    groups = weight.unflatten(1, (-1, 32))
+    integers, scales = unpacked(packed_linear(library(), weight, None, Kind.INT4, 32))
+    ours = (integers * scales[:, :, None] - groups).pow(2).sum(2)
+    at = groups.abs().argmax(2, keepdim=True)
+    plain = groups.gather(2, at) / -8
+    theirs = ((groups / plain).round().clamp(-8, 7) * plain - groups).pow(2).sum(2)
+    assert bool((ours <= theirs * 1.0001).all())
+    assert ours.sum() < 0.95 * theirs.sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_what_is_no_number_spoils_its_row_alone(kind: Kind, bad: float, rows: int) -> None:
+    torch.manual_seed(0)
+    packed, x = packed_linear(library(), torch.randn(20, 100), None, kind, 32), torch.randn(rows, 100)
+    clean = packed(x)
+    x[1, 36] = bad
+    spoilt, others = packed(x), torch.arange(rows) != 1
+    assert not spoilt[1].isfinite().any()
+    assert torch.equal(spoilt[others], clean[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_is_no_number_spoils_its_output_alone(kind: Kind) -> None:
+    weight = torch.randn(40, 100)
+    weight[17, 29] = float("nan")
+    spoilt = packed_linear(library(), weight, None, kind, 64)(torch.randn(9, 100)).isnan()
+    assert spoilt.all(dim=0).nonzero().flatten().tolist() == spoilt.any(dim=0).nonzero().flatten().tolist() == [17]
+
+
+def test_an_outlier_costs_its_group_alone() -> None:
+    """What scales by row lose where one input is a hundred times larger than the others, as in OPT."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 512) / 8, torch.randn(16, 512)
+    x[:, 7] *= 300
+    weight[:, 7] /= 300
+    expected = x @ weight.T
+    by_row, by_group = (
+        (packed_linear(library(), weight, None, Kind.INT8, group)(x) - expected).norm() / expected.norm()
+        for group in (0, 128)
+    )
+    assert by_group < 0.5 * by_row
