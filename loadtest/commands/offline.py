@@ -152,7 +152,7 @@ class Bench:
         if weights not in self.ceilings:
             self.ceilings[weights] = Ceilings.measure(weights)
         kv = "float32" if weights == "float32" else "bfloat16"
-        kv_bytes = _BYTES["int8" if self.arguments.kv_cache_dtype == "int8" else kv]
+        kv_bytes = _BYTES[kv if self.arguments.kv_cache_dtype == "auto" else "int8"]
         return Roofline.of(path, self.ceilings[weights], _BYTES[weights], kv_bytes)
 
     def _take_turns(

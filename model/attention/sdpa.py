@@ -44,7 +44,7 @@ class SdpaBackend:
             q = _take(query, group.rows, group.size)  # [B, Q, H, D]
             if cache is not None and metadata.block_tables is not None:
                 read = cache.read(metadata.block_tables[group.segments], group.kv_len)
-                k, v = (pages.to(query.dtype) for pages in read)  # int8 pages become float32
+                k, v = (pages.to(query.dtype) for pages in read)  # pages of 8 bits become float32
             else:
                 key, value = given(key), given(value)
                 k, v = _take(key, group.key_rows, group.size), _take(value, group.key_rows, group.size)

@@ -26,7 +26,7 @@ from model.attention.preparation import Preparation, PreparingBackend
 from model.attention.triton_heads import prepare
 from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
 from model.cache.paged import LayerCache
-from model.config.cache import PagedSpec
+from model.config.cache import SCALED_KINDS, PagedSpec
 from model.config.layer import AttentionConfig, DisentangledConfig, XLNetRelativeConfig
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -65,7 +65,7 @@ class TritonBackend(PreparingBackend):
             return f"{group} heads of a key head are more than the Triton kernels' {_MAX_GROUP[dtype.itemsize]}"
         if isinstance(layer.position, XLNetRelativeConfig | DisentangledConfig):
             return "the Triton kernels add no bias that depends on the query"
-        if cache is not None and cache.dtype not in (name, "int8"):
+        if cache is not None and cache.dtype not in (name, *SCALED_KINDS):
             return f"the Triton kernels read no {cache.dtype} pages for {name} queries"
         return None
 

@@ -109,8 +109,8 @@ def _store_keys(
         v_at = value + row * value_row + heads[:, None] * value_head + dims[None, :]
         v = tl.load(v_at, mask=stored, other=0.0).to(tl.float32)
         if QUANTIZED:
-            k, k_scale = quantized(tl.where(stored, k, 0.0))
-            v, v_scale = quantized(v)
+            k, k_scale = quantized(tl.where(stored, k, 0.0), keys)
+            v, v_scale = quantized(v, values)
             tl.store(key_scales + at, k_scale, mask=there)
             tl.store(value_scales + at, v_scale, mask=there)
         tl.store(values + to, v.to(values.dtype.element_ty), mask=stored)

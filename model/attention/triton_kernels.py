@@ -10,6 +10,8 @@ is.
 import triton
 from triton import language as tl
 
+from model.system.float8_kernels import to_float8
+
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as the hardware has them
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and taken off again is a whole number
 
@@ -47,8 +49,8 @@ def write_pages(
     k = tl.load(at_key, mask=there, other=0.0).to(tl.float32)
     v = tl.load(at_value, mask=there, other=0.0).to(tl.float32)
     if QUANTIZED:
-        k, k_scale = quantized(k)
-        v, v_scale = quantized(v)
+        k, k_scale = quantized(k, keys)
+        v, v_scale = quantized(v, values)
         at_scale = slot * KV_HEADS + heads
         tl.store(key_scales + at_scale, k_scale, mask=heads < KV_HEADS)
         tl.store(value_scales + at_scale, v_scale, mask=heads < KV_HEADS)
@@ -57,12 +59,16 @@ def write_pages(
 
 
 @triton.jit
-def quantized(x):
-    """Rows `[heads, D]` as whole numbers up to 127, and what one of them is worth: as `LayerCache.write`."""
+def quantized(x, pages):
+    """Rows `[heads, D]` as numbers that `pages` take, up to 127 or 448, and what 1 is worth: as `LayerCache.write`."""
     most = tl.max(tl.abs(x), axis=1)
-    whole = x * tl.div_rn(tl.full(most.shape, 127.0, tl.float32), tl.maximum(most, 1e-30))[:, None]
-    whole = (whole + _TO_NEAREST) - _TO_NEAREST
-    return whole, tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32))
+    levels = tl.full(most.shape, 127.0 if pages.dtype.element_ty == tl.int8 else 448.0, tl.float32)
+    numbers = x * tl.div_rn(levels, tl.maximum(most, 1e-30))[:, None]
+    worth = tl.div_rn(most, levels)
+    if pages.dtype.element_ty == tl.int8:
+        return (numbers + _TO_NEAREST) - _TO_NEAREST, worth
+    else:
+        return to_float8(numbers), worth
 
 
 @triton.jit
@@ -136,13 +142,13 @@ def _walk(
             slot = (tl.load(cu_seqlens_k + segment) + n).to(tl.int64)
         k_at = keys + slot[None, :] * key_row + kv_head * key_head + dims[:, None]
         if MASKED:
-            k = tl.load(k_at, mask=within[None, :] & wide[:, None], other=0)  # [D, N]
+            k = tl.load(k_at, mask=within[None, :] & wide[:, None], other=0.0)  # [D, N]
         elif DIM == BLOCK_D:
             k = tl.load(k_at)
         else:
-            k = tl.load(k_at, mask=wide[:, None], other=0)
+            k = tl.load(k_at, mask=wide[:, None], other=0.0)
         if QUANTIZED:
-            k = k.to(tl.float32)  # whole numbers up to 127: exact in every type
+            k = k.to(tl.float32)  # whole numbers up to 127, and float8: exact in every type
         unit = scale * LOG2E
         if SOFTCAP > 0.0:
             unit = scale
@@ -172,11 +178,11 @@ def _walk(
         total = total * shrink + tl.sum(p, axis=1)
         v_at = values + slot[:, None] * value_row + kv_head * value_head + dims[None, :]
         if MASKED:
-            v = tl.load(v_at, mask=within[:, None] & wide[None, :], other=0)  # [N, D]
+            v = tl.load(v_at, mask=within[:, None] & wide[None, :], other=0.0)  # [N, D]
         elif DIM == BLOCK_D:
             v = tl.load(v_at)
         else:
-            v = tl.load(v_at, mask=wide[None, :], other=0)
+            v = tl.load(v_at, mask=wide[None, :], other=0.0)
         if QUANTIZED:
             worth = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)
             v = v.to(tl.float32) * worth[:, None]

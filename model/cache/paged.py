@@ -13,15 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.config.cache import PagedSpec, paged_specs, pools_of
+from model.config.cache import SCALED_KINDS, PagedSpec, paged_specs, pools_of
 from model.config.model import StackConfig
 from model.system import huge_pages
 from model.system.transfer import device_tensor
 
+_LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages `[num_pages, block_size, K, D]`; of int8 with a scale for each token and head."""
+    """One layer's pages `[num_pages, block_size, K, D]`; of int8 and float8 with a scale for each token and head."""
 
     keys: Tensor
     values: Tensor
@@ -35,19 +37,25 @@ class LayerCache:
         ):
             if scales is not None:
                 most = rows.float().abs().amax(dim=-1)  # [T, K]
-                levels = torch.full_like(most, 127)  # a number's reciprocal would be multiplied with, on a GPU
+                levels = torch.full_like(
+                    most, _LARGEST[pages.dtype]
+                )  # a number's reciprocal would be multiplied with, on a GPU
                 scales.view(-1, scales.shape[-1]).index_copy_(0, slots, most / levels)
-                rows = (rows.float() * (levels / most.clamp(min=1e-30))[..., None]).round()
-            pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, rows.to(pages.dtype))
+                rows = rows.float() * (levels / most.clamp(min=1e-30))[..., None]
+                if pages.dtype is torch.int8:
+                    rows = rows.round()
+            plain(pages).view(-1, *pages.shape[2:]).index_copy_(0, slots, plain(rows.to(pages.dtype)))
 
     def read(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, length, K, D]` of the sequences whose blocks are `block_tables` `[B, M]`."""
         block_size = self.keys.shape[1]
         blocks = block_tables[:, : -(-length // block_size)]
         shape = (blocks.shape[0], blocks.shape[1] * block_size, *self.keys.shape[2:])
-        keys, values = self.keys[blocks], self.values[blocks]
+        keys, values = (plain(pages)[blocks].view(pages.dtype) for pages in (self.keys, self.values))
         if self.scales is not None:
-            keys, values = (x * s[blocks][..., None] for x, s in zip((keys, values), self.scales, strict=True))
+            keys, values = (
+                x.to(s.dtype) * s[blocks][..., None] for x, s in zip((keys, values), self.scales, strict=True)
+            )
         return keys.view(shape)[:, :length], values.view(shape)[:, :length]
 
 
@@ -82,7 +90,7 @@ class KVCache:
         keys, values = (_zeros((*shape, dim), dtype, self.device) for dim in (spec.key_dim, spec.value_dim))
         self._tensors[pool] += [keys, values]
         scales: Sequence[tuple[Tensor, Tensor] | None] = [None] * count
-        if dtype is torch.int8:
+        if spec.dtype in SCALED_KINDS:
             key_scales, value_scales = (_zeros(shape, torch.float32, self.device) for _ in range(2))
             self._tensors[pool] += [key_scales, value_scales]
             scales = list(zip(key_scales, value_scales, strict=True))
@@ -96,8 +104,13 @@ class KVCache:
     def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Fill whole blocks of a pool with others of it, all read before any is written."""
         target, source = (device_tensor(list(blocks), self.device, torch.int64) for blocks in (targets, sources))
-        for tensor in self._tensors[pool]:
+        for tensor in map(plain, self._tensors[pool]):
             tensor[:, target] = tensor[:, source]
+
+
+def plain(numbers: Tensor) -> Tensor:
+    """The same memory in a dtype that torch moves by indices: not all of its functions take float8."""
+    return numbers.view(torch.uint8) if numbers.dtype is torch.float8_e4m3fn else numbers
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from model.config.model import StackConfig
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+SCALED_KINDS = ("int8", "float8_e4m3fn")  # that have a float32 scale for each key and each value
 _SCALE_BYTES = 4  # float32
 
 
@@ -19,7 +20,7 @@ class PagedSpec:
     kv_heads: int
     key_dim: int
     value_dim: int
-    dtype: str  # int8 has a float32 scale for each key and each value
+    dtype: str
     window: int | None = None  # tokens that a query reads, its own and those before it; None: all
 
     @property
@@ -29,7 +30,7 @@ class PagedSpec:
 
     @property
     def token_bytes(self) -> int:
-        scales = 2 * _SCALE_BYTES * self.kv_heads if self.dtype == "int8" else 0
+        scales = 2 * _SCALE_BYTES * self.kv_heads if self.dtype in SCALED_KINDS else 0
         return self.elements * ITEM_BYTES[self.dtype] + scales
 
 

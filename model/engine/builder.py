@@ -25,6 +25,7 @@ from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
 from model.engine.execution.model_runner import ModelRunner
+from model.engine.fp8_settings import check_kv_dtype, fp8_projections
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
 from model.engine.memory_plan import plan_memory, plan_pool, plan_share
@@ -36,7 +37,6 @@ from model.engine.warmup import warm_up
 from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
-from model.linear.fp8 import unsupported as fp8_unsupported
 from model.native.library import Kind
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
@@ -90,6 +90,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     device = resolve_device(spec.engine.device)
     dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
     _check_ranks(spec.engine, checkpoint.config, device)
+    check_kv_dtype(spec.engine, device)
     limits = batch_limits(spec.engine, device)
     most = max_context(spec.engine, checkpoint.config, limits).tokens
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
@@ -193,20 +194,6 @@ def linears_of(
         )
     ranks, fp8 = engine.tensor_parallel_size, fp8_projections(engine, config, device)
     return LinearFactory(dtype, device, fp8=fp8, collective=Group(Shard(0, ranks), device) if ranks > 1 else None)
-
-
-def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.device) -> tuple[str, ...] | None:
-    """Patterns of the projections that are quantised to fp8; None where what is stored so cannot stay so either."""
-    missing = fp8_unsupported(device)
-    if missing is None and device.type == "cpu" and engine.attention_backend != "triton":
-        missing = "a CPU does not multiply fp8"
-    if engine.quantization != "fp8":
-        return None if missing is not None else ()
-    if missing is not None:
-        raise ConfigError(
-            f"quantization fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; a CPU serves int8"
-        )
-    return tuple(f"{stack}.layers.*" for stack in config.stacks)
 
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:

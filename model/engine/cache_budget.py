@@ -122,7 +122,8 @@ class KVLayout:
 
 
 def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
-    return torch.int8 if engine.kv_cache_dtype == "int8" else weights
+    """The dtype of the pages, where the network computes in that of `weights`."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(engine.kv_cache_dtype, weights)
 
 
 def kv_bytes_per_token(engine: EngineConfig, config: ModelConfig, weights: torch.dtype) -> int:

@@ -200,7 +200,7 @@ OPTIONS: tuple[Option, ...] = (
         "kv_cache_dtype",
         one_of(*KV_CACHE_DTYPES),
         _ENGINE.kv_cache_dtype,
-        "number format of the KV cache",
+        "number format of the KV cache; auto: the model's; fp8 on a GPU of compute capability 8.9 and later",
         "|".join(KV_CACHE_DTYPES),
         per_model=True,
     ),

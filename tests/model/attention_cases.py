@@ -33,10 +33,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     int8: bool = False
     buckets: bool = False  # T5's bias
+    fp8: bool = False
 
     def __str__(self) -> str:
         lens = "_".join(f"{q}of{k}" for q, k in self.segments[:3]) + ("_and_more" if len(self.segments) > 3 else "")
         named = ("causal", "paged", "writes", "int8", "buckets")
+        named += ("fp8",) * self.fp8
         flags = [name if getattr(self, name) else f"no-{name}" for name in named]
         shape = f"{self.heads}x{self.kv_heads}x{self.dim}-window{self.window}-block{self.block_size}"
         shape += f"-softcap{self.softcap}" * (self.softcap is not None)
@@ -72,7 +74,7 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
     values = [_row_views(kv_len, case.kv_heads, case) for _, kv_len in case.segments]
     bias = _t5_bias(case) if case.buckets else None
     cache, tables, slots = _pages(case, keys, values) if case.paged else (None, None, None)
-    known = [_dequantised(rows) if case.int8 else rows.double() for rows in (*keys, *values)]
+    known = [_dequantised(rows, case) if case.int8 or case.fp8 else rows.double() for rows in (*keys, *values)]
     expected = torch.empty(0)
     if solved:
         expected = exact_attention(case, query.double(), known[: len(keys)], known[len(keys) :], bias)
@@ -151,9 +153,11 @@ def _pages(case: Case, keys: list[Tensor], values: list[Tensor]) -> tuple[LayerC
     num_blocks = sum(widths) + 2
     shape = (num_blocks, case.block_size, case.kv_heads, case.dim)
     cache = LayerCache(torch.full(shape, NAN, dtype=case.dtype), torch.full(shape, NAN, dtype=case.dtype))
-    if case.int8:
+    if case.int8 or case.fp8:
         pair = (torch.full(shape[:3], NAN), torch.full(shape[:3], NAN))
         full = torch.full(shape, 99, dtype=torch.int8)
+        if case.fp8:
+            full = torch.full(shape, NAN).to(torch.float8_e4m3fn)
         cache = LayerCache(full, full.clone(), pair)
     blocks = iter((torch.randperm(sum(widths)) + 2).tolist())
     tables = torch.zeros(len(widths), max(widths) + 1, dtype=torch.int64)
@@ -169,10 +173,12 @@ def _pages(case: Case, keys: list[Tensor], values: list[Tensor]) -> tuple[LayerC
     return cache, tables, torch.tensor(new, dtype=torch.int64)
 
 
-def _dequantised(rows: Tensor) -> Tensor:
+def _dequantised(rows: Tensor, case: Case) -> Tensor:
     """Round `[S, K, D]` to 8 bits with a scale for each token and head."""
     most = rows.float().abs().amax(-1, keepdim=True)
-    levels = torch.full_like(most, 127)
+    levels = torch.full_like(most, 448 if case.fp8 else 127)
+    if case.fp8:
+        return ((rows.float() * (levels / most)).to(torch.float8_e4m3fn).float() * (most / levels)).double()
     return ((rows.float() * (levels / most)).round() * (most / levels)).double()
 
 

@@ -108,7 +108,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
         setattr(module, name, kernel)
 
 
-def cases() -> Iterator[Case]:
+def cases(capability: int) -> Iterator[Case]:
     decode, prompts, few = ((1, 600),), ((33, 40), (1, 9)), ((8, 9),)
     for (heads, kv_heads, dim), dtype in product(
         [(32, 8, 128), (14, 2, 64), (8, 1, 256)], [torch.bfloat16, torch.float32]
@@ -118,6 +118,9 @@ def cases() -> Iterator[Case]:
                 segments, heads, kv_heads, dim, dtype=dtype, int8=int8, block_size=16, window=48 if int8 else None
             )
         yield Case(((33, 33),), heads, kv_heads, dim, dtype=dtype, paged=False, causal=False)
+    for (heads, kv_heads, dim), segments in product([(32, 8, 128), (14, 2, 64), (8, 1, 256)], (decode, prompts)):
+        if capability >= 89:  # the first that has fp8
+            yield Case(segments, heads, kv_heads, dim, dtype=torch.bfloat16, fp8=True, block_size=16)
     for segments, window in product((decode, prompts), (48, None)):  # Gemma 2
         yield Case(segments, 8, 4, 256, dtype=torch.bfloat16, block_size=16, window=window, softcap=50.0)
     for dim, dtype in product((64, 128), (torch.bfloat16, torch.float32)):  # T5
@@ -140,13 +143,13 @@ def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str
         cache = None
         if pages is not None:
             empty, scale = torch.zeros(1, 16, kv_heads, dim, dtype=pages), torch.zeros(1, 16, kv_heads)
-            cache = LayerCache(empty, empty, (scale, scale) if pages is torch.int8 else None)
+            cache = LayerCache(empty, empty, None if pages is dtype else (scale, scale))
         triton_heads.prepare(query, key, value, Preparation(norm, norm, rotary), cache, torch.zeros(2).long())
         yield name
 
 
 def main(capability: int) -> None:
-    for case in cases():
+    for case in cases(capability):
         with compiling(capability) as found:
             given = problem(case, CPU, solved=False)
             backend.TritonBackend().forward(
@@ -155,7 +158,7 @@ def main(capability: int) -> None:
         for kernel in found:
             print(json.dumps({"case": str(case), **kernel}), flush=True)
     for dtype in (torch.bfloat16, torch.float32):
-        for pages in (dtype, torch.int8, None):
+        for pages in (dtype, torch.int8, None, *([torch.float8_e4m3fn] if capability >= 89 else [])):
             with compiling(capability) as found:
                 names = list(prepare_cases(dtype, pages))
             for name, kernel in zip(names, found, strict=True):

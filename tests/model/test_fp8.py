@@ -13,8 +13,10 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
+from model.cache.paged import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.stored_formats import fp8_storage
+from model.config.cache import paged_specs, pools_of
 from model.config.formats import FLOAT
 from model.engine.builder import load
 from model.errors import ConfigError
@@ -181,6 +183,8 @@ def test_the_setting_is_for_gpus_and_a_cpu_is_told_of_int8(tmp_path: Path) -> No
     for backend in ("auto", "sdpa"):
         with pytest.raises(ConfigError, match=r"quantization fp8 .*8\.9 .* a CPU serves int8"):
             loaded(quantization="fp8", attention_backend=backend)
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8 needs a GPU .*8\.9 .*; int8 is served"):
+            loaded(kv_cache_dtype="fp8", attention_backend=backend)
     played = loaded(quantization="fp8", attention_backend="triton")  # in the interpreter
     assert (played.dtype, played.dtype_reason) == ("fp8", "asked for")  # type: ignore[attr-defined]
     stored, _ = in_fp8(*FP8["by row"], tmp_path)
@@ -198,6 +202,36 @@ def test_many_rows_are_multiplied_by_torch_as_few_are_by_triton() -> None:
     assert fp8.scales_rows(GPU) and linear._by_torch(x)
     few = torch.cat([linear(x[at : at + 10]) for at in range(0, 40, 10)])
     torch.testing.assert_close(linear(x), few, rtol=2e-2, atol=1e-2 * few.abs().max().item())
+
+
+def test_keys_with_outliers_keep_their_small_numbers_in_fp8_and_lose_them_in_int8() -> None:
+    """What the cache in fp8 is for: models with a few dimensions of large keys."""
+    torch.manual_seed(0)
+    rows = torch.randn(64, 2, 32)
+    rows[..., 5] *= 300
+    small = torch.arange(32) != 5
+    errors = {}
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        pages = [torch.zeros(8, 8, 2, 32, dtype=dtype) for _ in range(2)]
+        cache = LayerCache(pages[0], pages[1], (torch.zeros(8, 8, 2), torch.zeros(8, 8, 2)))
+        cache.write(torch.arange(64), rows, rows)
+        keys, values = cache.read(torch.arange(8)[None], 64)
+        assert torch.equal(keys, values)
+        errors[dtype] = (keys[0] - rows)[..., small].abs().mean() / rows[..., small].abs().mean()
+    assert errors[torch.float8_e4m3fn] < 0.04 < 0.5 < errors[torch.int8]
+
+
+def test_a_cache_in_fp8_takes_what_one_in_int8_does_and_moves_its_blocks() -> None:
+    decoder = read_checkpoint(saved("llama-gqa").path).config.decoder
+    assert decoder is not None
+    caches = [KVCache(decoder, [4], 8, dtype, CPU) for dtype in (torch.float8_e4m3fn, torch.int8)]
+    assert caches[0].nbytes == caches[1].nbytes == 4 * 8 * pools_of(paged_specs(decoder, "int8"))[0].token_bytes
+    layer, rows = caches[0].layers[1], torch.randn(8, decoder.layers[1].mixer.num_kv_heads, 8)
+    layer.write(torch.arange(8, 16), rows, -rows)
+    caches[0].copy_blocks(0, [3], [1])
+    kept, copied = (layer.read(torch.tensor([[block]]), 8) for block in (1, 3))
+    assert torch.equal(kept[0], copied[0]) and torch.equal(kept[1], -copied[0])
+    assert ((kept[0][0] - rows).abs() <= rows.abs() / 15 + 1e-2).all() and copied[0].any()
 
 
 def test_where_torch_scales_no_rows_triton_multiplies_and_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,8 @@ CASES = [
     Case(MIXED, heads=3, kv_heads=1, dim=40, window=9, dtype=torch.bfloat16),
     Case(MIXED, heads=2, kv_heads=2, buckets=True, block_size=5),
     Case(MIXED, heads=2, kv_heads=1, int8=True, buckets=True, dtype=torch.float16),
+    Case(MIXED, heads=4, kv_heads=2, fp8=True),
+    Case(MIXED, heads=2, kv_heads=1, dim=24, fp8=True, window=9, dtype=torch.bfloat16),
     Case(((3, 9), (1, 30), (4, 1)), causal=False, writes=False),
     Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=False),
     Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=False, heads=2, kv_heads=2, buckets=True, window=11),
@@ -87,6 +89,7 @@ def test_attention_is_the_formulas(case: Case, device: torch.device) -> None:
     [
         Case(((1, 1), (1, 90)), dim=12),
         Case(((1, 70), (1, 18)), window=24, int8=True),
+        Case(((1, 70), (1, 18)), fp8=True),
         Case(((1, 70), (3, 18)), window=24, softcap=1.0),
         Case(((2, 50), (1, 20)), heads=2, kv_heads=2, buckets=True),
         Case(((1, 70), (3, 40)), causal=False, writes=False, dtype=torch.bfloat16),
@@ -161,8 +164,11 @@ def test_real_sizes(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_pages_are_what_the_cache_itself_would_write(dtype: torch.dtype, device: torch.device) -> None:
-    given = problem(Case(MIXED, int8=True, dtype=dtype), device)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_pages_of_8_bits_are_what_the_cache_itself_would_write(
+    kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    given = problem(Case(MIXED, int8=kind == "int8", fp8=kind == "fp8", dtype=dtype), device)
     assert given.cache is not None and given.cache.scales is not None
     assert given.key is not None and given.value is not None and given.metadata.slot_mapping is not None
     written = LayerCache(given.cache.keys.clone(), given.cache.values.clone(), clone_pair(given.cache.scales))
@@ -170,7 +176,7 @@ def test_int8_pages_are_what_the_cache_itself_would_write(dtype: torch.dtype, de
     run(TritonBackend(), given)
     assert written.scales is not None
     for ours, theirs in ((given.cache.keys, written.keys), (given.cache.values, written.values)):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
     for ours, theirs in zip(given.cache.scales, written.scales, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 

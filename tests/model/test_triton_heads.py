@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 
 from model.attention.preparation import HeadNorm, Preparation
 from model.attention.triton_heads import prepare
-from model.cache.paged import LayerCache
+from model.cache.paged import LayerCache, plain
 from model.network.rotary import rotate
 from tests.model.triton_cases import DEVICES
 
@@ -39,6 +39,7 @@ CASES = [
     Heads(),  # Llama
     Heads(norm="rms", heads=6, kv_heads=3, dim=24, turned=24),  # Qwen3; heads and dimensions that are no powers of two
     Heads(norm="rms", pages="int8", dtype=torch.bfloat16),
+    Heads(norm="rms", pages="float8_e4m3fn", dtype=torch.bfloat16),
     Heads(turned=6, dim=20, kv_heads=4),  # GPT-NeoX turns a part
     Heads(turned=0, norm="layer"),
     Heads(turned=4, norm="layer", pages="int8"),
@@ -82,9 +83,9 @@ def test_heads_are_prepared_and_kept(case: Heads, device: torch.device) -> None:
     if case.pages:
         shape = (3, BLOCK, case.kv_heads, case.dim)
         kind = getattr(torch, case.pages)
-        empty = torch.full(shape, 99, dtype=kind, device=device)
+        empty = torch.full(shape, 96, device=device).to(kind)
         scales = (torch.full(shape[:3], 5.0, device=device), torch.full(shape[:3], 5.0, device=device))
-        pages = LayerCache(empty, empty.clone(), scales if kind is torch.int8 else None)
+        pages = LayerCache(empty, empty.clone(), scales if kind.itemsize == 1 else None)
     found, keys = prepare(query, key, value, Preparation(*norms, rotary), pages, slots)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[case.dtype]
     torch.testing.assert_close(found.double(), exact(query, norms[0], rotary), rtol=tolerance, atol=tolerance)
@@ -96,13 +97,13 @@ def test_heads_are_prepared_and_kept(case: Heads, device: torch.device) -> None:
     there = slots[slots >= 0]
     table = torch.arange(3, device=device)[None]
     for kept, wanted in zip(pages.read(table, 3 * BLOCK), (expected, value.double()), strict=True):
-        level = 1.05 / 127 * 0.5 * wanted.abs().amax().item() if case.pages == "int8" else 0.0
+        level = {"int8": 1.05 / 127 / 2, "float8_e4m3fn": 1.05 / 16}.get(case.pages, 0.0) * wanted.abs().amax().item()
         torch.testing.assert_close(
             kept[0, there].double(), wanted[slots >= 0], rtol=tolerance, atol=max(tolerance, level + 1e-5)
         )
     others = [at for at in range(3 * BLOCK) if at not in there.tolist()]
     for tensor in (pages.keys, pages.values):
-        assert (tensor.flatten(0, 1)[others] == 99).all()
+        assert (plain(tensor).flatten(0, 1)[others].view(tensor.dtype).float() == 96).all()
     for scale in pages.scales or ():
         assert (scale.flatten(0, 1)[others] == 5.0).all()
 
