@@ -56,7 +56,7 @@ _DESCRIPTION = (
 )
 
 
-class _Application(FastAPI):
+class Application(FastAPI):
     """Calls the endpoints of direct routes behind the middleware alone, and all others as FastAPI does.
 
     The server's own `send` is put into the scope, so that the body of a stream bypasses the middleware.
@@ -84,7 +84,7 @@ class _Application(FastAPI):
 
 def create_app(
     client: EngineClient, registry: Registry, settings: ServiceSettings, reader: ModelReader | None = None
-) -> FastAPI:
+) -> Application:
     """Return the application for the models of `registry`, which `client` runs; `reader` reads those loaded later."""
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, registry, settings, metrics, reader)
@@ -101,7 +101,7 @@ def create_app(
         finally:
             await service.close()
 
-    app = _Application(
+    app = Application(
         title="triptych",
         version=service.version,
         description=_DESCRIPTION,

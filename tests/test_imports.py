@@ -62,9 +62,11 @@ SERVICE = """
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           observability lifecycle http app
     runtimes/ray_serve  : model/errors model/api model/checkpoint settings core observability lifecycle http runtimes
+    runtimes/fronts     : model/errors model/api model/system model/checkpoint model/client settings core observability
+                          planning lifecycle http app runtimes
     cli                 : model/errors model/config model/api model/system model/text model/checkpoint
                           model/inspection model/engine model/llm settings observability lifecycle runtimes
-                          runtimes/ray_serve
+                          runtimes/ray_serve runtimes/fronts
 """
 LOADTEST = """
     errors

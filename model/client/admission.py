@@ -6,30 +6,30 @@ A request's tokens count as waiting until its first output; sequences beyond `ma
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.stats import Demand, EngineStats
+from model.client.counts import Counts, LocalCounts
 from model.errors import QueueFullError
 
-_RATE_WINDOW = 64  # finished requests from which the rate for Retry-After is computed
 _MAX_RETRY_SECONDS = 60.0
 
 
 class Admission:
-    """Counts the requests and tokens that one model has admitted and not yet finished."""
+    """Counts the requests and tokens that one model has admitted and not yet finished.
 
-    def __init__(self, config: EngineConfig) -> None:
+    The totals are in `counts`, which several front processes may share (`model.client.counts`): limits hold for all of
+    them together.
+    """
+
+    def __init__(self, config: EngineConfig, counts: Counts | None = None) -> None:
         """Uses the limits for a CPU until `set_limits` brings those of the loaded model."""
         self._block_size = config.block_size
         self.set_limits(config.limits())
-        self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request
-        self._waiting_tokens: dict[str, int] = {}  # by id of every request without an output
-        self._num_sequences = 0  # sums of both
-        self._num_waiting_tokens = 0
-        self._end_times: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._counts = counts or LocalCounts()
+        self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request of this process
+        self._waiting_tokens: dict[str, int] = {}  # by id of every such request without an output
 
     def set_limits(self, limits: BatchLimits) -> None:
         """Replace the limits; some depend on the device, which is known once the model is loaded."""
@@ -42,13 +42,12 @@ class Admission:
 
         With no unfinished request any number of sequences is admitted, so that no request is refused forever.
         """
-        counts = sequences or dict.fromkeys(tokens, 1)
-        added = sum(counts.values())
-        self.check_room(added)
-        self._sequences.update(counts)
+        number = sequences or dict.fromkeys(tokens, 1)
+        with self._counts.locked():
+            self.check_room(sum(number.values()))
+            self._counts.add(sum(number.values()), sum(tokens.values()))
+        self._sequences.update(number)
         self._waiting_tokens.update(tokens)
-        self._num_sequences += added
-        self._num_waiting_tokens += sum(tokens.values())
 
     def check_room(self, sequences: int = 1) -> None:
         """Raise `QueueFullError` where `admit` would refuse this number of sequences.
@@ -56,20 +55,21 @@ class Admission:
         The token bound looks at the tokens that wait already, not at the new prompt's. So the answer is known before
         tokenisation, and long prompts are admitted as often as short ones; the last one may exceed the bound.
         """
-        if self._num_sequences + sequences > self._max_sequences and self._sequences:
+        admitted = self._counts.sequences
+        if admitted and admitted + sequences > self._max_sequences:
             raise QueueFullError("queue_requests", self._retry_after(sequences))
         if self.waiting_tokens >= self._max_waiting_tokens:
             raise QueueFullError("queue_tokens", self._retry_after(1))
 
     @property
     def has_requests(self) -> bool:
-        """Whether any admitted request has not ended."""
+        """Whether any request that this process admitted has not ended."""
         return bool(self._sequences)
 
     @property
     def waiting_tokens(self) -> int:
         """The tokens of prompts and inputs that have no output yet."""
-        return self._num_waiting_tokens
+        return self._counts.waiting_tokens
 
     def demand(self, stats: EngineStats) -> Demand:
         return Demand(self.saturation(stats), self.waiting_tokens)
@@ -84,23 +84,23 @@ class Admission:
         if not stats.total_blocks:
             return tokens / self._max_waiting_tokens
         token_load = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._block_size)
-        return max(token_load, *stats.window_usage.values(), self._num_sequences / self._max_running)
+        return max(token_load, *stats.window_usage.values(), self._counts.sequences / self._max_running)
 
     def mark_started(self, request_id: str) -> None:
         """Stop counting a request's tokens as waiting: it has an output."""
-        self._num_waiting_tokens -= self._waiting_tokens.pop(request_id, 0)
+        tokens = self._waiting_tokens.pop(request_id, 0)
+        if tokens:
+            self._counts.add(0, -tokens)
 
     def release(self, request_id: str) -> None:
         """Stop counting a finished request; an unknown id is ignored."""
         self.mark_started(request_id)
         sequences = self._sequences.pop(request_id, None)
         if sequences is not None:
-            self._num_sequences -= sequences
-            self._end_times.append(time.monotonic())
+            self._counts.add(-sequences, 0)
+            self._counts.record_end()
 
     def _retry_after(self, sequences: int) -> float:
         """Estimate the seconds until this number of sequences fits, from the rate at which requests finished lately."""
-        if len(self._end_times) < 2:
-            return 1.0
-        span = max(time.monotonic() - self._end_times[0], 1e-3)
-        return min(_MAX_RETRY_SECONDS, max(1.0, sequences * span / len(self._end_times)))
+        rate = self._counts.end_rate()
+        return min(_MAX_RETRY_SECONDS, max(1.0, sequences / rate)) if rate else 1.0

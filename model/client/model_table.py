@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from model.api.messages import FailureKind, LoadFailure, ModelSpec
 from model.api.stats import EngineStats, ModelInfo
 from model.client.admission import Admission
+from model.client.counts import Counts
 from model.errors import ConfigError, EngineDeadError, LoadFailedError, MemoryShortageError, ModelNotLoadedError
 from model.text.tokenizer import Tokenizer
 
@@ -35,10 +36,6 @@ class FrontModel:
     info: ModelInfo | None = None  # once it is loaded
     drained: asyncio.Event = field(default_factory=asyncio.Event)  # while it is unloaded: it has no requests left
 
-    @classmethod
-    def of(cls, spec: ModelSpec, tokenizer: Tokenizer | None, *, optional: bool) -> FrontModel:
-        return cls(spec, tokenizer, Admission(spec.engine), EngineStats(spec.name), optional)
-
     def has_loaded(self, info: ModelInfo) -> None:
         self.info = info
         self.admission.set_limits(info.limits)
@@ -48,12 +45,23 @@ class FrontModel:
 class ModelTable:
     """Models by name, and who waits for them to come or go."""
 
-    def __init__(self, specs: Sequence[ModelSpec], tokenizers: Mapping[str, Tokenizer | None]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        tokenizers: Mapping[str, Tokenizer | None],
+        counts: Callable[[str], Counts | None],
+    ) -> None:
+        """`counts` gives what counts the requests of a model by its name, where other processes count with this one."""
+        self._counts = counts
         self.served = {
-            spec.name: FrontModel.of(spec, tokenizers.get(spec.name), optional=False) for spec in specs
+            spec.name: self._model(spec, tokenizers.get(spec.name), optional=False) for spec in specs
         }  # also while their engine is started
         self._loading: dict[str, tuple[FrontModel, asyncio.Future[ModelInfo]]] = {}
         self._unloading: dict[str, tuple[FrontModel, asyncio.Future[None]]] = {}
+
+    def _model(self, spec: ModelSpec, tokenizer: Tokenizer | None, *, optional: bool) -> FrontModel:
+        admission = Admission(spec.engine, self._counts(spec.name))
+        return FrontModel(spec, tokenizer, admission, EngineStats(spec.name), optional)
 
     def __getitem__(self, name: str) -> FrontModel:
         """Return a model that takes requests; raises `ModelNotLoadedError`."""
@@ -86,8 +94,14 @@ class ModelTable:
             if spec.name in names:
                 raise ConfigError(f"a model named {spec.name} is {state} already")
         future = asyncio.get_running_loop().create_future()
-        self._loading[spec.name] = (FrontModel.of(spec, tokenizer, optional=True), future)
+        self._loading[spec.name] = (self._model(spec, tokenizer, optional=True), future)
         return future
+
+    def adopt(self, spec: ModelSpec, tokenizer: Tokenizer | None, info: ModelInfo | None) -> None:
+        """Serve a model that another process has loaded; `info` once that is done."""
+        self.served[spec.name] = self._model(spec, tokenizer, optional=True)
+        if info is not None:
+            self.loaded(info)
 
     def begin_unload(self, name: str) -> tuple[FrontModel, asyncio.Future[None]]:
         """Take no more requests for a model; the future ends once it is gone. Raises `ModelNotLoadedError`."""

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +17,7 @@ from model.api.sampling_bounds import check_value
 from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
 from model.system.child_process import ENGINE, ConnectedChild
+from service.observability.metrics_folder import shared_folder
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS, Option
 from service.settings.parsers import byte_size
@@ -254,11 +256,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     served = models or models_or_embedded(content.models, settings)
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
-    engine = ConnectedChild(ENGINE)  # it imports torch meanwhile
-    try:
-        return _run(served, settings, groups, engine)
-    finally:
-        engine.close()
+    with shared_folder() if settings.get("front_processes", 1) > 1 else nullcontext():
+        engine = ConnectedChild(ENGINE)  # it imports torch meanwhile
+        try:
+            return _run(served, settings, groups, engine)
+        finally:
+            engine.close()
 
 
 def _run(

@@ -169,14 +169,14 @@ class CachingClient:
         return True
 
     async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
-        self._forget(spec.name)
+        self.forget(spec.name)
         return await self._client.load(spec, tokenizer)
 
     async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
         try:
             await self._client.unload(name, drain_seconds=drain_seconds)
         finally:
-            self._forget(name)
+            self.forget(name)
 
     # -- waiting
 
@@ -255,7 +255,7 @@ class CachingClient:
                     waiter.result.set_exception(error)
             one.waiters.clear()
 
-    def _forget(self, model: str) -> None:
+    def forget(self, model: str) -> None:
         """Drop what is known of a model; what is being computed reaches who waits for it, and is not kept."""
         self.store.forget(model)
         for computation in [one for one in self._in_flight.values() if one.request.model == model]:
@@ -267,7 +267,7 @@ class CachingClient:
         if self._restarts != self._client.restarts:
             self._restarts = self._client.restarts
             for model in list(self.store.sizes):
-                self._forget(model)
+                self.forget(model)
 
     def _count(self, model: str, inputs: int, waiting: int, computed: int) -> None:
         self._observer.cache_lookups(model, kept=inputs - waiting, in_flight=waiting - computed, computed=computed)

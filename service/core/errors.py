@@ -65,6 +65,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def error_fields(error: ApiError) -> dict[str, Any]:
+    """Return the arguments of `ApiError`, by name, which can be sent to another process."""
+    names = ("status", "message", "type", "code", "param", "headers", "reason")
+    return {name: getattr(error, name) for name in names}
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, type="invalid_request_error", param=param, code=code)
 

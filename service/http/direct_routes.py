@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from service.core.errors import ApiError, render
@@ -22,8 +22,16 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def direct_endpoints(routes: Iterable[BaseRoute]) -> dict[str, Endpoint]:
-    """Return by path the endpoints that need nothing of FastAPI: POST alone, no parameters but the request."""
-    return {route.path: route.endpoint for route in routes if isinstance(route, APIRoute) and _needs_nothing(route)}
+    """Return by path the endpoints that need nothing of FastAPI: POST alone, no parameters but the request.
+
+    Of several routes for the POST of a path the first counts, as when requests are routed.
+    """
+    first: dict[str, Route] = {}
+    for route in routes:
+        if isinstance(route, Route) and "POST" in (route.methods or ()):
+            first.setdefault(route.path, route)
+    found = {path: route for path, route in first.items() if isinstance(route, APIRoute)}
+    return {path: route.endpoint for path, route in found.items() if _needs_nothing(route)}
 
 
 def _needs_nothing(route: APIRoute) -> bool:

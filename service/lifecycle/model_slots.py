@@ -66,13 +66,17 @@ class Slot:
 
     def hold(self, context: RequestContext) -> None:
         """Keep the model until the request's reply has been sent: it is not evicted, and unloading waits for it."""
-        self.users += 1
+        self.acquire()
+        context.on_end.append(self.release)
+
+    def acquire(self, users: int = 1) -> None:
+        """Keep the model for so many requests, each until it is given back by `release`."""
+        self.users += users
         self.unused.clear()
         self.used_at = time.monotonic()
-        context.on_end.append(self._release)
 
-    def _release(self) -> None:
-        self.users -= 1
+    def release(self, users: int = 1) -> None:
+        self.users -= users
         self.used_at = time.monotonic()
         if not self.users:
             self.unused.set()

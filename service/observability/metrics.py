@@ -1,8 +1,9 @@
 """Prometheus metrics. Each application has one `Metrics` object with its own registry.
 
-If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas), every process
-writes its values to files in that folder, and each process reports the values of all: counters and histograms summed,
-also those of ended processes, since a counter must not fall; gauges only of running processes.
+If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas, `service.cli.main`
+for several front processes), every process writes its values to files in that folder, and each process reports the
+values of all: counters and histograms summed, also those of ended processes, since a counter must not fall; gauges only
+of running processes.
 
 Invariants: every request to a model's route counts once as received, then once as rejected (by reason) or accepted; an
 accepted request counts once in `triptych_requests_total`, by its outcome. Labels are names of loaded models and fixed
@@ -23,16 +24,15 @@ from prometheus_client.registry import Collector
 
 from model.api.request import FinishReason, Timings
 from model.api.stats import EngineStats, ModelInfo, StepStats
-from model.errors import ConfigError
 from service.core.engine_client import EngineClient
 from service.core.errors import SERVER_FAULTS
 from service.core.model_registry import Task
 from service.core.request_context import RequestContext
+from service.observability.metrics_folder import MULTIPROCESS_FOLDER, make_folder
 from service.observability.vllm_metrics import vllm_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it on import
 _UPDATE_SECONDS = 1.0
 
 _SECONDS = (
@@ -43,17 +43,6 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
 F = TypeVar("F", Counter, Histogram)
-
-
-def make_folder() -> None:
-    """Create the folder of shared metrics, if one is configured; raises `ConfigError`."""
-    folder = os.environ.get(MULTIPROCESS_FOLDER)
-    if folder is None:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{MULTIPROCESS_FOLDER} {folder}: {error.strerror}") from None
 
 
 class Metrics:
@@ -97,6 +86,10 @@ class Metrics:
         if context.task == "generate":
             self._ttft.labels(model).observe(timings.ttft_ms / 1000)
             self._decode.labels(model).observe(timings.decode_ms / 1000)
+
+    def lost(self, model: str, task: Task) -> None:
+        """Count an accepted request as failed that ended with the front process that answered it."""
+        self._requests.labels(model, task, FinishReason.ERROR.value).inc()
 
     def generated(self, model: str) -> TokenCounter:
         """Return a counter for the tokens of one request of `model`."""

@@ -7,6 +7,7 @@ and its length against the context and the KV cache. An encoder-decoder's prompt
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import cast
@@ -33,6 +34,7 @@ from service.schemas.bodies import GenerateBody
 from service.settings.service_settings import Limits
 
 _numbers = count(1)
+_PROCESS = f"{os.getpid():x}"  # several front processes may share an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,12 @@ class GeneratePlan:
 
 def engine_id(request_id: str) -> str:
     """Return a request id for the engines that is unique, even if clients repeat theirs."""
-    return f"{request_id}#{next(_numbers)}"
+    return f"{request_id}#{_PROCESS}.{next(_numbers)}"
+
+
+def public_id(engine_request: str) -> str:
+    """Return the client's id of a request for the engines."""
+    return engine_request.rpartition("#")[0]
 
 
 def prompt_inputs(value: str | list[str] | list[int] | list[list[int]], param: str) -> list[PromptInput]:

@@ -31,7 +31,7 @@ def build_registry(config: ServeConfig) -> Registry:
 
     Models of the Hub are downloaded first.
     """
-    config = _with_folders(config)
+    config = with_folders(config)
     return Registry(map(read_model, config.models), config.models_elsewhere)
 
 
@@ -41,7 +41,7 @@ def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> Fast
     The first child process may have been started before, as `engine`.
     """
     started = [engine] if engine is not None else []
-    config = _with_folders(config)
+    config = with_folders(config)
     registry = build_registry(config)
     tokenizers = {model.name: model.tokenizer for model in registry}
     client = AsyncEngine(
@@ -103,7 +103,7 @@ def pin_models(config: ServeConfig) -> ServeConfig:
     return replace(pinned, groups=tuple(map(pin_models, config.groups)))
 
 
-def _with_folders(config: ServeConfig) -> ServeConfig:
+def with_folders(config: ServeConfig) -> ServeConfig:
     """Replace Hub models by their folders in this machine's cache."""
     return _replace_hub_paths(config, hub.local_folder)
 

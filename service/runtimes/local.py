@@ -36,7 +36,7 @@ def run_local(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | N
     return uvloop.run(_serve(config, on_ready, engine))
 
 
-class _Signals:
+class Signals:
     """Receives SIGTERM and SIGINT: the first sets `stop`, a second sets `stop_now`."""
 
     def __init__(self) -> None:
@@ -55,25 +55,25 @@ class _Signals:
 
 async def _serve(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None) -> int:
     """Answer HTTP from the start, with 503 while the models load."""
-    signals = _Signals()
+    signals = Signals()
     drained = False
     app = build_app(config, engine)
     lifespan = app.router.lifespan_context(app)
     with listening(config.settings) as listener:
-        async with _http(app, listener, config.settings.limits):
-            if await _run_unless(signals.stop, lifespan.__aenter__()):
+        async with http_server(app, [listener], config.settings.limits):
+            if await run_unless(signals.stop, lifespan.__aenter__()):
                 try:
                     tune_garbage_collector()
                     url = base_url(config.settings.host, listener.getsockname()[1])
                     on_ready(Ready(url, "uvicorn", service_of(app).client.models))
                     await signals.stop.wait()
-                    drained = await _run_unless(signals.stop_now, service_of(app).drain())
+                    drained = await run_unless(signals.stop_now, service_of(app).drain())
                 finally:
                     await lifespan.__aexit__(None, None, None)
     return exit_code(signals.number, drained=drained)
 
 
-async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+async def run_unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Run `work` and return True, or cancel it once `event` is set and return False."""
     task, watch = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
@@ -87,7 +87,7 @@ async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which `_Signals` replaces."""
+    """uvicorn without its signal handlers, which `Signals` replaces."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -95,8 +95,8 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _http(app: FastAPI, listener: socket.socket, limits: Limits) -> AsyncIterator[None]:
-    """Serve `app` on `listener` inside the block, without its lifespan."""
+async def http_server(app: FastAPI, listeners: list[socket.socket], limits: Limits) -> AsyncIterator[uvicorn.Server]:
+    """Serve `app` on the listeners inside the block, without its lifespan."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -111,9 +111,9 @@ async def _http(app: FastAPI, listener: socket.socket, limits: Limits) -> AsyncI
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
     )
-    serving = asyncio.create_task(server.serve([listener]))
+    serving = asyncio.create_task(server.serve(listeners))
     try:
-        yield
+        yield server
     finally:
         server.should_exit = True
         await serving

@@ -68,7 +68,15 @@ _MODELS = ModelSettings()
 OPTIONS: tuple[Option, ...] = (
     Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
     Option("port", int, 8000, "port to listen on", "PORT"),
-    Option("runtime", one_of("ray", "local"), "ray", "ray: Ray Serve; local: one uvicorn process", "ray|local"),
+    Option(
+        "runtime", one_of("ray", "local"), "ray", "ray: Ray Serve; local: uvicorn, on this machine alone", "ray|local"
+    ),
+    Option(
+        "front_processes",
+        int,
+        _SERVICE.front_processes,
+        "number of processes of the local runtime that serve HTTP; they share the port and the engine",
+    ),
     Option("replicas", replicas, 1, "number of Ray Serve replicas; a range is scaled automatically", "N|MIN-MAX"),
     Option(
         "scale_target",

@@ -15,6 +15,7 @@ from service.settings.model_settings import ModelSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; smaller is served first
 _MAX_STREAM_INTERVAL = 10.0  # seconds
+_MAX_FRONT_PROCESSES = 64
 
 LogFormat = Literal["auto", "plain", "json"]
 
@@ -89,6 +90,7 @@ class ServiceSettings:
     api_key_file: str = ""  # more keys, one a line, read again when it changes; without any key, requests need none
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # of the routes that load and unload models
     admin_key_file: str = ""  # more of them; without any, these routes are off
+    front_processes: int = 1  # of the local runtime; several share the port and the engine
     limits: Limits = field(default_factory=Limits)
     models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue after `begin_drain`
@@ -118,6 +120,9 @@ class ServiceSettings:
         if not 0 <= self.stream_interval_s <= _MAX_STREAM_INTERVAL:
             found = self.stream_interval_s
             raise ConfigError(f"stream_interval_s must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
+        if not 1 <= self.front_processes <= _MAX_FRONT_PROCESSES:
+            found = self.front_processes
+            raise ConfigError(f"front_processes must be 1 to {_MAX_FRONT_PROCESSES}, found {found}")
         if self.embed_cache_bytes < 0:
             raise ConfigError(f"embed_cache_bytes must not be negative, found {self.embed_cache_bytes}")
         for name in ("tokenizer_threads", "stall_timeout_s"):

@@ -106,9 +106,8 @@ def test_release_ignores_unknown_requests() -> None:
 
 def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("model.client.admission.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.client.counts.time.monotonic", lambda: now[0])
     bound = admission(seqs=1, requests=9)
-    assert not bound._end_times
     for i in range(10):
         bound.admit({f"r{i}": 1})
     assert refused(bound, {"x": 1}).retry_after_s == 1.0  # nothing is known yet

@@ -12,6 +12,7 @@ import httpx
 
 RUNTIMES = {
     "local": ["--runtime", "local"],
+    "fronts": ["--runtime", "local", "--front-processes", "2"],
     "ray": ["--runtime", "ray"],
     "ray-default-proxy": ["--runtime", "ray", "--haproxy", "off"],
 }

@@ -50,6 +50,10 @@ class ServiceProcess:
     def output(self) -> str:
         return "".join(self._lines)
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def wait_ready(self) -> None:
         def banner() -> bool:
             assert self._process.poll() is None, self.output

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.errors import ConfigError
-from service.observability.metrics import MULTIPROCESS_FOLDER, Metrics
+from service.observability.metrics import Metrics
+from service.observability.metrics_folder import MULTIPROCESS_FOLDER
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """

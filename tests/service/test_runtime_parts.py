@@ -15,7 +15,7 @@ import pytest
 
 from model.api.messages import ModelSpec
 from model.errors import ConfigError
-from service.observability.metrics import MULTIPROCESS_FOLDER
+from service.observability.metrics_folder import MULTIPROCESS_FOLDER
 from service.runtimes.assembly import base_url, listening, tune_garbage_collector
 from service.runtimes.ray_serve import environment
 from service.runtimes.ray_serve.main_signals import time_limit

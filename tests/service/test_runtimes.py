@@ -25,7 +25,12 @@ from tests.service.processes import ServiceProcess, eventually, running
 
 @pytest.fixture(
     scope="module",
-    params=["local", "ray", pytest.param("ray-default-proxy", marks=pytest.mark.slow)],
+    params=[
+        "local",
+        pytest.param("fronts", marks=pytest.mark.slow),
+        "ray",
+        pytest.param("ray-default-proxy", marks=pytest.mark.slow),
+    ],
 )
 def service(
     request: pytest.FixtureRequest, models: list[str], tmp_path_factory: pytest.TempPathFactory

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.api.stats import ModelInfo
 from model.errors import ConfigError, EngineDeadError
-from service.core.errors import internal, unavailable
+from service.core.errors import error_fields, internal, unavailable
 from service.http.route_prefix import unprefixed
 from service.lifecycle.state import service_of
 from service.observability import log_pipe, logs
@@ -44,7 +44,7 @@ from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_applica
 from service.runtimes.ray_serve.descendants import adopt_orphans, end_descendants
 from service.runtimes.ray_serve.main_signals import MainSignals, time_limit
 from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
-from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet, error_fields
+from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet
 from service.settings.scaling import Scaling
 from service.settings.serve_config import KEEP_ALIVE_SECONDS, OnReady, Ready, ServeConfig
 

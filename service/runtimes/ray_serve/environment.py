@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from model.errors import ConfigError
-from service.observability.metrics import MULTIPROCESS_FOLDER, make_folder
+from service.observability.metrics_folder import MULTIPROCESS_FOLDER, make_folder
 from service.runtimes.ray_serve import haproxy
 from service.settings.serve_config import ServeConfig
 

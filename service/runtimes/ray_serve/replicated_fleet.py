@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from model.checkpoint import hub
-from service.core.errors import ApiError, conflict, log_unexpected
+from service.core.errors import ApiError, conflict, error_fields, log_unexpected
 from service.lifecycle.fleet import LocalFleet, ModelEntry, keep, merged, wait_for
 from service.lifecycle.model_orders import LoadOrder
 from service.lifecycle.model_slots import Origin, Slot, State
@@ -214,22 +215,6 @@ def _is_unwanted(slot: Slot, wanted: WantedModels) -> bool:
     return slot.origin is Origin.REQUEST and slot.name not in wanted.models
 
 
-def error_fields(error: ApiError) -> dict[str, object]:
-    """Return the content of an error, which can be sent to another replica."""
-    return {
-        "status": error.status,
-        "message": error.message,
-        "type": error.type,
-        "code": error.code,
-        "param": error.param,
-        "headers": error.headers,
-    }
-
-
-def _error(fields: dict[str, object]) -> ApiError:
-    return ApiError(**fields)  # type: ignore[arg-type]
-
-
-def _failure(fields: dict[str, object], failed: int, replicas: int) -> ApiError:
+def _failure(fields: dict[str, Any], failed: int, replicas: int) -> ApiError:
     message = f"{failed} of {replicas} replicas failed, and all are as before: {fields['message']}"
-    return _error(fields | {"message": message})
+    return ApiError(**fields | {"message": message})

@@ -1,0 +1,219 @@
+"""Several front processes over one engine, as a person starts them: one service, which the last test ends.
+
+What one front process does, `test_runtimes` asks of several too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+
+from model.errors import ConfigError
+from service.runtimes.fronts.link import Link
+from service.runtimes.fronts.messages import Stop, ToWorker
+from service.settings.resolve import resolve_config
+from tests.service.asking import LONG, PROMPT, generate, metric, post, read_all
+from tests.service.processes import ServiceProcess, eventually, running
+
+_MOST = 6  # requests that are admitted: 4 run, 2 wait
+_ENDLESS = {**LONG, "stream": True, "ignore_eos": True}
+_ADMIN = {"Authorization": "Bearer of-an-operator"}
+_FRONTS = ["--runtime", "local", "--front-processes", "2", "--log-format", "json", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def service(models: list[str]) -> Iterator[ServiceProcess]:
+    limits = ["--max-num-seqs", "4", "--max-queued-requests", "2", "--request-timeout-s", "120"]
+    with running([*models, *_FRONTS, *limits, "--admin-key", "of-an-operator"]) as started:
+        yield started
+
+
+@pytest.fixture
+def base_url(service: ServiceProcess) -> Iterator[str]:
+    yield service.url
+    if service.is_running:
+        eventually(lambda: metric(service.url, "requests_running") == 0)
+        eventually(lambda: metric(service.url, "kv_blocks", state="used") == 0)
+
+
+def front_pids(service: ServiceProcess) -> list[int]:
+    return [pid for pid, line in service.descendants().items() if "fronts.worker" in line]
+
+
+def order(base_url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(base_url + path, json=body, headers=_ADMIN, timeout=60)
+
+
+def status(connection: socket.socket) -> int:
+    """The status of a reply whose head has come, or will."""
+    return int(connection.recv(12, socket.MSG_PEEK | socket.MSG_WAITALL).split()[1])
+
+
+def is_answered(connection: socket.socket) -> bool:
+    try:
+        return bool(read_all(connection))
+    except ConnectionResetError:  # its front has gone with a request that it had not read
+        return False
+
+
+def start_streams(base_url: str, count: int) -> list[socket.socket]:
+    """As many streams that run; each front process has every other one."""
+    time.sleep(0.3)  # until it is known that the connections before are closed
+    connections = [post(base_url, "/generate", _ENDLESS) for _ in range(count)]
+    eventually(lambda: metric(base_url, "requests_running", model="gen") == count)
+    return connections
+
+
+def test_all_fronts_give_the_same_answers(service: ServiceProcess, base_url: str) -> None:
+    texts = [generate(base_url, request_id=f"same-{i}")["choices"][0]["text"] for i in range(4)]
+    assert texts == [texts[0]] * 4
+    lines = [line for line in service.output.splitlines() if '"request_id":"same-' in line]
+    assert {'"front":1' in line for line in lines} == {True, False}
+    info = httpx.get(f"{base_url}/info").json()
+    assert (info["front_processes"], [model["name"] for model in info["models"]]) == (2, ["gen", "enc"])
+    assert metric(base_url, "requests_accepted_total", model="gen") == 4
+
+
+def test_requests_are_admitted_up_to_the_limit_of_all_fronts_together(service: ServiceProcess, base_url: str) -> None:
+    with service.held():
+        connections = [post(base_url, "/generate", {**_ENDLESS, "max_tokens": 20}) for _ in range(_MOST + 3)]
+        assert Counter(map(status, connections)) == {200: _MOST, 429: 3}
+    replies = [read_all(connection) for connection in connections]
+    assert sum(b'"finish_reason":"length"' in reply for reply in replies) == _MOST
+    assert metric(base_url, "rejections_total", model="gen", reason="queue_requests") == 3
+    generate(base_url)
+
+
+def test_a_request_is_cancelled_by_way_of_any_front(base_url: str) -> None:
+    for _ in range(2):  # the one that has the request, and the other one
+        connection = post(base_url, "/generate", {**_ENDLESS, "request_id": "to-cancel"})
+        eventually(lambda: metric(base_url, "requests_running", model="gen") == 1)
+        reply = httpx.delete(f"{base_url}/requests/to-cancel")
+        assert (reply.status_code, reply.json()["cancelled"]) == (200, 1)
+        assert b'"finish_reason":"cancelled"' in read_all(connection)
+    assert httpx.delete(f"{base_url}/requests/to-cancel").status_code == 404
+
+
+def test_models_come_and_go_in_all_fronts(base_url: str) -> None:
+    def statuses() -> list[int]:
+        asked = {"model": "enc", "input": "x"}
+        return [httpx.post(f"{base_url}/encode", json=asked, timeout=60).status_code for _ in range(4)]
+
+    assert statuses() == [200] * 4
+    assert order(base_url, "/models/unload", name="enc").json()["state"] == "unloaded"
+    assert statuses() == [404] * 4
+    assert order(base_url, "/models/load", name="enc").json()["state"] == "loaded"
+    assert statuses() == [200] * 4
+    assert httpx.get(f"{base_url}/models").status_code == 401
+    assert order(base_url, "/models/load", name="enc", extra=1).status_code == 400
+
+
+def test_unloading_ends_the_requests_of_all_fronts(base_url: str) -> None:
+    connections = start_streams(base_url, 2)
+    assert order(base_url, "/models/unload", name="gen", drain_s=0).status_code == 200
+    for connection in connections:
+        assert b'"finish_reason":"cancelled"' in read_all(connection)
+    assert order(base_url, "/models/load", name="gen").status_code == 200
+    generate(base_url)
+
+
+def test_a_killed_front_loses_its_own_streams_and_is_replaced(service: ServiceProcess, base_url: str) -> None:
+    eventually(lambda: metric(base_url, "requests_accepted_total") == metric(base_url, "requests_total"))
+    tokens = metric(base_url, "generation_tokens_total")
+    connections = start_streams(base_url, 4)
+    killed, other = front_pids(service)
+    with service.held():
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: killed not in front_pids(service))
+    replies = [read_all(connection) for connection in connections]
+    whole = [b'"finish_reason":"length"' in reply and b"data: [DONE]" in reply for reply in replies]
+    assert sorted(whole) == [False, False, True, True]
+    assert not any(b"[DONE]" in reply for reply, ended in zip(replies, whole, strict=True) if not ended)
+    assert metric(base_url, "requests_total", model="gen", outcome="error") == 2
+    assert metric(base_url, "requests_accepted_total") == metric(base_url, "requests_total")
+    assert metric(base_url, "generation_tokens_total") >= tokens + 2 * _ENDLESS["max_tokens"]
+    eventually(
+        lambda: (
+            "front process 1 serves" in service.output.rpartition("by signal SIGKILL")[2]
+            or "front process 2 serves" in service.output.rpartition("by signal SIGKILL")[2]
+        )
+    )
+    assert other in front_pids(service)
+    assert len(front_pids(service)) == 2
+    for _ in range(_MOST):  # as many as ever are admitted
+        generate(base_url)
+
+
+def test_sigterm_lets_the_streams_of_all_fronts_end(service: ServiceProcess, base_url: str) -> None:
+    started = set(service.descendants())
+    connections = start_streams(base_url, 2)
+    with service.held():
+        service.signal(signal.SIGTERM)
+        eventually(lambda: {httpx.get(f"{base_url}/readyz").status_code for _ in range(2)} == {503}, 20)
+    for connection in connections:
+        assert b'"finish_reason":"length"' in read_all(connection)
+    assert service.wait() == 0, service.output
+    eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
+
+
+@pytest.mark.slow  # 20 s
+def test_a_front_that_hangs_is_ended_and_replaced(models: list[str]) -> None:
+    with running([*models, *_FRONTS, "--stall-timeout", "4"]) as service:
+        hung, other = front_pids(service)
+        os.kill(hung, signal.SIGSTOP)
+        connections = [post(service.url, "/generate", PROMPT) for _ in range(2)]
+        eventually(lambda: "has given no sign for 4 s" in service.output)
+        assert sorted(map(is_answered, connections)) == [False, True]
+        eventually(lambda: len(front_pids(service)) == 2 and hung not in front_pids(service))
+        assert other in front_pids(service)
+        generate(service.url)
+
+
+@pytest.mark.slow  # 15 s
+def test_an_engine_that_is_killed_fails_the_requests_of_all_fronts(models: list[str]) -> None:
+    with running([*models, *_FRONTS]) as service:
+        connections = start_streams(service.url, 2)
+        os.kill(service.engine_pid(), signal.SIGKILL)
+        for connection in connections:
+            reply = read_all(connection)
+            assert b'"engine_failed"' in reply and b"data: [DONE]" in reply
+        eventually(lambda: [httpx.get(f"{service.url}/readyz").status_code for _ in range(4)] == [200] * 4)
+        for _ in range(2):
+            generate(service.url)
+
+
+def test_ray_has_replicas_instead() -> None:
+    with pytest.raises(ConfigError, match="front_processes must be 1 with the Ray runtime, found 2; use --replicas"):
+        resolve_config({"a": {"path": "/a"}}, {"front_processes": 2})
+    with pytest.raises(ConfigError, match="front_processes must be 1 to 64, found 0"):
+        resolve_config({"a": {"path": "/a"}}, {"front_processes": 0, "runtime": "local"})
+
+
+def test_a_message_to_a_process_that_has_gone_is_lost() -> None:
+    """It once broke the reading of the engine's frames: uvloop raises where asyncio does not."""
+
+    async def send_late() -> None:
+        own, other = socket.socketpair()
+        link = await Link.over(own, ToWorker)
+        link.send(Stop())
+        other.close()
+        async for _ in link.receive():
+            raise AssertionError
+        for _ in range(3):
+            link.send(Stop())
+            await asyncio.sleep(0.01)
+        assert link.unsent_bytes == 0
+        link.close()
+        link.send(Stop())
+
+    uvloop.run(send_late())
