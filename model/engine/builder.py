@@ -23,7 +23,7 @@ from model.config.sharding import Shard
 from model.engine.cache_budget import KVLayout, fit_context, kv_dtype, max_context
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, sizes_up_to
+from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, recorded, sizes_up_to
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.fp8_settings import check_kv_dtype, fp8_projections
 from model.engine.generate_engine import GenerateEngine
@@ -47,7 +47,6 @@ from model.parallel.group import Group
 from model.parallel.rank0 import Rank0Cache, Rank0Transformer, load_rank0
 from model.system import fallbacks
 from model.system.devices import resolve_device
-from model.system.fallbacks import summary
 from model.system.host_memory import available_memory
 from model.text.grammar_matcher import Grammars
 from model.text.token_bytes import TokenBytes, token_bytes
@@ -303,10 +302,7 @@ def _generate_engine(
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
     graphs, unrecorded = None, ""
     if can_record(spec.engine, model, device):
-        seqs, record = limits.max_num_seqs, CudaRecorder(device)
-        graphs, unrecorded = recorded(
-            DecodeGraphs(model, cache, block_manager, max_num_seqs=seqs, max_model_len=max_model_len, record=record)
-        )
+        graphs, unrecorded = _recorded(model, cache, limits.max_num_seqs, max_model_len)
     runner = ModelRunner(model, cache, block_manager, graphs)
     runner.unrecorded = unrecorded
     return GenerateEngine(
@@ -316,8 +312,21 @@ def _generate_engine(
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         grammars=_grammars(checkpoint),
-        overlap=_overlaps(spec.engine, config, device),
+        overlap=_overlaps(config, device),
     )
+
+
+def _recorded(
+    model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
+) -> tuple[DecodeGraphs | None, str]:
+    """The recorded decode steps, on all ranks at the same time; None and the reason where one of them cannot."""
+    ranks = _rank_processes(model)
+    record = CudaRecorder(cache.device, collective=ranks is not None)
+    graphs = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
+    if ranks is None:
+        return recorded(graphs)
+    reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(graphs)[1])
+    return (None if reason else graphs), reason
 
 
 def _cache(model: Transformer, engine: EngineConfig, num_pages: Sequence[int], device: torch.device) -> KVCache:
@@ -329,28 +338,14 @@ def _cache(model: Transformer, engine: EngineConfig, num_pages: Sequence[int], d
     return Rank0Cache(model.decoder.config, num_pages, engine.block_size, dtype, device, rank_processes)
 
 
-def _overlaps(engine: EngineConfig, config: ModelConfig, device: torch.device) -> bool:
+def _overlaps(config: ModelConfig, device: torch.device) -> bool:
     """Whether a step is launched before the last one's tokens are known; a CPU computes where it would be prepared."""
-    alone = engine.tensor_parallel_size == 1  # the other ranks are told each call when it is made
-    return device.type == "cuda" and alone and not config.generation.banned_sequences
+    return device.type == "cuda" and not config.generation.banned_sequences
 
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
     """Whether decode steps run from graphs, for which the attention of every layer must be fit."""
-    alone = engine.tensor_parallel_size == 1  # sums over ranks are not recorded
-    return device.type == "cuda" and engine.cuda_graphs and alone and model.backend.graph_safe
-
-
-def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
-    """All sizes recorded; None and the reason where that does not work: steps are then launched one by one."""
-    try:
-        graphs.record_all()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of CUDA, or of a compiler
-        logger.warning("decode steps could not be recorded, so they run launch by launch", exc_info=True)
-        return None, summary(error)
-    return graphs, ""
+    return device.type == "cuda" and engine.cuda_graphs and model.backend.graph_safe
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:

@@ -1,6 +1,8 @@
 """Messages from rank 0 to the other ranks: plain data over a socket; the tensors of a call by broadcast.
 
-A call's arguments are sent as the fields of their dataclasses, with a placeholder for each tensor. Nothing is pickled.
+A step of the generate engine is one message with its integers. Everything else is calls (encoding, copies of blocks,
+scores of prompts), whose arguments are sent as the fields of their dataclasses, with a placeholder for each tensor.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,6 +44,24 @@ class Pools(msgspec.Struct, tag=True):
     dtype: str
 
 
+class Record(msgspec.Struct, tag=True):
+    """Record decode steps as CUDA graphs, as rank 0 does at the same time; the rank answers when that is done."""
+
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Step(msgspec.Struct, tag=True):
+    """Run a step of the generate engine, as `StepPlan` describes it: all that a rank is told of it."""
+
+    layout: tuple[int, ...]  # the fields of `BatchLayout`
+    row: bytes  # int64
+    num_segments: int
+    replayed: bool
+    num_known: int  # so many tokens come by broadcast before the step
+    logit_rows: tuple[int, ...] | None
+
+
 class Call(msgspec.Struct, tag=True):
     """Make this call, which rank 0 makes at the same time."""
 
@@ -50,7 +70,7 @@ class Call(msgspec.Struct, tag=True):
     tensors: list[tuple[str, list[int]]]  # dtype and shape of each, in order
 
 
-Message = Load | Pools | Call
+Message = Load | Pools | Record | Step | Call
 
 
 class Answer(msgspec.Struct):
@@ -58,6 +78,7 @@ class Answer(msgspec.Struct):
 
     free: int = 0
     total: int = 0
+    failure: str = ""  # why it could not be done, where ranks go on without
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from model.parallel.messages import (
     Load,
     Message,
     Pools,
+    Record,
     dtype_name,
     pack_call,
     send_tensors,
@@ -66,8 +67,8 @@ class RankProcesses:
 
     def __init__(self, name: str, group: Group, loads: list[Load]) -> None:
         """Start ranks 1 and up, one for each of `loads`; they load their shards while rank 0 loads its own."""
+        self.group = group
         self._name = name
-        self._group = group
         self._failure = _GroupFailure()
         self._rendezvous = os.memfd_create("triptych-ranks")
         self._processes: list[_RankProcess] = []
@@ -83,7 +84,7 @@ class RankProcesses:
         """Wait until every rank has loaded, then connect the group; return (free, total) bytes of each one's GPU."""
         wait_for(self._receive_answers)
         logger.info("%s has ranks in processes %s", self._name, ", ".join(map(str, [os.getpid(), *self.pids])))
-        self._group.connect(self._rendezvous)
+        self.group.connect(self._rendezvous)
         return [(answer.free, answer.total) for answer in self._receive_answers()]
 
     def make_pools(self, num_pages: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
@@ -91,14 +92,29 @@ class RankProcesses:
         self._send(Pools(list(num_pages), block_size, dtype_name(dtype)))
         self._receive_answers()
 
+    def record(self, max_num_seqs: int, max_model_len: int, record_own: Callable[[], str]) -> str:
+        """Have every rank record its decode steps while `record_own` records rank 0's.
+
+        Return why some rank could not, as `record_own` does of its own; empty if all could.
+        """
+        with self.sending(Record(max_num_seqs, max_model_len)):
+            failures = [record_own(), *(answer.failure for answer in self._receive_answers())]
+        return next(filter(None, failures), "")
+
     @contextmanager
     def call(self, name: str, *arguments: Any) -> Iterator[None]:
         """Have every rank call `name` while rank 0 makes the call in the block; an exception breaks the group."""
+        message, tensors = pack_call(name, arguments)
+        with self.sending(message):
+            send_tensors(tensors, self.group)
+            yield
+
+    @contextmanager
+    def sending(self, message: Message) -> Iterator[None]:
+        """Send a message whose work rank 0 does too, in the block; an exception breaks the group."""
         self.check()
         try:
-            message, tensors = pack_call(name, arguments)
             self._send(message)
-            send_tensors(tensors, self._group)
             yield
         except BaseException as error:
             self._failure.happened.wait(_DETECTION_SECONDS)
@@ -142,7 +158,7 @@ class RankProcesses:
 def _start(rank: int, size: int, rendezvous: int) -> _RankProcess:
     parent_end, child_end = socket.socketpair()
     descriptors = (child_end.fileno(), rendezvous)
-    process = start_child("model.parallel.rank_main", *descriptors, rank, size, descriptors=descriptors)
+    process = start_child("model.engine.rank_main", *descriptors, rank, size, descriptors=descriptors)
     child_end.close()
     return _RankProcess(rank, process, FrameSocket(parent_end))
 

@@ -44,7 +44,7 @@ class PackingRunner:
 
     def launch(self, output: SchedulerOutput, before: Any = None) -> Late:
         steps = output.scheduled
-        self.run("pack", lambda: pack(BatchLayout.of(steps), steps, self.blocks, {}))
+        self.run("pack", lambda: pack(BatchLayout.of(steps), steps, self.blocks.block_size, {}))
         row = partial(ModelRunner._sampling_row, cast(ModelRunner, self), rules=GenerationRules(), ruled=False)
         self.run("rows", lambda: [row(step.sequence) for step in steps if step.samples])
         return Late([SampledToken(7) if step.samples else None for step in steps], {})

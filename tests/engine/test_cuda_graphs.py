@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.engine.builder import recorded
-from model.engine.execution.cuda_graphs import CudaRecorder
+from model.engine.execution.cuda_graphs import CudaRecorder, recorded
 from model.system.transfer import HostCopy
 
 SECOND = torch.device("cuda", 1)
@@ -35,6 +34,7 @@ class Gpus:
         self.current = 0
         self.capturing: list[Stream] = []
         self.recorded: list[int] = []
+        self.modes: list[str] = []
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -56,7 +56,10 @@ class Gpus:
         self.streams[stream.device] = before
 
     @contextmanager
-    def graph(self, graph: Any, pool: int, stream: Stream | None = None) -> Iterator[None]:
+    def graph(
+        self, graph: Any, pool: int, stream: Stream | None = None, capture_error_mode: str = ""
+    ) -> Iterator[None]:
+        self.modes.append(capture_error_mode)
         assert stream is not None and stream.device == self.current == pool
         self.capturing.append(stream)
         yield
@@ -97,6 +100,12 @@ def test_steps_are_recorded_on_their_models_device_and_one_stream(gpus: Gpus) ->
     assert len(gpus.made) == 1  # of 20 streams each would keep cuBLAS' 32 MiB
     assert gpus.capturing == 3 * gpus.made
     assert ran[::2] == 3 * gpus.made  # what is not recorded yet
+
+
+def test_other_threads_do_not_end_the_recording_of_sums_over_ranks(gpus: Gpus) -> None:
+    for collective in (False, True):
+        CudaRecorder(SECOND, collective=collective)(lambda: torch.zeros(1))
+    assert gpus.modes == ["global", "thread_local"]
 
 
 def test_tokens_are_waited_for_on_their_device(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def outputs_of(
     cache = KVCache(decoder, [pool.num_pages for pool in pools], 4, torch.float32, CPU)
     decode = None
     if graphs:
-        decode = DecodeGraphs(model, cache, blocks, max_num_seqs=12, max_model_len=64, record=recorded)
+        decode = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=64, record=recorded)
         decode.record_all()
     runner = CountingRunner(model, cache, blocks, decode)
     eos = model.config.eos_token_ids

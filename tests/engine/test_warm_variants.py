@@ -84,7 +84,7 @@ def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> No
     with noted() as warmed:
         compile_attention(model, cache, BUDGET, CONTEXT)
     with noted() as seen:
-        graphs = DecodeGraphs(model, cache, blocks, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
+        graphs = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
         graphs.record_all()
         for recording in (None, graphs):
             runner = ModelRunner(model, cache, blocks, recording)

@@ -21,7 +21,6 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.triton import TritonBackend
 from model.cache.paged import KVCache
 from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.scheduling.block_manager import BlockManager
 from model.network import attention, fused_ops, mlp
 from model.network.layer import Layer
 from tests.engine.support import pools_for
@@ -102,7 +101,7 @@ def of_each_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Counter[st
         with launches:
             return run(), lambda: None
 
-    DecodeGraphs(model, cache, BlockManager(pools, 16), max_num_seqs=1, max_model_len=64, record=record).record_all()
+    DecodeGraphs(model, cache, max_num_seqs=1, max_model_len=64, record=record).record_all()
     return layers
 
 

@@ -62,7 +62,7 @@ def ranks(engine: AsyncEngine) -> list[int]:
     """Return the ids of the engine's rank processes."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
-    return [pid for pid in children_of(transport.pid) if b"model.parallel.rank_main" in command(pid)]
+    return [pid for pid in children_of(transport.pid) if b"model.engine.rank_main" in command(pid)]
 
 
 def command(pid: int) -> bytes:
@@ -76,7 +76,7 @@ async def gone(pids: list[int], seconds: float = 60.0) -> None:
 def work(kind: str) -> list[Request]:
     """Return requests with common prefixes, log-probabilities, seeds and beams, enough to cause preemption."""
     plain = mixed(kind, 20, logprobs=2, prompt_logprobs=1)
-    sampled = [request(kind, f"s{i}", 9 + i, i, temperature=0.8, seed=i, max_tokens=16) for i in range(6)]
+    sampled = [request(kind, f"s{i}", 9 + i, i, temperature=0.8, seed=i, max_tokens=40) for i in range(8)]
     beams = [request(kind, f"b{i}", 20, i, num_beams=3, n=2, max_tokens=10) for i in range(2)]
     return [*plain, *sampled, *beams]
 

@@ -41,7 +41,7 @@ def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
             assert reply(service)[0] == text
             assert reply(service)[1] == pytest.approx(vector, rel=1e-4, abs=1e-5)
             started = service.descendants()
-            assert sum("model.parallel.rank_main" in line for line in started.values()) == 1
+            assert sum("model.engine.rank_main" in line for line in started.values()) == 1
             service.signal(signal.SIGTERM)
             assert service.wait() == 0, service.output
             eventually(lambda pids=list(started): not any(map(is_alive, pids)), 10.0)  # type: ignore[misc]

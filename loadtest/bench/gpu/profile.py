@@ -18,7 +18,7 @@ from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers, Where
 from model.api.request import FinishReason
 from model.engine import encode_engine
-from model.engine.execution import cuda_graphs, model_runner
+from model.engine.execution import model_runner
 from model.system import transfer
 
 STEPS = 20
@@ -31,7 +31,6 @@ def generating(ready: BenchModel) -> list[Where]:
     return [
         (ready.engine.scheduler, "schedule", "schedule"),
         (model_runner, "pack", "pack"),
-        (cuda_graphs, "pack", "pack"),
         (ready.engine.runner, "launch", "launch"),
         (model_runner.Launched, "collect", "collect"),
         (transfer.HostCopy, "get", "wait"),

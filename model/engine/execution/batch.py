@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_table import BlockTable
 from model.engine.scheduling.scheduler import ScheduledSequence
 
@@ -91,7 +90,7 @@ class StepBatch:
 def pack(
     layout: BatchLayout,
     steps: Sequence[ScheduledSequence],
-    blocks: BlockManager,
+    block_size: int,
     placeholders: Mapping[int, int],
     *,
     pinned: bool = False,
@@ -107,10 +106,10 @@ def pack(
     slots[:] = rows[:] = NO_SLOT
     slots = slots.reshape(layout.pools, layout.tokens)
     if layout.tokens == count:  # one token each, which is what nearly all steps are
-        _pack_single(steps, blocks.block_size, placeholders, (ids, positions, slots, rows))
+        _pack_single(steps, block_size, placeholders, (ids, positions, slots, rows))
         cu_seqlens[:] = np.arange(count + 1)
     else:
-        _pack_runs(steps, blocks.block_size, placeholders, (ids, positions, slots, rows))
+        _pack_runs(steps, block_size, placeholders, (ids, positions, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
     tables = tables.reshape(layout.pools, -1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
 from model.engine.execution.batch import BatchLayout, StepBatch, pack
-from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
 from model.system.background_work import give_way
+from model.system.fallbacks import summary
 from model.system.transfer import to_device
 
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
@@ -39,8 +39,11 @@ logger = logging.getLogger(__name__)
 class CudaRecorder:
     """CUDA graphs of one device that share one pool of memory: only one of them runs at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, collective: bool = False) -> None:
+        """`collective`: what is recorded sums over ranks. NCCL's own threads ask the device meanwhile, which must not
+        end a recording."""
         self._device = device
+        self._mode = "thread_local" if collective else "global"
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
             # One stream for all: cuBLAS keeps a work space for each that it was used on.
@@ -54,7 +57,7 @@ class CudaRecorder:
                 run()
             here.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode=self._mode):
                 result = run()
         return result, graph.replay
 
@@ -66,7 +69,6 @@ class DecodeGraphs:
         self,
         model: Transformer,
         cache: KVCache,
-        blocks: BlockManager,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -74,12 +76,11 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._cache = cache
-        self._blocks = blocks
         self._longest = max_model_len
         self._record = record
         self.sizes = sizes_up_to(max_num_seqs)
-        width = blocks.blocks_for(max_model_len)
-        source, pools = width if model.encoder is not None else 0, len(blocks.pools)
+        width = -(-max_model_len // cache.block_size)
+        source, pools = width if model.encoder is not None else 0, len(cache.pools)
         self._layouts = {size: BatchLayout(size, size, width, source, pools) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
@@ -97,19 +98,22 @@ class DecodeGraphs:
         """Whether this is a step of single tokens of no more sequences than were recorded."""
         return len(steps) <= self.sizes[-1] and all(step.num_tokens == 1 for step in steps)
 
-    def run(self, steps: Sequence[ScheduledSequence], placeholders: Mapping[int, int], tokens: Tensor | None) -> Tensor:
-        """Hidden states `[B, d]` of a step that fits, valid until the next run; `tokens` are those of the step
-        before."""
+    def layout(self, steps: Sequence[ScheduledSequence]) -> BatchLayout:
+        """How a step that fits is packed: as many rows as were recorded, tables as long as they are."""
         size = next(size for size in self.sizes if size >= len(steps))
-        # Tables as long as they are, not as they may be.
-        used = replace(BatchLayout.of(steps), tokens=size, segments=size)
-        host = pack(used, steps, self._blocks, placeholders, pinned=self._cache.device.type == "cuda")
-        step = self._fill(self._layouts[size], used, to_device(host, self._cache.device))
-        if placeholders and tokens is not None:
+        return replace(BatchLayout.of(steps), tokens=size, segments=size)
+
+    def run(self, layout: BatchLayout, row: Tensor, num_segments: int, tokens: Tensor | None) -> Tensor:
+        """Hidden states `[B, d]` of a step that is packed by `layout`, valid until the next run.
+
+        `tokens` are those of the step before, None where the step waits for none of them.
+        """
+        step = self._fill(self._layouts[layout.segments], layout, to_device(row, self._cache.device))
+        if tokens is not None:
             fill_placeholders(step, tokens)
-        hidden, replay = self._recorded[size]
+        hidden, replay = self._recorded[layout.segments]
         replay()
-        return hidden[: len(steps)]
+        return hidden[:num_segments]
 
     def _fill(self, layout: BatchLayout, used: BatchLayout, packed: Tensor) -> StepBatch:
         """Put a step of the recorded `layout`, but shorter tables, where it is read; what no length reaches stays."""
@@ -126,10 +130,11 @@ class DecodeGraphs:
     def _recording(self, size: int) -> tuple[Tensor, Callable[[], object]]:
         layout = self._layouts[size]
         row = self._row[: sum(layout.sizes)]
-        empty = pack(layout, [], self._blocks, {})
+        empty = pack(layout, [], self._cache.block_size, {})
         row.copy_(empty)
         inputs, cross = self._inputs(layout.split(row), size)
-        return self._record(lambda: self._model.decode(inputs, self._cache, cross))
+        # Not `self._model.decode`, by which rank 0 would have the others make a call: each rank records by itself.
+        return self._record(lambda: Transformer.decode(self._model, inputs, self._cache, cross))
 
     def _inputs(self, step: StepBatch, size: int) -> tuple[StackInput, CrossInput | None]:
         def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> list[AttentionMetadata]:
@@ -152,6 +157,18 @@ class DecodeGraphs:
             return inputs, None
         first, *others = metadata(step.source_lens, step.source_tables, None)
         return inputs, CrossInput(first, other_pools=tuple(others))
+
+
+def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
+    """All sizes recorded; None and the reason where that does not work: steps are then launched one by one."""
+    try:
+        graphs.record_all()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of CUDA, or of a compiler
+        logger.warning("decode steps could not be recorded, so they run launch by launch", exc_info=True)
+        return None, summary(error)
+    return graphs, ""
 
 
 def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:

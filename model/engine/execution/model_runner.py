@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from model.api.request import TokenLogprob
-from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
 from model.config.model import GenerationRules
-from model.engine.execution.batch import BatchLayout, StepBatch, pack
-from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
+from model.engine.execution.batch import BatchLayout, pack
+from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.sources import source_input
+from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
-from model.network.inputs import CrossInput, StackInput, packed_input
+from model.network.inputs import packed_input
 from model.network.transformer import Transformer
+from model.parallel.rank0 import Rank0Transformer
 from model.sampling.sampler import SamplingRow, sample, token_logprobs, top_candidates
-from model.system.transfer import HostCopy, device_tensor, to_device
+from model.system.transfer import HostCopy, device_tensor
 
 _NO_RULES = GenerationRules()
 LOGPROB_ROWS = 256  # rows of prompt logits held at once
@@ -72,6 +73,8 @@ class ModelRunner:
         self.cache = cache
         self.block_manager = block_manager
         self.graphs = graphs
+        self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
+        self._program = StepProgram(model, cache, graphs, self._ranks.group if self._ranks is not None else None)
         self.unrecorded = ""  # why there are no graphs, though there should be
         self.device = cache.device
 
@@ -91,13 +94,13 @@ class ModelRunner:
         new_sources = [step for step in steps if step.encode_source]
         if new_sources:
             self._encode_sources(new_sources)
-        hidden = self._decode(steps, before)  # [T, d]
+        hidden, logits = self._run(steps, before)  # [T, d], [S, V]
         self._prompt_logprobs(steps, hidden)
         sampling = [step for step in steps if step.samples]
         for step in steps:
             if step.sequence.history is not None and not step.samples:
                 step.sequence.history.read(step.sequence.token_ids[: step.start + step.num_tokens])
-        return self._sample(output.scheduled, sampling, self._last_rows(steps, hidden))
+        return self._sample(output.scheduled, sampling, logits)
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -121,73 +124,31 @@ class ModelRunner:
             if found := [copy for copy in copies if copy.pool == pool]:
                 self.cache.copy_blocks(pool, [copy.target for copy in found], [copy.source for copy in found])
 
-    def _decode(self, steps: Rows[ScheduledSequence], before: Launched | None) -> Tensor:
-        """Hidden states `[T, d]` of all scheduled tokens, recorded where that fits."""
+    def _run(self, steps: Rows[ScheduledSequence], before: Launched | None) -> tuple[Tensor, Tensor]:
+        """Hidden states `[T, d]` of all scheduled tokens, and logits `[S, V]` of the last ones of those that sample."""
+        plan = self._plan(steps, before)
+        tokens = before.tokens if before is not None and plan.num_known else None
+        if self._ranks is None:
+            return self._program.run(plan, tokens)
+        plan.check_ids(self.model.config.embedding.vocab_size)
+        with self._ranks.sending(plan.message()):
+            return self._program.run(plan, tokens)
+
+    def _plan(self, steps: Rows[ScheduledSequence], before: Launched | None) -> StepPlan:
         placeholders: dict[int, int] = {}
-        tokens = None
         if before is not None:
-            tokens = before.tokens
             placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
-        if self.graphs is not None and self.graphs.fits(steps):
-            return self.graphs.run(steps, placeholders, tokens)
-        layout = BatchLayout.of(steps)
-        host = pack(layout, steps, self.block_manager, placeholders, pinned=self.device.type == "cuda")
-        packed = layout.split(to_device(host, self.device))
-        if placeholders and tokens is not None:
-            fill_placeholders(packed, tokens)
-        return self.model.decode(self._decoder_input(packed, steps), self.cache, self._cross_input(packed, steps))
+        replayed = self.graphs is not None and self.graphs.fits(steps)
+        layout = self.graphs.layout(steps) if self.graphs is not None and replayed else BatchLayout.of(steps)
+        row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
+        num_known = len(before.tokens) if before is not None and placeholders else 0
+        return StepPlan(layout, row, len(steps), replayed, num_known, _last_rows(steps))
 
-    def _decoder_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> StackInput:
-        kv_lens = tuple(step.start + step.num_tokens for step in steps)
-        metadata, *others = self._metadata(steps, kv_lens, packed, causal=True)
-        return StackInput(packed.ids, packed.positions, metadata, other_pools=tuple(others))
-
-    def _cross_input(self, packed: StepBatch, steps: Rows[ScheduledSequence]) -> CrossInput | None:
-        if self.model.encoder is None:
-            return None
-        kv_lens = tuple(step.sequence.source_length for step in steps)
-        metadata, *others = self._metadata(steps, kv_lens, packed, causal=False)
-        return CrossInput(metadata, other_pools=tuple(others))
-
-    def _metadata(
-        self, steps: Rows[ScheduledSequence], kv_lens: tuple[int, ...], packed: StepBatch, *, causal: bool
-    ) -> list[AttentionMetadata]:
-        """Of self attention, or of cross attention (not causal), over each pool."""
-        q_lens = tuple(step.num_tokens for step in steps)
-        lens = packed.kv_lens if causal else packed.source_lens
-        singles = q_lens.count(1) if max(q_lens) > 1 else 0
-        lengths = DeviceLengths(
-            packed.cu_seqlens,
-            lens,
-            max(q_lens),
-            max(kv_lens),
-            singles=singles,
-            max_single_kv_len=max(kv_lens[:singles], default=0),
-        )
-        tables, slots = (packed.tables, packed.slots) if causal else (packed.source_tables, None)
-        return [
-            AttentionMetadata(
-                q_lens, kv_lens, causal, self.device, tables[pool], None if slots is None else slots[pool], lengths
-            )
-            for pool in range(len(tables))
-        ]
-
-    def _last_rows(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> Tensor:
-        """Hidden states `[S, d]` of the last tokens of the sequences that sample."""
-        rows: list[int] = []
-        end = 0
-        for step in steps:
-            end += step.num_tokens
-            if step.samples:
-                rows.append(end - 1)
-        return hidden if len(rows) == len(hidden) else hidden[self._tensor(rows)]
-
-    def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], hidden: Tensor) -> Launched:
+    def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], logits: Tensor) -> Launched:
         places = {id(step.sequence): row for row, step in enumerate(steps)}
         if not steps:
-            nothing = hidden.new_empty(0, dtype=torch.int64)
+            nothing = logits.new_empty(0, dtype=torch.int64)
             return Launched(all_steps, places, nothing, HostCopy(nothing), [])
-        logits = self.model.logits(hidden)  # [S, V]
         rules = self.model.config.generation
         ruled = rules != _NO_RULES
         rows = [self._sampling_row(step.sequence, rules, ruled=ruled) for step in steps]
@@ -250,6 +211,17 @@ class ModelRunner:
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return device_tensor(list(values), self.device, torch.int64)
+
+
+def _last_rows(steps: Rows[ScheduledSequence]) -> tuple[int, ...] | None:
+    """Rows of the last tokens of the sequences that sample; None: all rows."""
+    rows: list[int] = []
+    end = 0
+    for step in steps:
+        end += step.num_tokens
+        if step.samples:
+            rows.append(end - 1)
+    return tuple(rows) if len(rows) < end else None
 
 
 def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:

@@ -1,7 +1,9 @@
-"""The process of a rank from 1 on: it holds its shard of one model and makes rank 0's calls with it.
+"""The process of a rank from 1 on: it holds its shard of one model, and runs rank 0's steps and calls with it.
 
-Rank 0 starts `python -m model.parallel.rank_main SOCKET RENDEZVOUS RANK SIZE`. The process ends when its socket
-closes, so it never outlives rank 0, even within a collective operation. On an exception it ends, which rank 0 detects.
+A step comes as one message with its integers, of which each rank builds the same inputs, or replays the same graph; the
+host does not wait for its device. Rank 0 starts `python -m model.engine.rank_main SOCKET RENDEZVOUS RANK SIZE`. The
+process ends when its socket closes, so it never outlives rank 0, even within a collective operation. On an exception it
+ends, which rank 0 detects.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from model.attention.selection import select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
+from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, recorded
+from model.engine.execution.step_program import StepPlan, StepProgram
 from model.linear.factory import LinearFactory
 from model.network.transformer import Transformer
 from model.network.weights import load_model
@@ -33,6 +37,8 @@ from model.parallel.messages import (
     Load,
     Message,
     Pools,
+    Record,
+    Step,
     dtype_of,
     receive_tensors,
     unpack_arguments,
@@ -53,13 +59,18 @@ class RankWorker:
         self._group: Group | None = None
         self._model: Transformer | None = None
         self._cache: KVCache | None = None
+        self._program: StepProgram | None = None
 
     def run(self) -> None:
         """Execute messages until rank 0 ends; then raise `EOFError`."""
         while True:
             message = self._decoder.decode(self._frames.receive())
-            if isinstance(message, Call):
+            if isinstance(message, Step):
+                self._step(message)
+            elif isinstance(message, Call):
                 self._call(message)
+            elif isinstance(message, Record):
+                self._record(message)
             elif isinstance(message, Pools):
                 self._make_pools(message)
             else:
@@ -87,7 +98,26 @@ class RankWorker:
         assert self._group is not None and self._model is not None and self._model.decoder is not None
         config, device = self._model.decoder.config, self._group.device
         self._cache = KVCache(config, pools.num_pages, pools.block_size, dtype_of(pools.dtype), device)
+        self._program = StepProgram(self._model, self._cache, group=self._group)
         self._answer()
+
+    def _record(self, sizes: Record) -> None:
+        """Record decode steps; without them where a rank cannot, which rank 0 decides upon the answers."""
+        assert self._model is not None and self._cache is not None and self._program is not None
+        graphs = DecodeGraphs(
+            self._model,
+            self._cache,
+            max_num_seqs=sizes.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            record=self._recorder(self._cache.device),
+        )
+        self._program.graphs, failure = recorded(graphs)
+        self._answer(failure=failure)
+
+    @torch.inference_mode()
+    def _step(self, step: Step) -> None:
+        assert self._program is not None and self._group is not None
+        self._program.run(StepPlan.of(step, pinned=self._group.device.type == "cuda"), None)
 
     @torch.inference_mode()
     def _call(self, call: Call) -> None:
@@ -111,8 +141,11 @@ class RankWorker:
             else:
                 cache.copy_blocks(*arguments)
 
-    def _answer(self, free: int = 0, total: int = 0) -> None:
-        self._frames.send(msgspec.msgpack.encode(Answer(free, total)))
+    def _recorder(self, device: torch.device) -> Recorder:
+        return CudaRecorder(device, collective=True)
+
+    def _answer(self, free: int = 0, total: int = 0, failure: str = "") -> None:
+        self._frames.send(msgspec.msgpack.encode(Answer(free, total, failure)))
 
 
 def _exit_on_close(connection: socket.socket) -> None:

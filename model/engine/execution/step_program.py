@@ -1,0 +1,136 @@
+"""A packed step from its integers to logits: what every rank of a model does alike, from the same row of integers.
+
+Rank 0 packs a step and sends it (`model.parallel.messages.Step`); with one rank nothing is sent. Hidden states are
+whole on each rank and stay there. Sampling is rank 0's alone: tokens that the next step waits for are sent with that
+step, from device to device, so no rank's host waits for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.attention.base import AttentionMetadata, DeviceLengths
+from model.cache.paged import KVCache
+from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
+from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
+from model.network.inputs import CrossInput, StackInput
+from model.network.transformer import Transformer
+from model.parallel.group import Group
+from model.system.transfer import device_tensor, to_device
+
+if TYPE_CHECKING:
+    from model.parallel.messages import Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as integers on the host, and what is to be done with it."""
+
+    layout: BatchLayout
+    row: Tensor  # int64, as `layout` divides it
+    num_segments: int  # that are there; the layout of a replayed step may have more
+    replayed: bool  # from a recorded graph
+    num_known: int = 0  # tokens that the step before sampled, if this one waits for some of them
+    logit_rows: tuple[int, ...] | None = None  # rows of hidden states that logits are computed of; None: all
+
+    def message(self) -> Step:
+        """The plan for the other ranks."""
+        from model.parallel.messages import Step  # a machine with one rank needs no msgspec
+
+        row = self.row.numpy().tobytes()
+        return Step(astuple(self.layout), row, self.num_segments, self.replayed, self.num_known, self.logit_rows)
+
+    @classmethod
+    def of(cls, message: Step, *, pinned: bool) -> StepPlan:
+        """The plan that rank 0 sent; `pinned`: in memory that a device copies from while the host goes on."""
+        sent = torch.frombuffer(bytearray(message.row), dtype=torch.int64)
+        return cls(
+            BatchLayout(*message.layout),
+            sent.pin_memory() if pinned else sent,
+            message.num_segments,
+            message.replayed,
+            message.num_known,
+            message.logit_rows,
+        )
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Raise `IndexError` for a token id outside the vocabulary, which would break a group of ranks."""
+        step = self.layout.split(self.row)
+        ids, placeholders = step.ids.numpy(), step.placeholders.numpy()
+        if ((ids >= vocabulary) | ((ids < 0) & (placeholders == NO_SLOT))).any():
+            raise IndexError(f"a token id is outside the vocabulary of {vocabulary}")
+
+
+class StepProgram:
+    """Runs plans of one model over one rank's pool, recorded or launch by launch."""
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, graphs: DecodeGraphs | None = None, group: Group | None = None
+    ) -> None:
+        self.graphs = graphs
+        self._model = model
+        self._cache = cache
+        self._group = group
+
+    def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return hidden states `[T, d]`, valid until the next run, and logits `[N, V]` of the rows that are asked for.
+
+        `tokens` are those that the step before sampled; ranks other than 0 get them from rank 0.
+        """
+        if plan.num_known and self._group is not None:
+            if tokens is None:
+                tokens = torch.empty(plan.num_known, dtype=torch.int64, device=self._cache.device)
+            tokens = self._group.broadcast(tokens)
+        if plan.replayed:
+            assert self.graphs is not None
+            hidden = self.graphs.run(plan.layout, plan.row, plan.num_segments, tokens if plan.num_known else None)
+        else:
+            hidden = self._launch(plan, tokens)
+        rows = hidden if plan.logit_rows is None else hidden[self._tensor(plan.logit_rows)]
+        if not len(rows):
+            return hidden, rows
+        return hidden, Transformer.logits(self._model, rows)  # which sends nothing to other ranks
+
+    def _launch(self, plan: StepPlan, tokens: Tensor | None) -> Tensor:
+        step = plan.layout.split(to_device(plan.row, self._cache.device))
+        if plan.num_known and tokens is not None:
+            fill_placeholders(step, tokens)
+        host = plan.layout.split(plan.row)
+        q_lens = tuple(np.diff(host.cu_seqlens.numpy()).tolist())
+        metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True)
+        inputs = StackInput(step.ids, step.positions, metadata, other_pools=tuple(others))
+        cross = None
+        if self._model.encoder is not None:
+            metadata, *others = self._metadata(q_lens, tuple(host.source_lens.tolist()), step, causal=False)
+            cross = CrossInput(metadata, other_pools=tuple(others))
+        return Transformer.decode(self._model, inputs, self._cache, cross)
+
+    def _metadata(
+        self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], step: StepBatch, *, causal: bool
+    ) -> list[AttentionMetadata]:
+        """Of self attention, or of cross attention (not causal), over each pool."""
+        singles = q_lens.count(1) if max(q_lens) > 1 else 0
+        lengths = DeviceLengths(
+            step.cu_seqlens,
+            step.kv_lens if causal else step.source_lens,
+            max(q_lens),
+            max(kv_lens),
+            singles=singles,
+            max_single_kv_len=max(kv_lens[:singles], default=0),
+        )
+        tables, slots = (step.tables, step.slots) if causal else (step.source_tables, None)
+        device = self._cache.device
+        return [
+            AttentionMetadata(
+                q_lens, kv_lens, causal, device, tables[pool], None if slots is None else slots[pool], lengths
+            )
+            for pool in range(len(tables))
+        ]
+
+    def _tensor(self, values: tuple[int, ...]) -> Tensor:
+        return device_tensor(values, self._cache.device, torch.int64)

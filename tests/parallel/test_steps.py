@@ -1,0 +1,195 @@
+"""Steps of two ranks: one message each, replayed and launched ahead, with the results of one rank.
+
+Rank 1 is a thread of the test, so that graphs can be pretended on both ranks as `tests.engine.test_overlap` does.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import Request, TokenOutput
+from model.attention.selection import Selection
+from model.config.sharding import Shard
+from model.engine import builder, rank_main
+from model.engine.builder import LoadedModel, load
+from model.parallel import rank_processes
+from model.parallel.messages import Message, Step
+from model.system.child_process import FrameSocket
+from tests.engine.support import request
+from tests.engine.test_overlap import LengthsBackend, assorted, recorded, tokens_of
+from tests.model.checkpoints import saved
+
+SETTINGS: dict[str, Any] = {"block_size": 4, "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
+
+
+class Said(FrameSocket):
+    """Rank 0's end of the socket, which notes every message."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.messages: list[Message] = []
+
+    def send(self, frame: bytes) -> None:
+        self.messages.append(msgspec.msgpack.decode(frame, type=Message))
+        super().send(frame)
+
+
+class RankThread:
+    """A rank that is a thread: what rank 0 needs of a process."""
+
+    pid = 0
+
+    def __init__(self, rank: int, size: int, rendezvous: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.frames = Said(ours)
+        worker = rank_main.RankWorker(FrameSocket(theirs), rendezvous, Shard(rank, size))
+        self._thread = threading.Thread(target=self._run, args=(worker, theirs), daemon=True)
+        self.error: BaseException | None = None
+        self._thread.start()
+
+    def _run(self, worker: rank_main.RankWorker, connection: socket.socket) -> None:
+        try:
+            worker.run()
+        except EOFError:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            if worker._group is not None:
+                worker._group.close()
+            connection.close()
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._thread.join(seconds)
+        return 0
+
+    def kill(self) -> None:
+        """It ends with its socket."""
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]]:
+    """Ranks as threads, a backend that is fit for graphs, and graphs that are recorded by remembering."""
+    started: list[RankThread] = []
+
+    def start(rank: int, size: int, rendezvous: int) -> Any:
+        started.append(RankThread(rank, size, rendezvous))
+        return SimpleNamespace(rank=rank, process=started[-1], frames=started[-1].frames)
+
+    used = torch.get_num_threads()
+    chosen = Selection(LengthsBackend(), "asked for", preferred="sdpa")
+    monkeypatch.setattr(rank_processes, "_start", start)
+    for module in (builder, rank_main):
+        monkeypatch.setattr(module, "select_backend", lambda *_: chosen)
+        monkeypatch.setattr(module, "CudaRecorder", lambda *_, **__: recorded)
+    monkeypatch.setattr(builder, "can_record", lambda engine, model, device: engine.cuda_graphs)
+    yield started
+    torch.set_num_threads(used)
+    assert [thread.error for thread in started] == [None] * len(started)
+
+
+def loaded(kind: str, size: int, *, overlap: bool = False) -> LoadedModel:
+    settings = EngineConfig(**SETTINGS, tensor_parallel_size=size, cuda_graphs=size > 1, max_num_seqs=12)
+    model = load(ModelSpec(kind, str(saved(kind).path), settings))
+    assert model.generate is not None
+    model.generate.overlap = overlap
+    return model
+
+
+def outputs(model: LoadedModel, requests: list[Request]) -> dict[Any, Any]:
+    engine = model.generate
+    assert engine is not None
+    found: dict[tuple[str, int], list[TokenOutput]] = {}
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        for output in engine.step()[0]:
+            found.setdefault((output.request_id, output.index), []).append(output)
+    return tokens_of(found)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("kind", ["llama-gqa", "bart"])
+def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: list[RankThread]) -> None:
+    requests = assorted(kind, blind=False)
+    model = loaded(kind, 2, overlap=overlap)
+    try:
+        assert outputs(model, requests) == outputs(loaded(kind, 1), requests)
+        steps = [one for one in threads[0].frames.messages if isinstance(one, Step)]
+        assert sum(step.replayed for step in steps) > 10
+        assert any(not step.replayed for step in steps)
+        assert any(step.num_known for step in steps) == overlap
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
+def test_a_step_is_one_message(overlap: bool, threads: list[RankThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one broadcast if it was launched before the tokens of the last one were known; nothing else."""
+    model = loaded("llama-gqa", 2, overlap=overlap)
+    try:
+        engine, (rank,) = model.generate, threads
+        assert engine is not None
+        for number in range(3):
+            engine.add(request("llama-gqa", f"r{number}", 5 + number, number, max_tokens=20))
+        for _ in range(4):
+            engine.step()
+        group = model.rank_processes.group  # type: ignore[union-attr]
+        made: Counter[str] = Counter()
+        for name in ("broadcast", "sum", "concatenate"):
+            real = getattr(group, name)
+            monkeypatch.setattr(
+                group, name, lambda *args, name=name, real=real: made.update([name]) or real(*args), raising=True
+            )
+        said = len(rank.frames.messages)
+        for _ in range(6):
+            engine.step()
+        messages = rank.frames.messages[said:]
+        assert len(messages) == 6
+        assert all(isinstance(one, Step) and one.replayed and one.num_segments == 3 for one in messages)
+        layers = 2
+        assert made == Counter(sum=6 * (2 * layers + 1), concatenate=6, broadcast=6 * overlap)
+    finally:
+        model.close()
+
+
+def test_a_rank_that_cannot_record_leaves_all_without_graphs(
+    threads: list[RankThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no graph for you")
+
+    monkeypatch.setattr(rank_main, "recorded", lambda graphs: (graphs.record_all(), (None, "no graph for you"))[1])
+    model = loaded("llama-gqa", 2)
+    try:
+        requests = [request("llama-gqa", "one", 5, max_tokens=4)]
+        assert model.info.recorded_sizes == 0
+        assert outputs(model, requests) == outputs(loaded("llama-gqa", 1), requests)
+        assert not any(one.replayed for one in threads[0].frames.messages if isinstance(one, Step))
+    finally:
+        model.close()
+
+
+def test_an_id_that_is_no_token_is_refused_before_it_is_sent(threads: list[RankThread]) -> None:
+    model = loaded("llama-gqa", 2)
+    try:
+        engine = model.generate
+        assert engine is not None
+        wrong = Request("wrong", "llama-gqa", (10_000,), request("llama-gqa", "x", 1).params)
+        right = request("llama-gqa", "right", 5, max_tokens=3)
+        found = outputs(model, [wrong, right])
+        assert found["right", 0] == outputs(loaded("llama-gqa", 1), [right])["right", 0]
+        assert not found["wrong", 0][0]
+    finally:
+        model.close()
