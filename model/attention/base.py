@@ -7,6 +7,7 @@ key (bottom-right alignment), so query j of b has position `kv_lens[b] - q_lens[
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +20,9 @@ from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
 from model.system import transfer
+
+UNEVEN_KEYS = 2048  # from so many keys on it is worth a second launch to divide them
+UNEVEN_TIMES = 4  # the mean
 
 
 @dataclass
@@ -36,14 +40,23 @@ class DeviceLengths:
     cu_seqlens_k: Tensor | None = None  # [B + 1], of keys that are packed rows
     singles: int = 0  # so many segments in front have one query, the others more: what decodes, beside prompts
     max_single_kv_len: int = 0  # of those
+    uneven: bool = False  # of segments with one query: a few have nearly all keys, so work is divided as for one alone
 
     def apart(self) -> tuple[DeviceLengths, DeviceLengths]:
         """Of the segments in front and of the others; starts of queries stay those among all."""
         count = self.singles
         return (
-            DeviceLengths(self.cu_seqlens_q[: count + 1], self.kv_lens[:count], 1, self.max_single_kv_len),
+            DeviceLengths(
+                self.cu_seqlens_q[: count + 1], self.kv_lens[:count], 1, self.max_single_kv_len, uneven=self.uneven
+            ),
             DeviceLengths(self.cu_seqlens_q[count:], self.kv_lens[count:], self.max_q_len, self.max_kv_len),
         )
+
+
+def are_uneven(kv_lens: Sequence[int]) -> bool:
+    """Whether one segment of single queries has so many of the keys that it would be waited for."""
+    longest = max(kv_lens, default=0)
+    return longest >= UNEVEN_KEYS and longest * len(kv_lens) > UNEVEN_TIMES * sum(kv_lens)
 
 
 @dataclass

@@ -34,6 +34,7 @@ _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
 _MAX_GROUP = {4: 32, 2: 64}  # heads of a key head by bytes of an element: they are rows of one tile
 _MIN_PART = 256  # keys that are worth a program of their own
 _MAX_PARTS = 64
+_MOST_PARTIAL = 2048  # segments times parts of uneven ones, for each of which there is a row of partial sums
 _TILE_ROWS = (16, 64)  # at which `choose_tiles` changes its mind
 _WRITTEN = 2048  # elements that a program puts into the pages
 
@@ -190,70 +191,55 @@ class TritonBackend(PreparingBackend):
         begin: int,
     ) -> None:
         """The segments of `lengths`, whose queries are the rows of `out` from `begin` on."""
-        group, num_segments = config.num_heads // config.num_kv_heads, len(lengths.kv_lens)
-        single = lengths.max_q_len == 1
-        tiles = self.tiles(
-            group * lengths.max_q_len,
-            config.head_dim,
-            query.dtype,
-            biased=bias is not None,
-            paged=tables is not None,
-        )
+        group, dim, paged = config.num_heads // config.num_kv_heads, config.head_dim, tables is not None
+        tiles = self.tiles(group * lengths.max_q_len, dim, query.dtype, biased=bias is not None, paged=paged)
+        num_segments, single = len(lengths.kv_lens), lengths.max_q_len == 1
         num_tiles = num_segments if single else (len(out) - begin) // (tiles.rows // group) + num_segments
-        parts = self.parts(num_tiles * config.num_kv_heads, lengths.max_kv_len, query.device)
+        parts = self._parts_of(lengths, num_tiles, config, query.device)
         mixed, weight = out, None
         if parts > 1:
             mixed = torch.empty((*out.shape[:2], parts, out.shape[2]), dtype=torch.float32, device=query.device)
             weight = torch.empty(mixed.shape[:3], dtype=torch.float32, device=query.device)
-        scales = memory.scales or (None, None)
         attend[(num_tiles, config.num_kv_heads, parts)](
-            query,
-            memory.keys,
-            memory.values,
-            *scales,
-            tables,
-            lengths.cu_seqlens_q,
-            _packed_starts(lengths) if tables is None else None,
-            lengths.kv_lens,
-            bias,
-            mixed,
-            weight,
-            config.scale,
-            num_segments,
+            query, memory.keys, memory.values, *(memory.scales or (None, None)),
+            tables, lengths.cu_seqlens_q, None if paged else _packed_starts(lengths), lengths.kv_lens,
+            bias, mixed, weight, config.scale, num_segments,
             tables.stride(0) if tables is not None else 0,
             bias.shape[1] // 2 if bias is not None else 0,
-            *query.stride()[:2],
-            *memory.keys.stride()[-3:-1],
-            *memory.values.stride()[-3:-1],
-            HEADS=config.num_heads,
-            KV_HEADS=config.num_kv_heads,
-            DIM=config.head_dim,
-            BLOCK_SIZE=memory.keys.shape[1] if tables is not None else 1,
-            BLOCK_M=tiles.rows,
-            BLOCK_N=tiles.keys,
-            BLOCK_D=_block_dim(config),
-            WINDOW=config.window or 0,
-            SOFTCAP=config.softcap or 0.0,
-            CAUSAL=causal,
-            PAGED=tables is not None,
-            QUANTIZED=memory.scales is not None,
-            BIASED=bias is not None,
-            SINGLE=single,
-            SPLIT=parts > 1,
+            _MIN_PART if lengths.uneven else 0,
+            *query.stride()[:2], *memory.keys.stride()[-3:-1], *memory.values.stride()[-3:-1],
+            HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, DIM=dim,
+            BLOCK_SIZE=memory.keys.shape[1] if paged else 1,
+            BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_D=_block_dim(config),
+            WINDOW=config.window or 0, SOFTCAP=config.softcap or 0.0, CAUSAL=causal,
+            PAGED=paged, QUANTIZED=memory.scales is not None, BIASED=bias is not None, SINGLE=single, SPLIT=parts > 1,
             FACTOR=tl.float32 if INTERPRETED else _TYPES[query.dtype],
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
         if weight is not None:
-            combine[((len(weight) - begin) * weight.shape[1],)](
-                mixed[begin:],
-                weight[begin:],
-                out[begin:],
-                DIM=config.head_dim,
-                BLOCK_D=_block_dim(config),
-                SPLITS=parts,
-                num_warps=8 if parts * config.head_dim > 4096 else 4,
-            )
+            _combine(mixed[begin:], weight[begin:], out[begin:], config)
+
+    def _parts_of(self, lengths: DeviceLengths, num_tiles: int, config: AttentionConfig, device: torch.device) -> int:
+        """As many parts as fill the GPU; of uneven segments as many as the longest one gets alone, within a bound of
+        memory: parts of shorter ones beyond their keys end at once."""
+        if not lengths.uneven:
+            return self.parts(num_tiles * config.num_kv_heads, lengths.max_kv_len, device)
+        most = max(1, _MOST_PARTIAL // num_tiles)
+        return min(self.parts(config.num_kv_heads, lengths.max_kv_len, device), 1 << (most.bit_length() - 1))
+
+
+def _combine(mixed: Tensor, weight: Tensor, out: Tensor, config: AttentionConfig) -> None:
+    """Join the parts `[T, H, parts, D]` of rows whose keys were split."""
+    rows, heads, parts = weight.shape
+    combine[(rows * heads,)](
+        mixed,
+        weight,
+        out,
+        DIM=config.head_dim,
+        BLOCK_D=_block_dim(config),
+        SPLITS=parts,
+        num_warps=8 if parts * config.head_dim > 4096 else 4,
+    )
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:

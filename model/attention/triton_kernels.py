@@ -193,7 +193,7 @@ def _walk(
 
 
 @triton.jit(
-    do_not_specialize=["num_segments", "table_stride", "reach"],
+    do_not_specialize=["num_segments", "table_stride", "reach", "least_share"],
     do_not_specialize_on_alignment=["tables", "cu_seqlens_q", "cu_seqlens_k", "kv_lens"],
 )
 def attend(
@@ -213,6 +213,7 @@ def attend(
     num_segments,
     table_stride,
     reach,
+    least_share,  # keys of a part at least, where SPLIT: as many as a whole number of BLOCK_N
     query_row,  # strides
     query_head,
     key_row,
@@ -268,6 +269,7 @@ def attend(
         low = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT:
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), tl.num_programs(2)) * BLOCK_N
+        share = tl.maximum(share, least_share)
         low += part * share
         high = tl.minimum(high, low + share)
 

@@ -23,7 +23,7 @@ from model.config.sharding import Shard
 from model.engine.cache_budget import KVLayout, fit_context, kv_dtype, max_context
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, recorded, sizes_up_to
+from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.fp8_settings import check_kv_dtype, fp8_projections
 from model.engine.generate_engine import GenerateEngine
@@ -374,6 +374,6 @@ def _pool_memory(engine: EngineConfig, model: Transformer, max_model_len: int, d
             engine.gpu_memory_utilization,
             CudaMemory(device),
             [GpuMemory(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
-            recorded_sizes=len(sizes_up_to(limits.max_num_seqs)) if can_record(engine, model, device) else 0,
+            recorded_sizes=num_recorded(limits.max_num_seqs, max_model_len) if can_record(engine, model, device) else 0,
         )
     return plan_pool(engine, available_memory())

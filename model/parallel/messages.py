@@ -59,6 +59,7 @@ class Step(msgspec.Struct, tag=True):
     num_segments: int
     replayed: bool
     num_known: int  # so many tokens come by broadcast before the step
+    uneven: bool
     logit_rows: tuple[int, ...] | None
 
 

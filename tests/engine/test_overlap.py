@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from model.api.request import FinishReason, Request, TokenOutput
+from model.attention import base
 from model.attention.base import AttentionMetadata
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache
 from model.engine.execution import cuda_graphs
-from model.engine.execution.cuda_graphs import DecodeGraphs, sizes_up_to
+from model.engine.execution.cuda_graphs import DecodeGraphs, num_recorded, sizes_up_to, uneven_sizes
 from model.engine.execution.model_runner import Launched, ModelRunner
+from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
@@ -141,6 +143,29 @@ def test_overlap_gives_the_tokens_of_sequential_steps(kind: str, blind: bool, gr
     assert plain["stops", 0][-1].finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+def test_steps_with_one_long_sequence_among_short_ones(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have graphs of their own, in which keys are divided as those of one sequence."""
+    requests = [request("gpt2", f"r{i}", 38 if i == 3 else 1 + i % 2, i, max_tokens=3 + i) for i in range(9)]
+    plain, _ = outputs_of("gpt2", requests)
+    seen: list[tuple[bool, bool]] = []
+    launch = StepProgram.run
+
+    def noted(self: StepProgram, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen.append((plan.replayed, plan.uneven))
+        return launch(self, plan, tokens)
+
+    monkeypatch.setattr(StepProgram, "run", noted)
+    monkeypatch.setattr(base, "UNEVEN_KEYS", 16)
+    monkeypatch.setattr(base, "UNEVEN_TIMES", 3)
+    monkeypatch.setattr(cuda_graphs, "uneven_sizes", lambda *_: [4, 12])
+    found, runner = outputs_of("gpt2", requests, overlap=True, graphs=graphs)
+    assert tokens_of(found) == tokens_of(plain)
+    assert {(graphs, True), (graphs, False)} <= set(seen)
+    if runner.graphs is not None:
+        assert {size for size, uneven in runner.graphs._recorded if uneven} == {4, 12}
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "bart"])
 def test_a_replay_is_sent_the_tables_in_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a context of 131,072 and 256 sequences all columns would be 17 MB a step."""
@@ -227,6 +252,10 @@ def test_recorded_sizes_hold_every_batch() -> None:
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(40) == [1, 2, 4, 8, 16, 32, 40]
     assert sizes_up_to(64)[-2:] == [48, 64]
+    assert uneven_sizes(256, 32_768) == [16, 32, 64, 128, 256]
+    assert uneven_sizes(40, 32_768) == [16, 32, 40]
+    assert uneven_sizes(12, 32_768) == uneven_sizes(256, 4096) == []
+    assert num_recorded(40, 32_768) == 7 + 3
 
 
 def test_failed_launch_loses_no_token_of_other_sequences() -> None:

@@ -101,6 +101,16 @@ def test_keys_in_parts_are_the_same_keys(case: Case, parts: int, device: torch.d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 300])
+def test_one_long_sequence_among_short_ones(window: int | None, device: torch.device) -> None:
+    """Its keys are divided as if it were alone; the others' are one part, and their other parts end at once."""
+    case = Case(((1, 3), (1, 700), (1, 40), (1, 1)), window=window)
+    given = problem(case, device)
+    given.metadata.on_device().uneven = True
+    assert_finite_and_close(run(Cut(SMALL, 4), given), given.expected, tolerance(case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("parts", [None, 2])
 @pytest.mark.parametrize(("causal", "buckets"), [(True, False), (False, False), (True, True)])
 def test_decoding_apart_from_prompts(causal: bool, buckets: bool, parts: int | None, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.base import AttentionMetadata, SegmentGroup
+from model.attention.base import AttentionMetadata, DeviceLengths, SegmentGroup, are_uneven
 from model.attention.triton import TritonBackend
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig, XLNetRelativeConfig
@@ -106,3 +106,20 @@ def test_parts_follow_bounds_alone_and_are_powers_of_two() -> None:
     assert parts[8, 256] == parts[8, 1] == 1
     assert parts[8, 600] == 2
     assert parts[264, 131_072] == 1
+
+
+def test_uneven_keys_are_parted_as_those_of_one_sequence_within_a_bound_of_memory() -> None:
+    backend, config = TritonBackend(), AttentionConfig(32, 8, 128, 128**-0.5)
+
+    def parts(segments: int, longest: int, *, uneven: bool) -> int:
+        lens = torch.zeros(segments + 1, dtype=torch.int64)
+        lengths = DeviceLengths(lens, lens[1:], 1, longest, uneven=uneven)
+        return backend._parts_of(lengths, segments, config, CPU)
+
+    assert [parts(count, 32_768, uneven=False) for count in (1, 33, 256)] == [32, 1, 1]
+    assert [parts(count, 32_768, uneven=True) for count in (1, 33, 256)] == [32, 32, 8]
+    assert are_uneven([32_768, *[500] * 32])
+    assert not are_uneven([1500, *[5] * 32])  # too few to matter
+    assert not are_uneven([4096] * 32)
+    assert not are_uneven([32_768])
+    assert not are_uneven([])

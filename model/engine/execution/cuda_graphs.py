@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, DeviceLengths
+from model.attention.base import UNEVEN_KEYS, UNEVEN_TIMES, AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
 from model.engine.execution.batch import BatchLayout, StepBatch, pack
 from model.engine.scheduling.scheduler import ScheduledSequence
@@ -84,26 +84,30 @@ class DecodeGraphs:
         self._layouts = {size: BatchLayout(size, size, width, source, pools) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
-        self._recorded: dict[int, tuple[Tensor, Callable[[], object]]] = {}
+        self.uneven_sizes = uneven_sizes(max_num_seqs, max_model_len)
+        self._recorded: dict[tuple[int, bool], tuple[Tensor, Callable[[], object]]] = {}
 
     def record_all(self) -> None:
         """Record every size, the largest first, so that the smaller ones fit into its memory."""
         began = time.monotonic()
-        for size in reversed(self.sizes):
-            self._recorded[size] = self._recording(size)
-            give_way()
-        logger.info("recorded decode steps of %d sizes in %.1f s", len(self.sizes), time.monotonic() - began)
+        for uneven, sizes in ((False, self.sizes), (True, self.uneven_sizes)):
+            for size in reversed(sizes):
+                self._recorded[size, uneven] = self._recording(size, uneven=uneven)
+                give_way()
+        logger.info("recorded %d decode steps in %.1f s", len(self._recorded), time.monotonic() - began)
 
     def fits(self, steps: Sequence[ScheduledSequence]) -> bool:
         """Whether this is a step of single tokens of no more sequences than were recorded."""
         return len(steps) <= self.sizes[-1] and all(step.num_tokens == 1 for step in steps)
 
-    def layout(self, steps: Sequence[ScheduledSequence]) -> BatchLayout:
+    def layout(self, steps: Sequence[ScheduledSequence], *, uneven: bool) -> BatchLayout:
         """How a step that fits is packed: as many rows as were recorded, tables as long as they are."""
-        size = next(size for size in self.sizes if size >= len(steps))
+        size = next(size for size in (self.uneven_sizes if uneven else self.sizes) if size >= len(steps))
         return replace(BatchLayout.of(steps), tokens=size, segments=size)
 
-    def run(self, layout: BatchLayout, row: Tensor, num_segments: int, tokens: Tensor | None) -> Tensor:
+    def run(
+        self, layout: BatchLayout, row: Tensor, num_segments: int, tokens: Tensor | None, *, uneven: bool
+    ) -> Tensor:
         """Hidden states `[B, d]` of a step that is packed by `layout`, valid until the next run.
 
         `tokens` are those of the step before, None where the step waits for none of them.
@@ -111,7 +115,7 @@ class DecodeGraphs:
         step = self._fill(self._layouts[layout.segments], layout, to_device(row, self._cache.device))
         if tokens is not None:
             fill_placeholders(step, tokens)
-        hidden, replay = self._recorded[layout.segments]
+        hidden, replay = self._recorded[layout.segments, uneven]
         replay()
         return hidden[:num_segments]
 
@@ -127,16 +131,16 @@ class DecodeGraphs:
         return step
 
     @torch.inference_mode()
-    def _recording(self, size: int) -> tuple[Tensor, Callable[[], object]]:
+    def _recording(self, size: int, *, uneven: bool) -> tuple[Tensor, Callable[[], object]]:
         layout = self._layouts[size]
         row = self._row[: sum(layout.sizes)]
         empty = pack(layout, [], self._cache.block_size, {})
         row.copy_(empty)
-        inputs, cross = self._inputs(layout.split(row), size)
+        inputs, cross = self._inputs(layout.split(row), size, uneven=uneven)
         # Not `self._model.decode`, by which rank 0 would have the others make a call: each rank records by itself.
         return self._record(lambda: Transformer.decode(self._model, inputs, self._cache, cross))
 
-    def _inputs(self, step: StepBatch, size: int) -> tuple[StackInput, CrossInput | None]:
+    def _inputs(self, step: StepBatch, size: int, *, uneven: bool) -> tuple[StackInput, CrossInput | None]:
         def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> list[AttentionMetadata]:
             return [
                 AttentionMetadata(
@@ -146,7 +150,9 @@ class DecodeGraphs:
                     device=self._cache.device,
                     block_tables=tables[pool],
                     slot_mapping=None if slots is None else slots[pool],
-                    device_lengths=DeviceLengths(step.cu_seqlens, lens, 1, self._longest),
+                    device_lengths=DeviceLengths(
+                        step.cu_seqlens, lens, 1, self._longest, uneven=uneven and slots is not None
+                    ),
                 )
                 for pool in range(len(tables))
             ]
@@ -181,3 +187,17 @@ def sizes_up_to(most: int) -> list[int]:
     """The batch sizes that are recorded: few enough to be quick, near enough to waste little."""
     regular = range(REGULAR, most + REGULAR, REGULAR)
     return sorted({min(size, most) for size in (*SMALL, *regular)})
+
+
+def uneven_sizes(most: int, max_model_len: int) -> list[int]:
+    """The batch sizes that are recorded once more, for steps in which a few sequences have nearly all keys: powers of
+    two, as such steps are rare. Where the GPU is full without, that is, of many sequences; none of short contexts."""
+    if most < REGULAR or max_model_len < UNEVEN_TIMES * UNEVEN_KEYS:
+        return []
+    powers = (1 << bit for bit in range(REGULAR.bit_length() - 1, most.bit_length() + 1))
+    return sorted({min(size, most) for size in powers})
+
+
+def num_recorded(most: int, max_model_len: int) -> int:
+    """How many steps are recorded."""
+    return len(sizes_up_to(most)) + len(uneven_sizes(most, max_model_len))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model.api.request import TokenLogprob
+from model.attention.base import are_uneven
 from model.cache.paged import KVCache
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
@@ -139,10 +140,14 @@ class ModelRunner:
         if before is not None:
             placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
         replayed = self.graphs is not None and self.graphs.fits(steps)
-        layout = self.graphs.layout(steps) if self.graphs is not None and replayed else BatchLayout.of(steps)
+        uneven = are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
+        layout = BatchLayout.of(steps)
+        if self.graphs is not None and replayed:
+            uneven = uneven and bool(self.graphs.uneven_sizes)
+            layout = self.graphs.layout(steps, uneven=uneven)
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
-        return StepPlan(layout, row, len(steps), replayed, num_known, _last_rows(steps))
+        return StepPlan(layout, row, len(steps), replayed, num_known, uneven, _last_rows(steps))
 
     def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], logits: Tensor) -> Launched:
         places = {id(step.sequence): row for row, step in enumerate(steps)}

@@ -36,6 +36,7 @@ class StepPlan:
     num_segments: int  # that are there; the layout of a replayed step may have more
     replayed: bool  # from a recorded graph
     num_known: int = 0  # tokens that the step before sampled, if this one waits for some of them
+    uneven: bool = False  # of the sequences with one token a few have nearly all keys
     logit_rows: tuple[int, ...] | None = None  # rows of hidden states that logits are computed of; None: all
 
     def message(self) -> Step:
@@ -43,7 +44,8 @@ class StepPlan:
         from model.parallel.messages import Step  # a machine with one rank needs no msgspec
 
         row = self.row.numpy().tobytes()
-        return Step(astuple(self.layout), row, self.num_segments, self.replayed, self.num_known, self.logit_rows)
+        flags = (self.replayed, self.num_known, self.uneven)
+        return Step(astuple(self.layout), row, self.num_segments, *flags, self.logit_rows)
 
     @classmethod
     def of(cls, message: Step, *, pinned: bool) -> StepPlan:
@@ -55,6 +57,7 @@ class StepPlan:
             message.num_segments,
             message.replayed,
             message.num_known,
+            message.uneven,
             message.logit_rows,
         )
 
@@ -88,7 +91,8 @@ class StepProgram:
             tokens = self._group.broadcast(tokens)
         if plan.replayed:
             assert self.graphs is not None
-            hidden = self.graphs.run(plan.layout, plan.row, plan.num_segments, tokens if plan.num_known else None)
+            known = tokens if plan.num_known else None
+            hidden = self.graphs.run(plan.layout, plan.row, plan.num_segments, known, uneven=plan.uneven)
         else:
             hidden = self._launch(plan, tokens)
         rows = hidden if plan.logit_rows is None else hidden[self._tensor(plan.logit_rows)]
@@ -102,16 +106,18 @@ class StepProgram:
             fill_placeholders(step, tokens)
         host = plan.layout.split(plan.row)
         q_lens = tuple(np.diff(host.cu_seqlens.numpy()).tolist())
-        metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True)
+        metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True, uneven=plan.uneven)
         inputs = StackInput(step.ids, step.positions, metadata, other_pools=tuple(others))
         cross = None
         if self._model.encoder is not None:
-            metadata, *others = self._metadata(q_lens, tuple(host.source_lens.tolist()), step, causal=False)
+            metadata, *others = self._metadata(
+                q_lens, tuple(host.source_lens.tolist()), step, causal=False, uneven=False
+            )
             cross = CrossInput(metadata, other_pools=tuple(others))
         return Transformer.decode(self._model, inputs, self._cache, cross)
 
     def _metadata(
-        self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], step: StepBatch, *, causal: bool
+        self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], step: StepBatch, *, causal: bool, uneven: bool
     ) -> list[AttentionMetadata]:
         """Of self attention, or of cross attention (not causal), over each pool."""
         singles = q_lens.count(1) if max(q_lens) > 1 else 0
@@ -122,6 +128,7 @@ class StepProgram:
             max(kv_lens),
             singles=singles,
             max_single_kv_len=max(kv_lens[:singles], default=0),
+            uneven=uneven,
         )
         tables, slots = (step.tables, step.slots) if causal else (step.source_tables, None)
         device = self._cache.device
