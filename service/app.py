@@ -23,6 +23,7 @@ from service.http.bodies import cancel_all
 from service.http.direct_routes import DirectRoutes, direct_endpoints
 from service.http.middleware import ContextMiddleware, GuardMiddleware
 from service.http.sse import DIRECT
+from service.http.stream_writer import direct_send
 from service.lifecycle.state import Service
 from service.observability.activity_log import ActivityLog
 from service.observability.metrics import Metrics
@@ -74,7 +75,7 @@ class Application(FastAPI):
         self._direct_paths = frozenset(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT] = send
+        scope[DIRECT] = direct_send(send)
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._direct_paths:
             scope["app"] = self
             await self._direct(scope, receive, send)

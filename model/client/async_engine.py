@@ -24,6 +24,7 @@ from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.client.counts import Counts
+from model.client.delivery import Delivery
 from model.client.generation_stream import GenerationStream
 from model.client.model_table import FrontModel, ModelTable
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
@@ -83,13 +84,13 @@ class AsyncEngine:
     ) -> None:
         """`stall_seconds`: a loop that sends no frame for this long counts as hung and is replaced.
         `max_unread_bytes`: bound on the output buffered for one stream. `stream_interval`: seconds between deliveries
-        (`GenerationStream`). `counts`: as of `ModelTable`."""
+        of a stream (`Delivery`). `counts`: as of `ModelTable`."""
         self._table = ModelTable(specs, tokenizers, counts)
         self._new_transport = transport
         self._transport: Transport | None = None
         self._stall_seconds = stall_seconds
         self._max_unread_bytes = max_unread_bytes
-        self._stream_interval = stream_interval
+        self._delivery = Delivery(stream_interval)
         self._streams: dict[str, GenerationStream] = {}
         self._encodes: dict[str, tuple[EncodeRequest, _Encoding]] = {}
         self._observers: list[Callable[[StepStats], None]] = []
@@ -170,7 +171,7 @@ class AsyncEngine:
             {r.request_id: r.num_tokens for r in requests},
             sequences={r.request_id: max(r.params.n, r.params.num_beams) for r in requests},
         )
-        stream = GenerationStream(self, requests, model.tokenizer, self._max_unread_bytes, self._stream_interval)
+        stream = GenerationStream(self, requests, model.tokenizer, self._max_unread_bytes, self._delivery)
         for request in requests:
             self._streams[request.request_id] = stream
         self._next_commands().generate.extend(requests)
@@ -228,6 +229,10 @@ class AsyncEngine:
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None:
         """Tell the engine to end a request or one of its sequences; one that has ended is ignored."""
         self._next_commands().abort.append(Abort(model, request_id, index, reason))
+
+    def started(self, model: str, request_id: str) -> None:
+        """Note that a request has an output: its tokens wait no more."""
+        self._table.mark_started(model, request_id)
 
     def release(self, request_id: str) -> None:
         """Remove a request that has ended: it no longer counts in admission control and gets no more outputs."""
@@ -305,7 +310,6 @@ class AsyncEngine:
         for output in events.tokens:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                self._table.mark_started(stream.model, output.request_id)
                 stream.push(output)
         for encoded in events.encoded:
             self._end_encode(encoded)

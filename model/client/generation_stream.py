@@ -3,16 +3,20 @@
 The engine never waits for a reader: outputs are buffered here, up to a bound in bytes. A read merges the buffered
 outputs of a sequence into one, so a slow reader gets the tokens of several steps at once. With an interval every
 reader does.
+
+There are two ways to read: to iterate over the outputs, or to be called back (`listen`) and take them all (`take`),
+which wakes no task.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from model.api.request import FinishReason, Request, TokenOutput
+from model.client.delivery import Delivery
 from model.errors import EngineDeadError
 from model.text.tokenizer import Detokenizer, Tokenizer
 
@@ -21,7 +25,6 @@ _TOKEN_BYTES = 4  # estimated text of a token that is not detokenised yet
 _LOGPROB_BYTES = 48
 
 _SequenceKey = tuple[str, int]  # request id, index of the sequence in its request
-_SizedOutput = tuple[TokenOutput, int]  # an output and its estimated bytes
 
 
 class StreamOwner(Protocol):
@@ -29,16 +32,19 @@ class StreamOwner(Protocol):
 
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None: ...
 
+    def started(self, model: str, request_id: str) -> None:
+        """A sequence of the request has its first output."""
+
     def release(self, request_id: str) -> None: ...
 
 
 class GenerationStream:
-    """An asynchronous iterator over the merged outputs of one or more requests; it ends when all sequences have ended.
+    """Holds the merged outputs of one or more requests; it ends when all sequences have ended.
 
     The reader must close it (`aclose`) in any case, which aborts unfinished sequences. Once more than
     `max_unread_bytes` are buffered, every open sequence ends as cancelled.
 
-    With an `interval` (seconds) buffered outputs are delivered at most that often. A sequence's first and last output
+    With an interval (`Delivery`) buffered outputs are delivered at most that often. A sequence's first and last output
     are delivered at once, with everything buffered.
     """
 
@@ -48,7 +54,7 @@ class GenerationStream:
         requests: Sequence[Request],
         tokenizer: Tokenizer | None,
         max_unread_bytes: int,
-        interval: float = 0.0,
+        delivery: Delivery,
     ) -> None:
         self._engine = engine
         self.model = requests[0].model
@@ -60,40 +66,62 @@ class GenerationStream:
             self._detokenizers = {key: Detokenizer.of(tokenizer, self._requests[key[0]].params) for key in self._open}
         # Stop strings need each token's text at once; otherwise detokenisation waits for a read.
         self._has_stop_strings = any(request.params.stop for request in requests)
-        self._received: list[_SizedOutput] = []
-        self._ready: deque[_SizedOutput] = deque()  # merged: at most one output a sequence
-        self._unread_bytes = 0
+        self._held: list[TokenOutput] = []  # until the interval is over
+        self._received: list[TokenOutput] = []  # readable, not merged yet
+        self._ready: deque[TokenOutput] = deque()  # merged: at most one output a sequence
+        self._held_bytes = self._unread_bytes = 0  # estimated; unread: of all three
         self._max_unread_bytes = max_unread_bytes
         self._failure: EngineDeadError | None = None
-        self._loop = asyncio.get_running_loop()
-        self._waiting_reader: asyncio.Future[None] | None = None
-        self._interval = interval
+        self._delivery = delivery
         self._last_delivery = 0.0  # by the event loop's clock
-        self._delivery_timer: asyncio.TimerHandle | None = None
+        self._is_due_later = self._is_due_soon = False
+        self._waiting_reader: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def deadline(self, request_id: str) -> float | None:
         return self._requests[request_id].deadline
+
+    # -- for the reader
 
     def __aiter__(self) -> GenerationStream:
         return self
 
     async def __anext__(self) -> TokenOutput:
         while not self._ready:
-            if self._received and not self._interval:
+            if self._received:
                 self._merge_received()
             elif self._failure is not None:
                 raise self._failure
             elif not self._open:
                 raise StopAsyncIteration
             else:
-                self._waiting_reader = self._loop.create_future()
+                self._waiting_reader = asyncio.get_running_loop().create_future()
                 await self._waiting_reader
-        output, size = self._ready.popleft()
-        self._unread_bytes -= size
+        output = self._ready.popleft()
+        if not self._ready and not self._received:
+            self._unread_bytes = self._held_bytes
         return output
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there is something to take, or the engine was lost; soon, if there is already."""
+        self._listener = listener
+        self._deliver_soon()
+
+    def take(self) -> Sequence[TokenOutput]:
+        """Return all outputs that are readable. Raises `EngineDeadError` after the last ones of a lost engine."""
+        if self._received:
+            self._merge_received()
+        elif not self._ready and self._failure is not None:
+            raise self._failure
+        outputs, self._ready = self._ready, deque()
+        self._unread_bytes = self._held_bytes
+        return outputs
+
     async def aclose(self) -> None:
+        self._listener = None
         self.end(FinishReason.CANCELLED, abort_engine=True)
+
+    # -- for the engine client
 
     def push(self, output: TokenOutput) -> None:
         """Buffer an output of the engine; an output of an ended sequence is dropped."""
@@ -103,19 +131,21 @@ class GenerationStream:
         if self._has_stop_strings and key in self._detokenizers and self._detokenizers[key].fill(output):
             self._engine.abort(self.model, output.request_id, output.index, FinishReason.STOP)
         size = _estimated_bytes(output)
-        self._received.append((output, size))
+        self._held.append(output)
+        self._held_bytes += size
         self._unread_bytes += size
+        if key not in self._started:
+            self._started.add(key)
+            self._engine.started(self.model, output.request_id)
+            self._deliver_held()
+        elif not self._delivery.interval or output.finish_reason is not None:
+            self._deliver_held()
+        elif not self._is_due_later:
+            self._deliver_when_due()
         if output.finish_reason is not None:
             self._close_sequence(key)
         elif self._unread_bytes > self._max_unread_bytes:
             self.end(FinishReason.CANCELLED, abort_engine=True)
-        if not self._interval:
-            self._wake_reader()
-        elif output.finish_reason is not None or key not in self._started:
-            self._started.add(key)
-            self._deliver()
-        elif self._delivery_timer is None:
-            self._delivery_timer = self._loop.call_at(self._last_delivery + self._interval, self._deliver)
 
     def end(self, reason: FinishReason, *, abort_engine: bool, only: str | None = None) -> bool:
         """End the open sequences (of request `only`, if given); False if there were none.
@@ -134,35 +164,60 @@ class GenerationStream:
         self._failure = error
         for key in list(self._open):
             self._close_sequence(key)
-        self._deliver()
+        self._deliver_held()
+
+    # -- delivery
+
+    def _deliver_held(self) -> None:
+        """Make everything that was received readable now; outputs that come later are held again."""
+        self._received += self._held
+        self._held.clear()
+        self._held_bytes = 0
+        if self._delivery.interval:
+            self._last_delivery = asyncio.get_running_loop().time()
+        self._deliver_soon()
+
+    def _deliver_when_due(self) -> None:
+        """Deliver what is held one interval after the last delivery."""
+        if self._last_delivery + self._delivery.interval <= asyncio.get_running_loop().time():
+            self._deliver_held()
+        else:
+            self._is_due_later = True
+            self._delivery.after(self, self._last_delivery)
+
+    def _deliver_soon(self) -> None:
+        if not self._is_due_soon:
+            self._is_due_soon = True
+            self._delivery.soon(self)
+
+    def deliver(self) -> None:
+        """Wake the reader, whichever way it reads."""
+        self._is_due_soon = False
+        if self._waiting_reader is not None and not self._waiting_reader.done():
+            self._waiting_reader.set_result(None)
+        elif self._listener is not None and (self._ready or self._received or self._failure is not None):
+            self._listener()
+
+    def deliver_due(self) -> None:
+        """Deliver what was held, unless something was delivered meanwhile, from which a new interval counts."""
+        self._is_due_later = False
+        if self._held:
+            self._deliver_when_due()
 
     def _merge_received(self) -> None:
         """Move the received outputs to `_ready`, merged into one a sequence, with their text."""
         received, self._received = self._received, []
         if len(received) > 1:
-            merged: dict[_SequenceKey, _SizedOutput] = {}
-            for output, size in received:
+            merged: dict[_SequenceKey, TokenOutput] = {}
+            for output in received:
                 key = (output.request_id, output.index)
                 earlier = merged.get(key)
-                merged[key] = (output, size) if earlier is None else (_merge(earlier[0], output), earlier[1] + size)
+                merged[key] = output if earlier is None else _merge(earlier, output)
             received = list(merged.values())
         if not self._has_stop_strings and self._detokenizers:
-            for output, _ in received:
+            for output in received:
                 self._detokenizers[output.request_id, output.index].fill(output)
         self._ready.extend(received)
-
-    def _deliver(self) -> None:
-        """Make everything received readable now; outputs that come later are not merged into it."""
-        if self._delivery_timer is not None:
-            self._delivery_timer.cancel()
-            self._delivery_timer = None
-        self._last_delivery = self._loop.time()
-        self._merge_received()
-        self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._waiting_reader is not None and not self._waiting_reader.done():
-            self._waiting_reader.set_result(None)
 
     def _close_sequence(self, key: _SequenceKey) -> None:
         self._open.discard(key)

@@ -16,6 +16,7 @@ import tokenizers
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
+from model.text.decoders import has_fixed_texts
 from model.text.sentencepiece_tokenizers import put_end_behind_texts
 from model.text.source_languages import SourceLanguages, source_languages
 from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
@@ -57,6 +58,28 @@ class Located(Encoded):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FixedText:
+    """The text of a token that does not depend on its neighbours: as the first of a text, and behind others."""
+
+    first: str
+    later: str
+
+
+class FixedTexts(dict[int, FixedText | None]):
+    """Caches the fixed texts of a tokenizer's tokens, each found when it is first looked up."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> FixedText | None:
+        found = self._tokenizer.find_fixed_text(token_id, skip_special_tokens=self._skip_special_tokens)
+        self[token_id] = found
+        return found
+
+
 class Tokenizer:
     """A checkpoint's own tokenizer, without truncation or padding. Thread-safe.
 
@@ -83,6 +106,8 @@ class Tokenizer:
         self.mask_token = self._first("mask_token", names, _MASKS)
         self.unknown_id = self._id_of(self._first("unk_token", names, _UNKNOWNS))
         self._token_texts: dict[tuple[int, bool], str] = {}  # cached, since streams decode single tokens constantly
+        self._has_fixed_texts = has_fixed_texts(tokenizer.decoder)
+        self._fixed_texts = {skip: FixedTexts(self, skip_special_tokens=skip) for skip in (False, True)}
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -187,6 +212,20 @@ class Tokenizer:
             text = self._token_texts[key] = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def fixed_texts(self, *, skip_special_tokens: bool) -> Mapping[int, FixedText | None]:
+        """Return the texts of the tokens of which it does not depend on their neighbours; of others None."""
+        return self._fixed_texts[skip_special_tokens]
+
+    def find_fixed_text(self, token_id: int, *, skip_special_tokens: bool) -> FixedText | None:
+        """Find an entry of `fixed_texts`."""
+        if not self._has_fixed_texts:
+            return None
+        alone = self.decode([token_id], skip_special_tokens=skip_special_tokens)
+        if not alone or _REPLACEMENT in alone:
+            return None  # no text, only a space that is stripped at the beginning, or a part of a character
+        twice = self.decode([token_id, token_id], skip_special_tokens=skip_special_tokens)
+        return FixedText(alone, twice[len(alone) :]) if twice.startswith(alone) else None
+
     def decode_batch(self, outputs: Sequence[Sequence[int]]) -> list[str]:
         """Decode each output without its special tokens."""
         return self._tokenizer.decode_batch([list(ids) for ids in outputs])
@@ -248,6 +287,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens  # stop strings within the first ones are ignored
+        self._fixed_texts = tokenizer.fixed_texts(skip_special_tokens=skip_special_tokens)
         self._num_tokens = 0
         # The last tokens with emitted text. New ones are decoded after them: some decoders strip or join at the start.
         self._context: list[int] = []
@@ -283,6 +323,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Add `ids` and return the text that is final by now; with `final` nothing is held back."""
+        if not final and not self._stop:
+            return self._new_text(ids)
         if self.stopped is not None:
             return ""
         ignored = self._min_tokens - self._num_tokens  # the first ids, which cannot stop the sequence
@@ -298,9 +340,24 @@ class Detokenizer:
     def _new_text(self, ids: Sequence[int]) -> str:
         if self._skip_special_tokens:
             ids = [token for token in ids if token not in self._tokenizer.special_ids]
+        fixed = None if self._held or not self._emitted or _REPLACEMENT in self._emitted else self._fixed_text(ids)
+        if fixed is not None:
+            return fixed
         decoded, text = self._batch_text(ids) if len(ids) > 1 else (0, "")
         for token in ids[decoded:]:
             text += self._next_text(token)
+        return text
+
+    def _fixed_text(self, ids: Sequence[int]) -> str | None:
+        """Return the text of `ids` behind the context from a table, if they all have such a text; else None."""
+        text, found = "", None
+        for token in ids:
+            found = self._fixed_texts[token]
+            if found is None:
+                return None
+            text += found.later
+        if found is not None:
+            self._context, self._emitted = [ids[-1]], found.first
         return text
 
     def _batch_text(self, ids: Sequence[int]) -> tuple[int, str]:

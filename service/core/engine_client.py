@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from model.api.messages import ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, Request, TokenOutput
@@ -28,6 +28,17 @@ class GenerationStream(Protocol):
 
     async def aclose(self) -> None:
         """Abort what has not ended, within one step. Idempotent; nothing may be iterated at the time."""
+
+
+@runtime_checkable
+class ListenableStream(Protocol):
+    """A `GenerationStream` that may also be read in callbacks."""
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` on the event loop whenever there is something to take, until the stream is closed."""
+
+    def take(self) -> Sequence[TokenOutput]:
+        """Return all outputs that can be read now. Raises `EngineDeadError`."""
 
 
 class EngineClient(Protocol):

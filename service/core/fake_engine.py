@@ -133,6 +133,7 @@ class FakeEngineClient:
         self._admit(model)
 
     def submit(self, requests: Sequence[Request]) -> FakeStream:
+        """Return a stream that can also be read in callbacks, as the real engine's."""
         self._admit(requests[0].model)
         self.submitted.extend(requests)
         self.running.update(request.request_id for request in requests)
@@ -236,6 +237,10 @@ class FakeStream:
         self._live = sequences
         self._closed = False
         self._outputs = self._run()
+        self._readable: list[TokenOutput] = []  # for a listener, at most one
+        self._taken = asyncio.Event()
+        self._failure: Exception | None = None
+        self._feeding: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -243,10 +248,35 @@ class FakeStream:
     async def __anext__(self) -> TokenOutput:
         return await self._outputs.__anext__()
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._feeding = asyncio.create_task(self._feed(listener))
+
+    def take(self) -> Sequence[TokenOutput]:
+        if self._failure is not None:
+            raise self._failure
+        taken, self._readable = self._readable, []
+        self._taken.set()
+        return taken
+
+    async def _feed(self, listener: Callable[[], None]) -> None:
+        """Make each output once the one before was taken."""
+        try:
+            async for output in self._outputs:
+                self._readable.append(output)
+                self._taken.clear()
+                listener()
+                await self._taken.wait()
+        except Exception as error:
+            self._failure = error
+            listener()
+
     async def aclose(self) -> None:
         if self._closed:
             return
         self._closed = True
+        if self._feeding is not None:
+            self._feeding.cancel()
+            await asyncio.gather(self._feeding, return_exceptions=True)
         await self._outputs.aclose()
         unfinished = {sequence.request.request_id for sequence in self._live}
         self._client.aborted.extend(sorted(unfinished))

@@ -83,6 +83,7 @@ class TextGeneration:
     """
 
     done = b""
+    repeats = False  # events count the tokens
 
     def __init__(self, generation: Generation, body: TextGenerationBody, *, as_list: bool = False) -> None:
         self._plan = generation.plan

@@ -17,6 +17,7 @@ class _Rendering:
     """Renders what completions and chat completions share: ids, usage, the order of events."""
 
     done = b"data: [DONE]\n\n"
+    repeats = True
     prefix: str
     kind: str  # `object` of a reply
     chunk_kind: str  # `object` of an event

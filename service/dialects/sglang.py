@@ -215,6 +215,7 @@ class SglangGeneration:
     """Renders replies and events of generation."""
 
     done = b"data: [DONE]\n\n"
+    repeats = False  # events have the whole text so far
 
     def __init__(self, generation: Generation, body: SglangGenerateBody) -> None:
         self._generation = generation

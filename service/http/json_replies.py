@@ -47,16 +47,24 @@ class Generation:
         return list(self._reasons.values())
 
     def add(self, output: TokenOutput) -> Json:
-        """Return the delta of `output`; ends the job with the last sequence."""
+        """Count an output and return its delta; ends the job with the last sequence."""
+        first = not self.has_begun(output)
+        self.count(output)
+        delta = self.delta(output)
+        if first and self._plan.echo:
+            self._echo(delta, delta["prompt_index"])
+        return delta
+
+    def has_begun(self, output: TokenOutput) -> bool:
+        """Return whether an earlier output of its sequence was counted."""
+        return self._index(output) in self._last_seen
+
+    def delta(self, output: TokenOutput) -> Json:
+        """Return the delta of an output, without the prompt that `echo` puts before the first one."""
         prompt_index = self._prompt_index[output.request_id]
-        index = prompt_index * self._plan.n + output.index
-        first = index not in self._last_seen
-        self._count(output, index)
-        delta: Json = {"index": index, "prompt_index": prompt_index, "text": output.text}
+        delta: Json = {"index": self._index(output), "prompt_index": prompt_index, "text": output.text}
         if self._plan.return_token_ids:
             delta["token_ids"] = output.token_ids
-        if first and self._plan.echo:
-            self._echo(delta, prompt_index)
         delta["finish_reason"] = output.finish_reason
         if output.stop_reason is not None:
             delta["stop_reason"] = output.stop_reason
@@ -67,6 +75,10 @@ class Generation:
         if output.prompt_logprobs is not None:
             delta["prompt_logprobs"] = [one and self._logprob(one) for one in output.prompt_logprobs]
         return delta
+
+    def _index(self, output: TokenOutput) -> int:
+        """Return the index of the choice that the output belongs to."""
+        return self._prompt_index[output.request_id] * self._plan.n + output.index
 
     @property
     def ended(self) -> bool:
@@ -97,8 +109,9 @@ class Generation:
             groups.setdefault(delta["index"], []).append(delta)
         return [_join(groups[index]) for index in sorted(groups)]
 
-    def _count(self, output: TokenOutput, index: int) -> None:
-        now, tokens = time.monotonic(), len(output.token_ids)
+    def count(self, output: TokenOutput) -> None:
+        """Count the tokens of an output, and note the end of its sequence."""
+        index, now, tokens = self._index(output), time.monotonic(), len(output.token_ids)
         if tokens:
             before = self._last_seen.get(index)
             self._generated(tokens, None if before is None else (now - before) / tokens)
@@ -106,7 +119,8 @@ class Generation:
         self._last_seen[index] = now
         self.completion_tokens += tokens
         self._job.context.tokens_out = self.completion_tokens
-        self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
+        if output.cached_tokens:
+            self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)
         if output.error is not None and self._plan.constraint is not None:
             self.failure = invalid_grammar(self._plan.constraint.param, output.error)
         if output.finish_reason is not None:
@@ -141,6 +155,11 @@ class Rendering(Protocol):
     def done(self) -> bytes:
         """The bytes that end a stream, after its last event."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether events of a choice that has begun and goes on, without log-probabilities, differ in nothing but text
+        and token ids, and rendering one changes nothing."""
+
     def events(self, event: Json) -> Iterable[Json]:
         """Return the dialect's events for a `GenerateEvent` of /generate."""
 
@@ -155,6 +174,7 @@ class NativeRendering:
     """Leaves events and replies as /generate has them."""
 
     done = b"data: [DONE]\n\n"
+    repeats = True
 
     def __init__(self, generation: Generation) -> None:
         pass

@@ -4,28 +4,35 @@ A stream consists of `data: {json}` frames from a `Rendering`, the last with an 
 rendering's end (`data: [DONE]`). Frames are sent as fast as the client reads; nothing is buffered here. A client that
 disconnects, or reads nothing for `stall_s`, ends the stream. The job is always closed once, by the `finally` of
 `EventStream.__call__`.
+
+Where the server is uvicorn and the engine's stream calls back, events are rendered and written in that callback, for
+all streams of a step together; else a task awaits each output and sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import copy_context
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from model.api.request import FinishReason
+from model.api.request import FinishReason, TokenOutput
 from model.errors import EngineError
-from service.core.engine_client import GenerationStream
+from service.core.engine_client import GenerationStream, ListenableStream
 from service.core.errors import ApiError, engine_failed, internal, log_unexpected
+from service.core.write_batch import WriteBatch
 from service.http.bodies import cancel_all, wait_for_disconnect
+from service.http.event_template import EventTemplate, is_plain
 from service.http.json_replies import Generation, Rendering
+from service.http.stream_writer import StreamWriter
 from service.lifecycle.jobs import Job
 from service.settings.service_settings import Limits
 
-Chunk = tuple[bytes, bool]  # one or more whole frames, and whether more follow
+Chunk = tuple[bytes, bool]  # whole frames, and whether more follow
 DIRECT = "triptych.send"  # key of a scope: the server's own `send`, outside all middleware
 _KEEPALIVE = b": keep-alive\n\n"
 
@@ -35,41 +42,94 @@ def frame(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def generation_events(
-    generation: Generation,
-    stream: GenerationStream,
-    job: Job,
-    rendering: Rendering,
-    shown_error: Callable[[ApiError], ApiError],
-) -> AsyncIterator[Chunk]:
-    """Yield the frames of a generation: those of each output together, and the end of the stream with the last ones.
+class GenerationEvents:
+    """Turns the outputs of a generation into frames; the end of the stream comes with the last ones.
 
     An error becomes a frame with what `shown_error` returns.
     """
-    failure: ApiError | None = None
-    head = generation.head()
-    try:
-        async for output in stream:
-            delta = generation.add(output)
-            if output.finish_reason is FinishReason.ERROR:
-                failure = generation.failure or engine_failed()
-                break
-            event = {**head, "choices": [delta]}
-            if generation.ended:
-                event |= generation.tail()
-            shown = b"".join([frame(one) for one in rendering.events(event)])
-            if generation.ended:
-                yield shown + rendering.done, False
-                return
-            if shown:
-                yield shown, True
-    except EngineError:
+
+    def __init__(
+        self,
+        generation: Generation,
+        stream: GenerationStream,
+        job: Job,
+        rendering: Rendering,
+        shown_error: Callable[[ApiError], ApiError],
+    ) -> None:
+        self.stream = stream
+        self._generation = generation
+        self._job = job
+        self._rendering = rendering
+        self._shown_error = shown_error
+        self._head = generation.head()
+        self._context = copy_context()  # of the request, which callbacks do not have
+        self._templates: dict[tuple[str, int], EventTemplate | None] = {}  # of sequences that have begun
+
+    def take(self, stream: ListenableStream) -> Chunk:
+        """Return the frames of all outputs that are readable."""
+        try:
+            return self._shown(stream.take())
+        except EngineError:
+            return self._failed(engine_failed())
+        except Exception as error:
+            self._context.run(log_unexpected, error)
+            return self._failed(internal())
+
+    async def each(self) -> AsyncIterator[Chunk]:
+        """Yield the frames of each output."""
         failure = engine_failed()
-    except Exception as error:
-        log_unexpected(error)
-        failure = internal()
-    job.end(FinishReason.ERROR)
-    yield frame(shown_error(failure or engine_failed()).body()) + rendering.done, False
+        try:
+            async for output in self.stream:
+                shown, more = self._shown((output,))
+                if shown or not more:
+                    yield shown, more
+                if not more:
+                    return
+        except EngineError:
+            pass
+        except Exception as error:
+            log_unexpected(error)
+            failure = internal()
+        yield self._failed(failure)
+
+    def _failed(self, failure: ApiError) -> Chunk:
+        self._job.end(FinishReason.ERROR)
+        return frame(self._shown_error(failure).body()) + self._rendering.done, False
+
+    def _shown(self, outputs: Sequence[TokenOutput]) -> Chunk:
+        shown: list[bytes] = []
+        for output in outputs:
+            template = self._template(output) if is_plain(output) else None
+            if template is not None:
+                self._generation.count(output)
+                shown.append(template.fill(output))
+                continue
+            delta = self._generation.add(output)
+            if output.finish_reason is FinishReason.ERROR:
+                end, _ = self._failed(self._generation.failure or engine_failed())
+                return b"".join(shown) + end, False
+            event = {**self._head, "choices": [delta]}
+            if self._generation.ended:
+                event |= self._generation.tail()
+            shown += [frame(one) for one in self._rendering.events(event)]
+            if self._generation.ended:
+                return b"".join(shown) + self._rendering.done, False
+        return b"".join(shown), True
+
+    def _template(self, output: TokenOutput) -> EventTemplate | None:
+        """Return the template of a sequence that has begun, if its events have one."""
+        key = (output.request_id, output.index)
+        try:
+            return self._templates[key]
+        except KeyError:
+            if not self._rendering.repeats or not self._generation.has_begun(output):
+                return None
+        self._templates[key] = found = EventTemplate.of(self._render_plain, output)
+        return found
+
+    def _render_plain(self, output: TokenOutput) -> bytes:
+        event = {**self._head, "choices": [self._generation.delta(output)]}
+        return b"".join([frame(one) for one in self._rendering.events(event)])
 
 
 class EventStream(Response):
@@ -77,15 +137,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Chunk], job: Job, limits: Limits) -> None:
+    def __init__(self, events: GenerationEvents, job: Job, limits: Limits, writes: WriteBatch) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._events = events
         self._job = job
         self._limits = limits
+        self._writes = writes
         self._last_sent = time.monotonic()
         self._begun: float | None = None  # when sending the current message began
+        self._end: bytes | None = None  # the last frames, once they are known
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     def init_headers(self, headers: object = None) -> None:
@@ -111,10 +173,51 @@ class EventStream(Response):
                 raise error
 
     async def _pump(self, send: Send, direct: Send) -> None:
-        """Send the events; the body goes through `direct`, past all middleware, which does not read it."""
+        """Send the events; all but the last go past the middleware, which reads no body."""
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event, more in self._events:
-            await self._send(direct, {"type": "http.response.body", "body": event, "more_body": more})
+        writer, stream = StreamWriter.of(direct), self._events.stream
+        if writer is not None and isinstance(stream, ListenableStream):
+            await self._write_in_callbacks(stream, writer)
+        else:
+            await self._send_each(direct)
+        await self._send(send, {"type": "http.response.body", "body": self._end, "more_body": False})
+
+    async def _send_each(self, direct: Send) -> None:
+        """Send all frames but the last."""
+        async for event, more in self._events.each():
+            if more:
+                await self._send(direct, {"type": "http.response.body", "body": event, "more_body": True})
+            else:
+                self._end = event
+
+    async def _write_in_callbacks(self, stream: ListenableStream, writer: StreamWriter) -> None:
+        """Write all frames but the last when the stream calls; while the client does not read, nothing is taken."""
+        wake = asyncio.Event()
+
+        def write() -> None:
+            if self._end is not None:
+                return
+            if writer.paused:
+                wake.set()
+                return
+            event, more = self._events.take(stream)
+            if not more:
+                self._end = event
+                wake.set()
+            elif event:
+                self._writes.add(writer.write, event)
+                self._last_sent = time.monotonic()
+
+        stream.listen(write)
+        while True:
+            await wake.wait()
+            if self._end is not None:
+                return
+            wake.clear()
+            self._begun = time.monotonic()
+            await writer.drain()
+            self._last_sent, self._begun = time.monotonic(), None
+            write()
 
     async def _send(self, send: Send, message: Message) -> None:
         self._begun = time.monotonic()

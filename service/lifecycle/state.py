@@ -20,6 +20,7 @@ from service.core.model_registry import Registry, Task
 from service.core.model_source import ModelReader
 from service.core.models_folder import ModelsFolder
 from service.core.request_context import RequestContext
+from service.core.write_batch import WriteBatch
 from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
 from service.lifecycle.jobs import Jobs
@@ -67,6 +68,7 @@ class Service:
         self.metrics = metrics
         self.version = version()
         self.tracer = Tracer.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
+        self.writes = WriteBatch()  # of all streams
         self.jobs = Jobs(client, metrics, self.tracer)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.renderers = RenderPool(self.limits.chat_template_s)

@@ -29,6 +29,7 @@ from service.core.errors import SERVER_FAULTS
 from service.core.model_registry import Task
 from service.core.request_context import RequestContext
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER, make_folder
+from service.observability.token_tally import TokenTally
 from service.observability.vllm_metrics import vllm_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,6 +55,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._vllm_names = vllm_names
         self._gauges: list[Gauge] = []
+        self._tallies: dict[str, TokenTally] = {}  # by model
         self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last update
         self._make_counters()
         self._make_histograms()
@@ -77,6 +79,8 @@ class Metrics:
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
         """Count an accepted request that ended; `has_output`: it had a first output, so its times are meaningful."""
         model = context.model
+        if model in self._tallies:
+            self._tallies[model].flush()
         self._requests.labels(model, context.task or "", outcome.value).inc()
         self._e2e.labels(model).observe(timings.total_ms / 1000)
         if not has_output:
@@ -91,9 +95,11 @@ class Metrics:
         """Count an accepted request as failed that ended with the front process that answered it."""
         self._requests.labels(model, task, FinishReason.ERROR.value).inc()
 
-    def generated(self, model: str) -> TokenCounter:
-        """Return a counter for the tokens of one request of `model`."""
-        return TokenCounter(self._generation_tokens.labels(model), self._inter_token.labels(model))
+    def generated(self, model: str) -> TokenTally:
+        """Return the tally of the tokens that `model` generates; it is flushed when a request ends, and at a scrape."""
+        if model not in self._tallies:
+            self._tallies[model] = TokenTally(self._generation_tokens.labels(model), self._inter_token.labels(model))
+        return self._tallies[model]
 
     def tokenized(self, model: str, seconds: float) -> None:
         """Record the time that tokenising took."""
@@ -190,6 +196,8 @@ class Metrics:
 
     def update_engines(self, client: EngineClient) -> None:
         """Set the gauges to the current state of all engines."""
+        for tally in self._tallies.values():
+            tally.flush()
         health = client.health()
         for name, demand in client.demand().items():
             self._saturation.labels(name).set(demand.saturation)
@@ -345,21 +353,6 @@ class _Labelled(Generic[F]):
 
     def __init__(self, family: F) -> None:
         self.labels: Callable[..., F] = cache(family.labels)
-
-
-class TokenCounter:
-    """Counts generated tokens of one model, whose label is looked up once and not for every token."""
-
-    def __init__(self, tokens: Counter, gaps: Histogram) -> None:
-        self._tokens = tokens
-        self._gaps = gaps
-
-    def __call__(self, tokens: int, seconds_each: float | None) -> None:
-        """Count `tokens`; `seconds_each` is their mean inter-token latency, None for the first of a sequence."""
-        self._tokens.inc(tokens)
-        if seconds_each is not None:
-            for _ in range(tokens):
-                self._gaps.observe(seconds_each)
 
 
 class _Families(Collector):

@@ -27,7 +27,7 @@ from service.http.bodies import (
 )
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
-from service.http.sse import EventStream, generation_events
+from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
 from service.planning.generate import GeneratePlan
@@ -119,8 +119,8 @@ async def answer_taken(request: Request, body: GenerateBody, render: Render, nam
     generation = Generation(plan, job, service.metrics)
     rendering = render(generation)
     if body.stream:
-        events = generation_events(generation, stream, job, rendering, lambda error: rename_fields(error, names))
-        return EventStream(events, job, service.limits)
+        events = GenerationEvents(generation, stream, job, rendering, lambda error: rename_fields(error, names))
+        return EventStream(events, job, service.limits, service.writes)
     try:
         reply = await cancel_on_disconnect(request, collect(generation, stream, job))
     finally:

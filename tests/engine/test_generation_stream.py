@@ -16,6 +16,7 @@ from model.api.request import (
     TokenLogprob,
     TokenOutput,
 )
+from model.client.delivery import Delivery
 from model.client.generation_stream import GenerationStream
 from model.errors import EngineDeadError
 from tests.engine.front import async_test, ends_of, ids_of, text_of
@@ -30,10 +31,14 @@ class RecordingOwner:
 
     def __init__(self) -> None:
         self.aborted: list[tuple[str, int | None, FinishReason]] = []
+        self.begun: list[str] = []
         self.released: list[str] = []
 
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None:
         self.aborted.append((request_id, index, reason))
+
+    def started(self, model: str, request_id: str) -> None:
+        self.begun.append(request_id)
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
@@ -42,7 +47,7 @@ class RecordingOwner:
 def open_stream(
     owner: RecordingOwner, *requests: Request, interval: float = 0.0, max_unread_bytes: int = 1 << 20
 ) -> GenerationStream:
-    return GenerationStream(owner, requests, bytes_tokenizer(), max_unread_bytes, interval)
+    return GenerationStream(owner, requests, bytes_tokenizer(), max_unread_bytes, Delivery(interval))
 
 
 def make_request(request_id: str = "r", **params: object) -> Request:

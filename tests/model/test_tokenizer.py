@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
+from model.text.decoders import has_fixed_texts
 from model.text.tokenizer import Detokenizer, Tokenizer
 from tests.model.texts import (
     CHARACTERS,
@@ -308,3 +310,33 @@ def test_the_text_of_an_end_forced_by_the_length_is_left_out(include_stop: bool,
     assert not any([detokenizer.fill(output) for output in outputs])
     assert "".join(output.text for output in outputs) == text
     assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fixed"),
+    [
+        (None, True),
+        (decoders.ByteLevel(), True),
+        (decoders.Metaspace(), True),
+        (decoders.WordPiece(), True),
+        (decoders.BPEDecoder(), False),
+        (decoders.CTC(), False),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)]), True),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)]), False),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")]), False),
+    ],
+)
+def test_decoders_that_look_at_neighbours_are_known(decoder: decoders.Decoder | None, fixed: bool) -> None:
+    assert has_fixed_texts(decoder) is fixed
+
+
+def test_most_tokens_are_detokenised_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer.encode("naïve and plain text, twice: naïve and plain text", add_special_tokens=False).ids
+    expected = stream(Detokenizer(tokenizer), ids)  # which fills the table
+    asked: list[int] = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda *given, **named: asked.append(1) or decode(*given, **named))
+    assert stream(Detokenizer(tokenizer), ids) == expected
+    assert len(asked) < len(ids) / 3  # the first token, and the parts of a character

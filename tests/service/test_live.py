@@ -102,7 +102,7 @@ def test_a_stream_passes_the_layers_around_it_by() -> None:
         text = httpx.post(f"{url}/generate", json={**LONG, "max_tokens": 10, "stream": True}).text
         assert len(events(text)) == 11
         settled(app)
-    assert [one for one in seen if one.startswith("http.")] == ["http.response.start"]
+    assert [one for one in seen if one.startswith("http.")] == ["http.response.start", "http.response.body"]  # the end
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import ApiError, internal, not_found, unavailable
 from service.core.request_context import request_id_from
+from service.http.stream_writer import set_outermost_send
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -35,6 +36,7 @@ class EdgeMiddleware:
         if scope["type"] != "http" or scope["path"].startswith(_SERVE_ROUTES):
             await self._app(scope, receive, send)
             return
+        set_outermost_send(send)
         given = next((value for name, value in scope["headers"] if name == _ID), None)
         request_id = request_id_from(given.decode("latin-1") if given is not None else None).encode()
         kept = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
