@@ -60,6 +60,7 @@ class GenerationStream:
         self.model = requests[0].model
         self._requests = {request.request_id: request for request in requests}
         self._open: set[_SequenceKey] = {(r.request_id, index) for r in requests for index in range(r.params.n)}
+        self._is_single = len(self._open) == 1
         self._started: set[_SequenceKey] = set()  # have had an output
         self._detokenizers: dict[_SequenceKey, Detokenizer] = {}
         if tokenizer is not None:
@@ -131,17 +132,14 @@ class GenerationStream:
         if self._has_stop_strings and key in self._detokenizers and self._detokenizers[key].fill(output):
             self._engine.abort(self.model, output.request_id, output.index, FinishReason.STOP)
         size = _estimated_bytes(output)
-        self._held.append(output)
-        self._held_bytes += size
         self._unread_bytes += size
+        self._hold(output, size)
         if key not in self._started:
             self._started.add(key)
             self._engine.started(self.model, output.request_id)
             self._deliver_held()
-        elif not self._delivery.interval or output.finish_reason is not None:
+        elif output.finish_reason is not None:
             self._deliver_held()
-        elif not self._is_due_later:
-            self._deliver_when_due()
         if output.finish_reason is not None:
             self._close_sequence(key)
         elif self._unread_bytes > self._max_unread_bytes:
@@ -168,12 +166,22 @@ class GenerationStream:
 
     # -- delivery
 
+    def _hold(self, output: TokenOutput, size: int) -> None:
+        """Hold an output until the interval is over; without one it is readable at once."""
+        if not self._delivery.interval:
+            self._received.append(output)
+            self._deliver_soon()
+            return
+        self._held.append(output)
+        self._held_bytes += size
+        if not self._is_due_later:
+            self._deliver_when_due()
+
     def _deliver_held(self) -> None:
         """Make everything that was received readable now; outputs that come later are held again."""
-        self._received += self._held
-        self._held.clear()
-        self._held_bytes = 0
-        if self._delivery.interval:
+        if self._held:
+            self._received += self._held
+            self._held, self._held_bytes = [], 0
             self._last_delivery = asyncio.get_running_loop().time()
         self._deliver_soon()
 
@@ -207,7 +215,12 @@ class GenerationStream:
     def _merge_received(self) -> None:
         """Move the received outputs to `_ready`, merged into one a sequence, with their text."""
         received, self._received = self._received, []
-        if len(received) > 1:
+        if len(received) > 1 and self._is_single:
+            first, *others = received
+            for output in others:
+                _merge(first, output)
+            received = [first]
+        elif len(received) > 1:
             merged: dict[_SequenceKey, TokenOutput] = {}
             for output in received:
                 key = (output.request_id, output.index)
@@ -229,6 +242,8 @@ def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:
     """Add a sequence's later output to `output`, which is changed and returned."""
     output.token_ids += later.token_ids
     output.text += later.text
+    if later.finish_reason is None and later.scheduled_time is None and later.logprobs is None:
+        return output  # a token in the middle, which has nothing else
     if output.logprobs is None:
         output.logprobs = later.logprobs
     else:
