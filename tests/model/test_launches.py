@@ -1,4 +1,4 @@
-"""How many kernels a recorded decode step launches for each layer on a GPU.
+"""How many kernels a recorded decode step launches for each layer on a GPU, and how often its host waits.
 
 Counted on a CPU: each operator of torch that computes something, each kernel of Triton, and each function that a GPU
 gets compiled (`model.network.fused_ops`) is one launch. Triton's kernels are counted and not run. Of few keys, which
@@ -20,10 +20,18 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 
 from model.attention.triton import TritonBackend
 from model.cache.paged import KVCache
+from model.engine.execution import model_runner
 from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import GenerateEngine
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler
 from model.network import attention, fused_ops, mlp
 from model.network.layer import Layer
-from tests.engine.support import pools_for
+from model.network.transformer import Transformer
+from model.sampling import random_sampling, sampler, triton_sampling
+from model.system.transfer import HostCopy
+from tests.engine.support import pools_for, request
 from tests.model.checkpoints import CPU, loaded
 from tests.model.launches import KERNELS
 
@@ -120,3 +128,99 @@ EXPECTED = {
 def test_launches_of_a_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second, *_ = of_each_layer(kind, monkeypatch)
     assert sum(second.values()) == EXPECTED[kind], second
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a host wait for its device: values, and shapes that depend on values."""
+
+    OPERATORS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal", "allclose")
+    METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.steps = 0
+        self._on = False
+        for name in self.METHODS:
+            monkeypatch.setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.found[name] += self._on
+            return method(*args, **kwargs)
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name.startswith("index") and any(
+            isinstance(one, Tensor) and one.dtype is torch.bool
+            for one in (args[1] if isinstance(args[1], list) else ())
+        )
+        self.found[name] += name.startswith(self.OPERATORS) or masks
+        return func(*args, **(kwargs or {}))
+
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            self._on = True
+            try:
+                with self:
+                    return function(*args, **kwargs)
+            finally:
+                self._on = False
+
+        return call
+
+
+class FirstTokens:
+    """The sampling kernel, of which every token is 0."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(logits: Tensor, tokens: Tensor, *_: Any, **__: Any) -> None:
+            tokens.zero_()
+
+        return launch
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+def test_a_steady_decode_waits_once_a_step(params: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that for the tokens of the step before: nothing between the integers of a step and its tokens waits."""
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, name, Launches().kernel(name))
+    monkeypatch.setattr(triton_sampling, "sampling_kernel", FirstTokens())
+    monkeypatch.setattr(random_sampling, "_kernel", lambda device: triton_sampling)
+    monkeypatch.setattr(sampler, "_argmax", lambda logits: logits.nan_to_num().argmax(dim=-1))  # as on a GPU
+    model = loaded("llama-gqa", TritonBackend())
+    assert model.decoder is not None
+    pools = pools_for(model.decoder.config, 60)
+    cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 4, torch.float32, CPU)
+    recorded = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=64, record=replaying) if graphs else None
+    if recorded is not None:
+        recorded.record_all()
+    blocks = BlockManager(pools, 4)
+    runner, scheduler = ModelRunner(model, cache, blocks, recorded), Scheduler(blocks, 4, 64)
+    engine = GenerateEngine("llama-gqa", runner, scheduler, max_model_len=64, overlap=True)
+    for number in range(3):
+        engine.add(request("llama-gqa", f"r{number}", 5 + number, number, max_tokens=30, **params))
+    for _ in range(4):
+        engine.step()
+    waits, read = Waits(monkeypatch), Counter[str]()
+    if graphs:
+        monkeypatch.setattr(runner._program, "run", waits.within(runner._program.run))
+    else:
+        monkeypatch.setattr(Transformer, "decode", waits.within(Transformer.decode))
+    monkeypatch.setattr(model_runner, "sample", waits.within(model_runner.sample))
+    get = HostCopy.get
+    monkeypatch.setattr(HostCopy, "get", lambda self: read.update(["get"]) or get(self))
+    for _ in range(6):
+        engine.step()
+    assert waits.steps == 2 * 6
+    assert +waits.found == Counter()
+    assert read["get"] == 6
+
+
+def replaying(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    result = run()
+    return result, lambda: result.copy_(run())
