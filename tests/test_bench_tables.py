@@ -18,7 +18,7 @@ from loadtest.bench.busy import QUIET_CORES, CpuClock, busy_ticks
 from loadtest.bench.ours import Run
 from loadtest.bench.peers import PEERS, Unsupported
 from loadtest.bench.peers.engine_process import EngineProcess, serve
-from loadtest.bench.tables import Row, brief, row, table
+from loadtest.bench.tables import Row, brief, lowest_cosine, row, table
 from loadtest.commands.main import main
 
 WORK = Workload("2 at once", (BenchRequest((7,) * 10, 4), BenchRequest((7,) * 20, 6)))
@@ -64,6 +64,11 @@ class TestRows:
         found = row("D1", "peer", WORK, [answer(8.0), answer(6.0, 0.9)], 1.0, [answer(2.0, 0.9), answer(2.0)])
         assert found.ratio == pytest.approx(3.5) and found.busy
 
+    def test_the_cosine_is_that_of_the_worst_vector_whatever_their_lengths(self) -> None:
+        found = lowest_cosine([[2.0, 0.0], [3.0, 4.0]], [[1.0, 0.0], [4.0, 3.0]])
+        assert found == pytest.approx(24 / 25)
+        assert "cosine 0.96000" in brief(row("N1", "peer", WORK, [answer(2.0)], 1.0, None, found))
+
     def test_what_cannot_be_done_stands_in_the_table_with_its_reason(self) -> None:
         rows = [row("D1", "triptych", WORK, [answer(2.0)], 1.0, None), Row("D1", "peer", "4 beams", unable="no beams")]
         console = Console(file=io.StringIO(), width=180)
@@ -104,6 +109,9 @@ class Fickle:
             raise ValueError("broken\nin two lines")
         return Run(1.5, [0.25])
 
+    def embed(self, texts: list[tuple[int, ...]]) -> list[list[float]]:
+        return [[float(sum(ids))] for ids in texts]
+
 
 class TestWorkers:
     def test_what_an_engine_raises_is_an_answer_and_the_next_task_goes_on(self) -> None:
@@ -114,6 +122,11 @@ class TestWorkers:
         assert answers[1] == {"unable": "no beam search"}
         assert answers[2]["seconds"] == 1.5 and answers[2]["first_token_seconds"] == [0.25]
         assert answers[2]["peak_bytes"] > 0 and "foreign_cores" in answers[2]
+
+    def test_vectors_of_texts_are_a_task_too(self) -> None:
+        answers: list[dict[str, Any]] = []
+        serve(Fickle(), 1000, [json.dumps({"embed": [[3, 4], [5]]})], answers.append)
+        assert answers[0]["vectors"] == [[7.0], [5.0]]
 
     def test_an_engine_that_does_not_load_says_why(self, tmp_path: Path) -> None:
         worker = EngineProcess("triptych", tmp_path / "nothing", {})
@@ -153,7 +166,18 @@ def test_rows_are_written_as_they_come_and_a_peer_without_the_form_has_one(
 ) -> None:
     monkeypatch.setitem(PEERS, "ctranslate2", replace(PEERS["ctranslate2"], packages=()))
     written = tmp_path / "rows.jsonl"
-    options = ["--requests", "2", "--runs", "1", "--cache", str(tmp_path), "--json", str(written)]
+    options = [
+        "--quantization",
+        "int8",
+        "--requests",
+        "2",
+        "--runs",
+        "1",
+        "--cache",
+        str(tmp_path),
+        "--json",
+        str(written),
+    ]
     written.write_text("an earlier run's\n")
     with pytest.raises(SystemExit) as ended:
         main(["offline", "--models", "N1", "--peer", "ctranslate2", *options])
@@ -167,6 +191,7 @@ def test_rows_are_written_as_they_come_and_a_peer_without_the_form_has_one(
         ("triptych", "2 texts", None),
     ]
     assert rows[1]["rate"] > 0 and len(rows[1]["runs"]) == 1
+    assert 0.99 < rows[1]["cosine"] < 0.9999999  # int8 against float32
     assert all(line["settings"]["requests"] == 2 and line["machine"]["commit"] for line in lines)
     assert "-: no encoders" in capsys.readouterr().out
 
@@ -190,5 +215,8 @@ def test_an_installed_peer_does_the_work(name: str, model: str, tmp_path: Path) 
             for number in range({"D": 2, "E": 3, "N": 1}[model[0]])
         ]
         assert all(answer["seconds"] > 0 for answer in found)
+        if model[0] == "N":
+            [vector, _] = worker.ask(embed=[[101, 7, 8], [9]])["vectors"]
+            assert len(vector) == 384
     finally:
         worker.close()

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+Ids = tuple[int, ...]
+
 _FIRST_ID = 100  # lower ids are special tokens in some models
 
 

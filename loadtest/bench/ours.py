@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtest.bench.batches import BenchRequest, Workload
+import numpy as np
+
+from loadtest.bench.batches import BenchRequest, Ids, Workload
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
+from model.api.request import EncodeRequest, FinishReason, Pooling, Request, SamplingParams
 from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import LoadedModel, load
@@ -82,6 +85,16 @@ class Ours:
     def _engine(self) -> GenerateEngine:
         assert self.loaded.generate is not None
         return self.loaded.generate
+
+    def embed(self, texts: Sequence[Ids]) -> list[list[float]]:
+        """Return the mean of the last hidden states of each text."""
+        engine, found = self.loaded.encode, {}
+        for number, ids in enumerate(texts):
+            source, now = token_source(ids), time.monotonic()
+            engine.add(EncodeRequest(str(number), "bench", source, pooling=Pooling.MEAN, arrival_time=now))
+        while engine.has_work:
+            found.update({output.request_id: output.data for output in engine.step()[0]})
+        return [np.frombuffer(found[str(number)], np.float32).tolist() for number in range(len(texts))]
 
     def _encode(self, workload: Workload) -> Run:
         engine = self.loaded.encode

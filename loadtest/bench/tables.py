@@ -6,6 +6,7 @@ quiet runs; a row without any uses all its runs and is marked `busy`.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Row:
     roofline_seconds: float | None = None
     of_roofline: float | None = None  # roofline / seconds
     ratio: float | None = None  # speed of triptych relative to this peer, the median over pairs
+    cosine: float | None = None  # the lowest of an encoder's vectors to those in float32
     peak_bytes: int | None = None
     busy: bool = False  # no run, or no pair, was quiet
     runs: tuple[dict[str, float | None], ...] = ()  # seconds and foreign cores of each counted run
@@ -58,7 +60,15 @@ def is_quiet(answer: dict[str, Any]) -> bool:
     return found is None or found < QUIET_CORES
 
 
-def row(model: str, engine: str, workload: Workload, answers: Answers, roofline: float, ours: Answers | None) -> Row:
+def row(
+    model: str,
+    engine: str,
+    workload: Workload,
+    answers: Answers,
+    roofline: float,
+    ours: Answers | None,
+    cosine: float | None = None,
+) -> Row:
     """Return the row of an engine's answers; `ours` are triptych's of the same turns, None for triptych's own row."""
     quiet = [answer for answer in answers if is_quiet(answer)]
     busy = not quiet
@@ -83,9 +93,18 @@ def row(model: str, engine: str, workload: Workload, answers: Answers, roofline:
         roofline_seconds=roofline,
         of_roofline=roofline / seconds,
         ratio=ratio,
+        cosine=cosine,
         peak_bytes=max(answer["peak_bytes"] for answer in answers),
         busy=busy,
         runs=tuple({"seconds": a["seconds"], "foreign_cores": a["foreign_cores"]} for a in answers),
+    )
+
+
+def lowest_cosine(found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]) -> float:
+    """Return the lowest cosine of the angles between pairs of vectors."""
+    return min(
+        sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
+        for a, b in zip(found, wanted, strict=True)
     )
 
 
@@ -96,12 +115,13 @@ def brief(found: Row) -> str:
         return f"{head}: {found.unable}"
     ratio = "" if found.ratio is None else f"ours is {found.ratio:.2f}x, "
     others = _others([run["foreign_cores"] for run in found.runs], found.busy)
-    return f"{head}: {found.rate:,.1f} {found.unit}, {found.seconds:.2f} s, {ratio}others {others}"
+    cosine = "" if found.cosine is None else f"cosine {found.cosine:.5f}, "
+    return f"{head}: {found.rate:,.1f} {found.unit}, {found.seconds:.2f} s, {ratio}{cosine}others {others}"
 
 
 def table(rows: Sequence[Row]) -> Table:
     columns = ("model", "engine", "workload", "out", "total tokens/s", "seconds", "first token", "of roofline")
-    made = Table(*columns, "ours is", "peak", "others", title="offline engine", title_justify="left")
+    made = Table(*columns, "ours is", "cosine", "peak", "others", title="offline engine", title_justify="left")
     for found in rows:
         made.add_row(found.model, found.engine, found.workload, *_cells(found))
     return made
@@ -128,6 +148,7 @@ def _cells(found: Row) -> tuple[str, ...]:
         "" if found.first_token_ms is None else f"{found.first_token_ms:,.0f} ms",
         f"{found.of_roofline:.0%}",
         "" if found.ratio is None else f"{found.ratio:.2f}x",
+        "" if found.cosine is None else f"{found.cosine:.5f}",
         f"{found.peak_bytes / 1e6:,.0f} MB",
         _others([run["foreign_cores"] for run in found.runs], found.busy),
     )

@@ -29,7 +29,7 @@ from loadtest.bench.models import CONFIGS, built
 from loadtest.bench.peers import PEERS
 from loadtest.bench.peers.engine_process import EngineProcess
 from loadtest.bench.roofline import Ceilings, Roofline
-from loadtest.bench.tables import Row, StepRow, brief, row, steps_table, table
+from loadtest.bench.tables import Row, StepRow, brief, lowest_cosine, row, steps_table, table
 from loadtest.errors import UsageError
 from loadtest.runs import flags
 from model.api.engine_config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
@@ -38,6 +38,7 @@ from model.pretrained import embedded_models
 OURS = "triptych"
 BATCHES = (1, 8, 16, 32, 64)
 CONTEXT = 256  # tokens of each sequence, for timing steps
+COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
@@ -135,7 +136,8 @@ class Bench:
             roofline = self._roofline(path, info)
             for number, workload in enumerate(workloads(form, info["vocab_size"], self.scale)):
                 if self.arguments.only in workload.name:
-                    self._take_turns(name, form, number, workload, workers, roofline)
+                    cosines = self._cosines(path, benchmark, workload, workers) if form == "N" else {}
+                    self._take_turns(name, form, number, workload, workers, roofline, cosines)
             if form == "D" and (not self.arguments.only or self.arguments.only == "steps"):
                 self._time_steps(name, workers[OURS], roofline)
         finally:
@@ -163,6 +165,7 @@ class Bench:
         workload: Workload,
         workers: dict[str, EngineProcess],
         roofline: Roofline,
+        cosines: dict[str, float],
     ) -> None:
         """Run every engine once without counting, then A B A B; an engine that fails is not run again."""
         task = {"form": form, "workload": number, "scale": asdict(self.scale)}
@@ -183,8 +186,27 @@ class Bench:
                 rows.append(Row(name, engine, workload.name, unable=unable[engine]))
                 continue
             ours = None if engine == OURS or OURS in unable else found[OURS]
-            rows.append(row(name, engine, workload, answers, least, ours))
+            rows.append(row(name, engine, workload, answers, least, ours, cosines.get(engine)))
         self._keep(rows)
+
+    def _cosines(
+        self, path: Path, benchmark: str | None, workload: Workload, workers: dict[str, EngineProcess]
+    ) -> dict[str, float]:
+        """Return the lowest cosine of each engine's vectors to triptych's in float32, if any engine is in int8."""
+        if self.arguments.quantization == "none" and not any(engine.endswith("-int8") for engine in workers):
+            return {}
+        texts = [ask.ids for ask in workload.asks[:COMPARED_TEXTS]]
+        exact = EngineProcess(OURS, path, {**self._settings(benchmark), "dtype": "float32", "quantization": "none"})
+        try:
+            wanted = exact.ask(embed=texts)
+        finally:
+            exact.close()
+        found = {engine: worker.ask(embed=texts) for engine, worker in workers.items()}
+        return {
+            engine: lowest_cosine(answer["vectors"], wanted["vectors"])
+            for engine, answer in found.items()
+            if "unable" not in answer and "unable" not in wanted
+        }
 
     def _time_steps(self, name: str, ours: EngineProcess, roofline: Roofline) -> None:
         answer = ours.ask(step={"batches": BATCHES, "context": CONTEXT, "steps": 20})

@@ -1,8 +1,8 @@
 """Other engines, measured with the same models and workloads if installed: `pip install -e '.[peers]'`.
 
 Each has a module here with a class `Engine(path, settings)`, which runs in its own process and whose `run(workload)`
-returns a `Run`, or raises `Unsupported`. Each gets the settings that suit it best for the same work: all requests at
-once, exact lengths, as many threads as torch uses.
+returns a `Run`, or raises `Unsupported`; those that run encoders also have `embed(texts)`. Each gets the settings that
+suit it best for the same work: all requests at once, exact lengths, as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ PEERS = {
     "transformers-continuous": Peer("continuous", "D", ("transformers",)),
     "ctranslate2": Peer("ctranslate", "DE", ("ctranslate2", "transformers")),
     "openvino-genai": Peer("ov", "DN", ("openvino-genai", "openvino", "transformers")),
+    "openvino-int8": Peer("ov_int8", "N", ("openvino", "nncf", "transformers")),
+    "onnxruntime-int8": Peer("ort", "N", ("onnxruntime", "onnx", "transformers")),
 }
 
 

@@ -11,11 +11,11 @@ from loadtest.bench.batches import BenchRequest, Workload
 _BATCH = 32
 
 
-def batches(workload: Workload) -> Iterator[list[BenchRequest]]:
+def batches(workload: Workload, size: int = _BATCH) -> Iterator[list[BenchRequest]]:
     """Divide requests into batches of similar lengths, for little padding."""
     asks = sorted(workload.asks, key=lambda ask: (ask.output_tokens, len(ask.ids)))
-    for at in range(0, len(asks), _BATCH):
-        yield asks[at : at + _BATCH]
+    for at in range(0, len(asks), size):
+        yield asks[at : at + size]
 
 
 def padded(batch: list[BenchRequest], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

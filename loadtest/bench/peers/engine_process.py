@@ -119,6 +119,8 @@ def serve(engine: Any, vocab_size: int, lines: Iterable[str], answer: Callable[[
         try:
             if "step" in task:
                 found = {"seconds": engine.step_seconds(**task["step"])}
+            elif "embed" in task:
+                found = {"vectors": engine.embed([tuple(ids) for ids in task["embed"]])}
             else:
                 found = asdict(
                     engine.run(workloads(task["form"], vocab_size, Scale(**task["scale"]))[task["workload"]])

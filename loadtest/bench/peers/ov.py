@@ -1,4 +1,4 @@
-"""OpenVINO, with GenAI's continuous batching for decoders and its asynchronous queue for encoders.
+"""OpenVINO, with GenAI's continuous batching for decoders and its own queue for encoders (ov_encoder.py).
 
 It uses bfloat16 if the CPU has it, and its default KV cache of 8 bits.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import openvino
 import openvino_genai
 import torch
 
-from loadtest.bench.batches import Workload
+from loadtest.bench.batches import Ids, Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers import Unsupported
-from loadtest.bench.peers.batches import batches, padded
+from loadtest.bench.peers.ov_encoder import EncoderQueue
 
 _CACHE_GB = 3  # as large as triptych's
 
@@ -36,23 +37,25 @@ class Engine:
                 stdout=sys.stderr,
             )
         precision = "f32" if settings["dtype"] == "float32" else "bf16"
-        options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         self._pipeline: Any = None
-        self._requests: Any = None
+        self._encoder: EncoderQueue | None = None
         if settings["form"] == "D":
             scheduler = openvino_genai.SchedulerConfig()
             scheduler.cache_size = _CACHE_GB
+            options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
             self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduler, "CPU", options)
         else:
-            options["PERFORMANCE_HINT"] = "THROUGHPUT"
-            compiled = openvino.Core().compile_model(exported / "openvino_model.xml", "CPU", options)
-            self._requests = openvino.AsyncInferQueue(compiled)
+            self._encoder = EncoderQueue(exported / "openvino_model.xml", precision)
         self.info = {"version": openvino_genai.__version__, "precision": precision, "kv_cache": "u8"}
 
     def run(self, workload: Workload) -> Run:
         if workload.beams > 1:
             raise Unsupported("no exact lengths with beams")
-        return self._generate(workload) if workload.output_tokens else self._encode(workload)
+        return self._generate(workload) if self._encoder is None else self._encoder.run(workload)
+
+    def embed(self, texts: Sequence[Ids]) -> list[list[float]]:
+        assert self._encoder is not None
+        return self._encoder.embed(texts)
 
     def _generate(self, workload: Workload) -> Run:
         """Submit all requests to its scheduler."""
@@ -74,16 +77,3 @@ class Engine:
         if lengths != [ask.output_tokens for ask in workload.asks]:
             raise RuntimeError("outputs of other lengths than requested")
         return Run(seconds, first)
-
-    def _encode(self, workload: Workload) -> Run:
-        found: list[Any] = []
-        self._requests.set_callback(lambda request, _: found.append(request.get_output_tensor(0).data.copy()))
-        began = time.perf_counter()
-        for batch in batches(workload):
-            ids, mask = padded(batch, left=False)
-            self._requests.start_async({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
-        self._requests.wait_all()
-        seconds = time.perf_counter() - began
-        if sum(map(len, found)) != len(workload.asks):
-            raise RuntimeError("not every text has an embedding")
-        return Run(seconds)

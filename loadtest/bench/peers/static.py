@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from loadtest.bench.batches import Workload
+from loadtest.bench.batches import Ids, Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches, padded
 from model.checkpoint.json_files import read_json
@@ -51,3 +52,9 @@ class Engine:
                 do_sample=False,
             )
         return Run(time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[Ids]) -> list[list[float]]:
+        """Return the mean of the last hidden states of each text."""
+        states = (self.model(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in texts)
+        return [hidden.float().mean(dim=0).tolist() for hidden in states]
