@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,17 +30,21 @@ _VOCAB = 64
 
 
 class EmptyModel:
-    """Returns the same logits without computing."""
+    """Returns the same logits without computing: what a decoder's step asks of a `Transformer`."""
 
-    encoder = None
+    encoder = backend = None
+    linear = SimpleNamespace(collective=None)  # not divided over ranks
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    def decode(self, inputs: Any, *_: Any) -> Tensor:
-        return torch.zeros(len(inputs.input_ids), 1)
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        return torch.zeros(len(ids), 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def decoder(self, hidden: Tensor, *_: Any) -> Tensor:
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), _VOCAB)
 
 
