@@ -52,6 +52,7 @@ class Job:
         self._scheduled: float | None = None
         self._first: float | None = None
         self._ended: float | None = None
+        self._timings: Timings | None = None  # once it has ended
 
     def observe(self, scheduled: float | None, now: float) -> None:
         """Record an output; the first ones determine when computation began and when its first result came."""
@@ -80,16 +81,21 @@ class Job:
 
     def timings(self) -> Timings:
         """Divide the time until now, or until the end, into queue, prefill and decode; no part is negative."""
+        if self._timings is not None:
+            return self._timings
         arrival, now = self.context.started, self._ended or time.monotonic()
         first = now if self._first is None else self._first
         scheduled = first if self._scheduled is None else min(max(self._scheduled, arrival), first)
-        return Timings(
+        found = Timings(
             queue_ms=_milliseconds(scheduled - arrival),
             prefill_ms=_milliseconds(first - scheduled),
             decode_ms=_milliseconds(now - first),
             ttft_ms=_milliseconds(first - arrival),
             total_ms=_milliseconds(now - arrival),
         )
+        if self._ended is not None:
+            self._timings = found
+        return found
 
     @property
     def has_output(self) -> bool:

@@ -123,15 +123,22 @@ _TABLE = (
     ),
 )
 OUTPUTS: dict[str, Output] = {output.name: output for output in _TABLE}
-# Fields without a meaning for some outputs, in the order of the body.
-_SPECIAL = [name for name in EncodeBody.model_fields if any(name in output.fields for output in _TABLE)]
+# By output, in the order of the body: fields that have a meaning with others alone, and their defaults.
+_MEANINGLESS = {
+    output.name: [
+        (name, field.default)
+        for name, field in EncodeBody.model_fields.items()
+        if name not in output.fields and any(name in other.fields for other in _TABLE)
+    ]
+    for output in _TABLE
+}
 
 
 def output_of(body: EncodeBody, served: ServedModel) -> Output:
     """Return the body's output; raises a 400 for one that the model lacks something for, or with others' fields."""
     output = OUTPUTS[body.output]
-    for name in _SPECIAL:
-        if name not in output.fields and getattr(body, name) != EncodeBody.model_fields[name].default:
+    for name, default in _MEANINGLESS[output.name]:
+        if getattr(body, name) != default:
             raise invalid(f"{name} has no meaning with output '{output.name}'", name)
     lacks = output.missing(served)
     if lacks is not None:
