@@ -46,7 +46,7 @@ def image_source(pixels: bytes, shape: tuple[int, int, int], num_positions: int)
 
 def _digest(kind: SourceKind, *parts: bytes) -> bytes:
     """SHA-256 over the kind and the parts, each behind its length: no border can be moved."""
-    pieces = [kind.value.encode()]
+    pieces = [kind.encode()]
     for part in parts:
         pieces += (len(part).to_bytes(8, "little"), part)
     return sha256(b"".join(pieces)).digest()
