@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from model.api.request import FinishReason, Timings
 from service.core.engine_client import EngineClient, GenerationStream
@@ -115,16 +115,19 @@ class Jobs:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextmanager
-    def in_progress(self) -> Iterator[None]:
+    def in_progress(self) -> AbstractContextManager[None]:
         """Handle a request inside the block: `wait_idle` waits for it, since planning may take seconds."""
+        return _InProgress(self)
+
+    def begin(self) -> None:
+        """Count a request that is being handled; see `in_progress`."""
         self._in_progress += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._in_progress -= 1
-            self._set_idle_if_done()
+
+    def finish(self) -> None:
+        """Count it no longer."""
+        self._in_progress -= 1
+        self._set_idle_if_done()
 
     @property
     def given_up(self) -> bool:
@@ -176,6 +179,19 @@ class Jobs:
     def _set_idle_if_done(self) -> None:
         if not self._running and (self._given_up or not self._in_progress):
             self._idle.set()
+
+
+class _InProgress(AbstractContextManager[None]):
+    """A request that is being handled; no generator, through which the exceptions of refusals would have to pass."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    def __enter__(self) -> None:
+        self._jobs.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._jobs.finish()
 
 
 def _milliseconds(seconds: float) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import Protocol
 
@@ -153,12 +153,10 @@ class Service:
             raise unavailable(f"model {name} is not loaded yet", "not_ready")
         return info
 
-    @contextmanager
-    def handling(self) -> Iterator[None]:
+    def handling(self) -> AbstractContextManager[None]:
         """Check readiness, then handle a request inside the block; a drain that begins meanwhile waits for it."""
         self.check_ready()
-        with self.jobs.in_progress():
-            yield
+        return self.jobs.in_progress()
 
     @property
     def is_draining(self) -> bool:
