@@ -91,7 +91,7 @@ def naming_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 def rename_fields(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return `error` with the client's field names; after `field: `, a message contains no names."""
-    if not names:
+    if not names or (error.param is None and not any(name in error.message for name in names)):
         return error
     any_name = re.compile(rf"(?<![\w.'])({'|'.join(map(re.escape, names))})(?!\w| tokens)")
 
