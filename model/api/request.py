@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import msgspec
-
 from model.api.source import Source
 
 
@@ -109,8 +107,9 @@ class Request:
         return len(self.prompt_token_ids) + (self.source.num_positions if self.source is not None else 0)
 
 
-class EncodeRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One input to encode; a structure, as one of many of a request is made in a fifth of a frozen dataclass's time."""
+@dataclass(slots=True)
+class EncodeRequest:
+    """One input to encode. Nobody changes it, but a frozen dataclass takes three times as long to make."""
 
     request_id: str
     model: str

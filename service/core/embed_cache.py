@@ -19,10 +19,8 @@ import asyncio
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
-
-from msgspec import structs
 
 from model.api.messages import ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
@@ -34,7 +32,7 @@ from service.core.request_context import current
 
 ENTRY_BYTES = 1_024  # of an entry beside its numbers: key, digest, links
 _FIELDS = tuple(
-    name for name in EncodeRequest.__struct_fields__ if name not in ("request_id", "source", "arrival_time", "deadline")
+    one.name for one in fields(EncodeRequest) if one.name not in ("request_id", "source", "arrival_time", "deadline")
 )
 
 Key = tuple[Hashable, ...]
@@ -142,7 +140,7 @@ class CachingClient:
                 continue
             computation = self._in_flight.get(key)
             if computation is None:
-                computation = self._in_flight[key] = _Computation(key, structs.replace(request, deadline=None))
+                computation = self._in_flight[key] = _Computation(key, replace(request, deadline=None))
                 begun.append(computation)
             found.append(self._wait_for(computation, request))
         waiters = [one for one in found if isinstance(one, _Waiter)]

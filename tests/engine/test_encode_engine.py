@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
