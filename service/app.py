@@ -84,9 +84,16 @@ class Application(FastAPI):
 
 
 def create_app(
-    client: EngineClient, registry: Registry, settings: ServiceSettings, reader: ModelReader | None = None
+    client: EngineClient,
+    registry: Registry,
+    settings: ServiceSettings,
+    reader: ModelReader | None = None,
+    tenants: Tenants | None = None,
 ) -> Application:
-    """Return the application for the models of `registry`, which `client` runs; `reader` reads those loaded later."""
+    """Return the application for the models of `registry`, which `client` runs; `reader` reads those loaded later.
+
+    `tenants` names the holders of keys; their results and prefixes are kept apart by these names.
+    """
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, registry, settings, metrics, reader)
     keys, admins = KeyRing.of(settings), KeyRing.of_admins(settings)
@@ -111,7 +118,7 @@ def create_app(
         openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
             Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
-            Middleware(GuardMiddleware, limits=settings.limits, keys=keys, admins=admins, tenants=Tenants()),
+            Middleware(GuardMiddleware, limits=settings.limits, keys=keys, admins=admins, tenants=tenants or Tenants()),
         ],
     )
     app.state.service = service

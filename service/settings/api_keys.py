@@ -73,10 +73,11 @@ class KeyRing:
 
 
 class Tenants:
-    """Names the holders of keys by hashes with a secret of this process, which tell nothing about the keys."""
+    """Names the holders of keys by hashes with a secret, which tell nothing about the keys."""
 
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
+    def __init__(self, secret: bytes = b"") -> None:
+        """Processes with the same `secret` give the same names; without one it is of this process alone."""
+        self._secret = secret or secrets.token_bytes(32)
         self._names: dict[bytes, str] = {}
 
     def name(self, key_digest: bytes) -> str:

@@ -96,3 +96,10 @@ def test_the_service_follows_its_file(file: Path) -> None:
     file.write_text("new\n")
     assert ask(app, "GET", "/info", headers=bearer("alpha")).status_code == 401
     assert ask(app, "GET", "/info", headers=bearer("new")).status_code == 200
+
+
+def test_processes_of_one_secret_name_the_holder_of_a_key_alike() -> None:
+    key, other = api_keys.digest(b"alpha"), api_keys.digest(b"beta")
+    ours, same, strange = api_keys.Tenants(b"secret"), api_keys.Tenants(b"secret"), api_keys.Tenants()
+    assert ours.name(key) == same.name(key) != ours.name(other)
+    assert strange.name(key) not in (ours.name(key), api_keys.Tenants().name(key))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -65,6 +66,7 @@ class Hub:
         self._table = table
         self.fronts: list[Front] = []
         self._asked = Asked()
+        self._secret = secrets.token_bytes(32)
         self._slots: dict[int, Slot] = {}  # by adoption
         self._removed: dict[str, int] = {}  # the last adoption of each model that is loaded no more
         self._settling: dict[int, set[Front]] = {}  # workers that may still begin to hold such a one
@@ -143,7 +145,8 @@ class Hub:
         """Follow a worker until it ends; return how."""
         self.fronts.append(front)
         try:
-            await front.connect(m.Hello(self._config, front.number, self._settings.front_processes + 1), self._relay)
+            columns = self._settings.front_processes + 1
+            await front.connect(m.Hello(self._config, front.number, columns, self._secret), self._relay)
             front.health(self._health)
             for change in self._registry.changes():
                 front.send(change)

@@ -21,6 +21,7 @@ class Hello(msgspec.Struct, tag=True):
     config: ServeConfig
     number: int
     columns: int  # of the shared counts; the worker writes the one of its number
+    secret: bytes  # from which all workers make the same names of keys' holders
 
 
 # -- models, as the hub's registry changes

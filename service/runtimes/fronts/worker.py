@@ -38,6 +38,7 @@ from service.runtimes.fronts.forwarding import forward_routes
 from service.runtimes.fronts.link import Asked, Link
 from service.runtimes.fronts.mirror import RegistryFollower
 from service.runtimes.local import http_server
+from service.settings.api_keys import Tenants
 from service.settings.service_settings import ServiceSettings
 
 _REPORT_SECONDS = 1.0  # between signs of life
@@ -173,7 +174,7 @@ class Worker:
             stall_seconds=settings.stall_timeout_s,
         )
         registry = Registry((), hello.config.models_elsewhere)
-        self._app = create_app(self._engine, registry, settings)
+        self._app = create_app(self._engine, registry, settings, tenants=Tenants(hello.secret))
         self._service: Service = service_of(self._app)
         self._follower = RegistryFollower(registry, self._engine, rows, self._hub.held, self._hub.settled)
         self._service.holder = HubModels(self._hub, self._follower, registry)
