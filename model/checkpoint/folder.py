@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from model.api.request import Pooling
+from model.checkpoint.colbert import read_colbert
 from model.checkpoint.generation_config import (
     GenerationTask,
     generation_settings,
@@ -75,7 +76,10 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         if not stored_as:
             raise ConfigError(f"quantization_config says {storage.name}, but no projection has a {storage.scale}")
         config = replace(config, stored_as=stored_as)
-    sentences = read_sentence_settings(path, next(iter(config.stacks.values())).hidden_size, pickle=pickle)
+    hidden_size = next(iter(config.stacks.values())).hidden_size
+    sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
+    if sentences.late is None and FAMILIES[config.model_type].drops("linear.weight"):
+        sentences = replace(sentences, late=read_colbert(path, files, hidden_size))
     if sentences.score_tokens:
         config = token_classifier(config, sentences.score_tokens)
     if sentences.pooling:

@@ -7,6 +7,7 @@ of Dense, Normalize, in this order; all but the first may be absent. A sparse en
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,7 @@ class DenseConfig:
     activation: Activation | None
     residual: bool = False
     prefix: str = "linear."  # of its tensors' names
+    among_others: bool = False  # the file has other tensors too
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class SentenceSettings:
     splade: SpladeSettings = SpladeSettings()
     score_tokens: tuple[int, ...] = ()  # of a reranker made of a language model: "yes", and "no" if there is one
     messages: MessageSettings | None = None  # how a pair becomes a text of the chat template; None: it does not
+    raw_scores: bool = False  # a reranker's score is its only logit, not the probability of that
     token_weight: DenseConfig | None = None  # a token's own weight in a sparse vector (BGE-M3)
     late: LateInteraction | None = None
 
@@ -145,18 +148,20 @@ class SentenceSettings:
         return self.dense[-1].outputs if self.dense else hidden_size * max(1, len(self.pooling))
 
 
-def read_sentence_settings(path: Path, hidden_size: int, *, pickle: bool = True) -> SentenceSettings:
-    """Read the folder's settings, those of a folder without any included. Raises `ConfigError`.
+def read_sentence_settings(
+    path: Path, raw: Mapping[str, Any], hidden_size: int, *, pickle: bool = True
+) -> SentenceSettings:
+    """Read the folder's settings, those of a folder without any included; `raw` is config.json. Raises `ConfigError`.
 
     Without `pickle`, projections are taken from safetensors alone, and not from pytorch_model.bin.
     """
     try:
-        return _read(path, hidden_size, pickle)
+        return _read(path, raw, hidden_size, pickle)
     except (TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path.name}: modules.json or a module's config.json is malformed: {error}") from None
 
 
-def _read(path: Path, hidden_size: int, pickle: bool) -> SentenceSettings:
+def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) -> SentenceSettings:
     names = read_json(path / "config_sentence_transformers.json")
     texts = read_json(path / "sentence_bert_config.json")
     prompts = names.get("prompts") or {}
@@ -196,6 +201,7 @@ def _read(path: Path, hidden_size: int, pickle: bool) -> SentenceSettings:
         splade=splade,
         score_tokens=score_tokens,
         messages=_messages(texts, f"{path.name}/sentence_bert_config.json"),
+        raw_scores=_raw_scores(names, raw, path.name),
         token_weight=_linear(path, "sparse_linear.pt", hidden_size),
         late=_late(path, names, tuple(dense) if not pooling else (), hidden_size),
     )
@@ -242,6 +248,18 @@ def _modules(path: Path, texts: dict[str, Any]) -> list[tuple[str, str]]:
     if outside:
         raise ConfigError(f"{path.name}: modules.json names folders outside: {', '.join(outside)}")
     return modules
+
+
+def _raw_scores(names: dict[str, Any], raw: Mapping[str, Any], where: str) -> bool:
+    """Return whether a cross-encoder's activation is none; its versions have written it in three places."""
+    section = raw.get("sentence_transformers") or {}
+    named = (
+        names.get("activation_fn") or section.get("activation_fn") or raw.get("sbert_ce_default_activation_function")
+    )
+    kind = (named or "Sigmoid").rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise ConfigError(f"{where}: activation_fn {named!r} is not served; served are Sigmoid, Identity")
+    return kind == "Identity"
 
 
 def _score_tokens(config: dict[str, Any], where: str) -> tuple[int, ...]:

@@ -216,13 +216,17 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class MaskedHeadConfig:
-    """Hidden states of an encoder to logits over the vocabulary: `out(norm(act(dense(x))))` (Devlin et al. 2019)."""
+    """Hidden states of an encoder to logits over the vocabulary: `out(norm(act(dense(x))))` (Devlin et al. 2019).
+
+    Without an activation there are no layers before the output, `out(x)` alone (EuroBERT).
+    """
 
     size: int  # behind `dense`: the width of the token table's rows
-    activation: Activation
-    norm: NormConfig
+    activation: Activation | None
+    norm: NormConfig | None
     tied: bool = True  # the token table is the output matrix
     dense_bias: bool = True
+    bias: bool = True  # of the output
 
 
 class ClassifierInput(StrEnum):

@@ -126,10 +126,12 @@ def _projected(vectors: Tensor, dense: Sequence[tuple[DenseConfig, nn.Linear]]) 
 def load_dense(config: DenseConfig, device: torch.device) -> nn.Linear:
     """Load a projection with its weights in float32; raises `CheckpointError` unless exactly its tensors are there."""
     where = f"{config.weights.parent.name}/{config.weights.name}"
-    stored = read_headers([config.weights])
     wanted: dict[str, tuple[int, ...]] = {f"{config.prefix}weight": (config.outputs, config.inputs)}
     if config.bias:
         wanted[f"{config.prefix}bias"] = (config.outputs,)
+    stored = read_headers([config.weights])
+    if config.among_others:
+        stored = {name: tensor for name, tensor in stored.items() if name in wanted}
     found = {name: tensor.shape for name, tensor in stored.items()}
     if found != wanted or not all(tensor.holds(None) for tensor in stored.values()):
         raise CheckpointError(f"{where}: expected {wanted}, found {found}")

@@ -123,8 +123,9 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterat
     yield from masked_head_rules(config)
 
 
-# Of pre-training heads only the one for masked tokens is served; what is left of them is passed over.
-_DROPPED = ("embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
+# Of pre-training heads only the one for masked tokens is served; what is left of them is passed over. ColBERT's
+# projection of tokens, `linear`, is no part of the network (model/checkpoint/colbert.py).
+_DROPPED = ("linear.*", "embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
 _ROBERTA = Family(roberta, rules, "roberta.", _DROPPED)
 FAMILIES = {
     "bert": Family(config, rules, "bert.", _DROPPED),

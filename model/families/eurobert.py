@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from model.config.model import ClassifierInput, ModelConfig
 from model.families import llama
 from model.families.table.bidirectional import as_encoder, encoder_rules
 from model.families.table.classifiers import pooled_by
+from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from model.families.table.rules import Family, Rule
 
 _POOLING = {"bos": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN, "late": ClassifierInput.ALL}
 
@@ -21,7 +22,17 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = as_encoder(llama.config(raw.otherwise(max_position_embeddings=8192, rms_norm_eps=1e-5), names))
     raw = raw.otherwise(classifier_pooling=raw.get("clf_pooling", "late"))
     raw.get("classifier_pooling")
-    return replace(base, classifier=base.classifier and pooled_by(base.classifier, raw, _POOLING, "late"))
+    untied = raw.otherwise(tie_word_embeddings=False)
+    return replace(
+        base,
+        classifier=base.classifier and pooled_by(base.classifier, raw, _POOLING, "late"),
+        masked_head=masked_head(untied, names, base.embedding, None, None),
+    )
 
 
-FAMILIES = {"eurobert": Family(config, encoder_rules(llama.rules), "model.", llama.DROPPED)}
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    yield from encoder_rules(llama.rules)(config)
+    yield from masked_head_rules(config)
+
+
+FAMILIES = {"eurobert": Family(config, rules, "model.", llama.DROPPED)}

@@ -90,11 +90,16 @@ _NOMIC_WITHOUT_EFFECT = (  # of training, of how that code computes, and of head
 
 
 def _nomic_settings(raw: Settings) -> Settings:
+    """Return the folder's settings by `transformers`' names.
+
+    With `rotary_scaling_factor` that code stretches the rotary base for a text that is longer than those of training,
+    by the text's own length. Such texts are refused: up to that length the base is the plain one.
+    """
     refuse_unless(
         raw,
         **dict.fromkeys(("prenorm", "parallel_block", "parallel_block_tied_norm", "causal", "use_rms_norm"), False),
         **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved"), False),
-        **dict.fromkeys(("rotary_scaling_factor", "rotary_emb_scale_base"), None),
+        rotary_emb_scale_base=None,
         rotary_emb_fraction=1.0,
     )
     for unused in _NOMIC_WITHOUT_EFFECT:
@@ -102,6 +107,9 @@ def _nomic_settings(raw: Settings) -> Settings:
     gate = raw["activation_function"]
     if gate not in _GATES:
         raise ConfigError(f"activation_function {gate!r} is not served; served are {', '.join(_GATES)}")
+    longest = raw["n_positions"]
+    if raw.get("rotary_scaling_factor"):
+        longest = min(longest, raw.get("max_trained_positions", 2048))
     return raw.but(
         hidden_size=raw["n_embd"],
         num_attention_heads=raw["n_head"],
@@ -109,7 +117,7 @@ def _nomic_settings(raw: Settings) -> Settings:
         intermediate_size=raw.get("n_inner") or 4 * raw["n_embd"],
         hidden_act=_GATES[gate],
         layer_norm_eps=raw.get("layer_norm_epsilon", 1e-5),
-        max_position_embeddings=raw["n_positions"],
+        max_position_embeddings=longest,
         rope_theta=raw.get("rotary_emb_base", 1000),
     )
 

@@ -46,12 +46,17 @@ class MaskedHead(nn.Module):
         table: Callable[[], Tensor],
     ) -> None:
         super().__init__()
-        self.dense = linear(LinearSpec("dense", hidden_size, (Part(config.size),), config.dense_bias))
-        self.activation = ACTIVATIONS[config.activation]
+        self.dense, self.activation = None, None
+        if config.activation is not None:
+            self.dense = linear(LinearSpec("dense", hidden_size, (Part(config.size),), config.dense_bias))
+            self.activation = ACTIVATIONS[config.activation]
         self.norm = build_norm(config.norm, config.size)
         tied_to = "tokens.weight" if config.tied else None
-        out = LinearSpec("out", config.size, (Part(vocab_size),), split=Split.OUTPUTS, tied_to=tied_to)
+        out = LinearSpec("out", config.size, (Part(vocab_size),), config.bias, Split.OUTPUTS, tied_to=tied_to)
         self.out = linear(out, table)
 
     def forward(self, x: Tensor) -> Tensor:  # [N, d] -> [N, V]
-        return self.out(self.norm(self.activation(self.dense(x))))
+        if self.dense is not None and self.activation is not None:
+            x = self.norm(self.activation(self.dense(x)))
+        logits: Tensor = self.out(x)
+        return logits

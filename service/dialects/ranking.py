@@ -1,7 +1,7 @@
 """Reranking, scores and classes as Cohere, Jina and vLLM have them.
 
-A classifier of texts reads a pair as one input; its last class means relevant, as a probability. Any other model embeds
-the texts, and the score is the cosine of the vectors.
+A classifier of texts reads a pair as one input; its last class means relevant, as a probability, or as the logit where
+the folder of a cross-encoder says so. Any other model embeds the texts, and the score is the cosine of the vectors.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Judgement:
 
     def __init__(self, served: ServedModel, firsts: Sequence[str], seconds: Sequence[str]) -> None:
         self._pairs = judges_pairs(served)
+        self._raw = served.checkpoint.sentences.raw_scores
         self._firsts = firsts
         self._seconds = seconds
 
@@ -51,7 +52,9 @@ class Judgement:
     def scores(self, reply: Json) -> list[float]:
         """Return a score for each of `seconds`."""
         if self._pairs:
-            return [probabilities(item["scores"])[-1] for item in reply["data"]]
+            logits = [item["scores"] for item in reply["data"]]
+            raw = self._raw and len(logits[0]) == 1
+            return [one[0] if raw else probabilities(one)[-1] for one in logits]
         vectors = np.array([item["embedding"] for item in reply["data"]])
         seconds, firsts = vectors[: len(self._seconds)], vectors[len(self._seconds) :]
         scores: list[float] = (seconds * firsts).sum(axis=-1).tolist()

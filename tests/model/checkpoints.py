@@ -309,6 +309,8 @@ HEADS: Rows = {
     "electra-masked": _model("ElectraForMaskedLM", BERT, embedding_size=12),
     "mpnet-masked": _model("MPNetForMaskedLM", MPNET),
     "modernbert-masked": _model("ModernBertForMaskedLM", MODERNBERT),
+    "eurobert-masked": _model("EuroBertForMaskedLM", LLAMA),
+    "eurobert-masked-tied": _model("EuroBertForMaskedLM", LLAMA, tie_word_embeddings=True),
     "nomic-bert-masked": _model("NomicBertForMaskedLM", BERT),
     "gte-masked": _model("GteForMaskedLM", BERT, pad_token_id=0),
     "jina-v3-masked": _model("JinaEmbeddingsV3ForMaskedLM", ROBERTA),

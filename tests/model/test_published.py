@@ -592,3 +592,9 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     anatomy = dissect(config_from_raw(json.loads(row.config)))
     total = anatomy.total_parameters - anatomy.parameters.get("masked_head", 0)  # which no figure of an encoder counts
     assert total == row.parameters - row.not_ours
+
+
+@pytest.mark.parametrize(("factor", "longest"), [(None, 8192), (2, 2048)])
+def test_nomic_reads_no_text_whose_rotary_base_would_depend_on_its_length(factor: int | None, longest: int) -> None:
+    config = config_from_raw({**json.loads(NOMIC), "rotary_scaling_factor": factor})
+    assert config.max_positions == longest

@@ -189,7 +189,6 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
         ("MPNet", {"relative_attention_num_buckets": 16}),
         ("EuroBert", {"architectures": ["EuroBertForSequenceClassification"], "classifier_pooling": "max"}),
         ("NomicBert", {"n_embd": 8, "activation_function": "snake"}),
-        ("NomicBert", {"n_embd": 8, "rotary_scaling_factor": 2}),
         ("NomicBert", {"n_embd": 8, "prenorm": True}),
         ("Gte", {"logn_attention_scale": True}),
         ("Gte", {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.625}, "mixed_b": 0}),

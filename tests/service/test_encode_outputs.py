@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model.text.tokenizer import Tokenizer
 from service.planning.outputs.registry import OUTPUTS
@@ -32,6 +32,7 @@ ANSWERING = tuple(kind for kind in HEADS if "answers" in kind)
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     root = tmp_path_factory.mktemp("late")
     late = {f"late_{name}": late_folder(root / name, **settings) for name, settings in LATE.items()}
+    late |= {f"late_{name}": colbert_folder(root / name, name) for name in COLBERT}
     app = encode_app(*HEADS, "bert", "bert-token", **late, m3=m3_folder(root / "m3"))
     loop = asyncio.new_event_loop()
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
@@ -62,6 +63,29 @@ def late_folder(folder: Path, **settings: Any) -> Path:
     dense = dict(in_features=32, out_features=7, bias=False, activation_function="torch.nn.modules.linear.Identity")
     (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
     save_file({"linear.weight": WEIGHTS}, folder / "1_Dense" / "model.safetensors")
+    return folder
+
+
+# `artifact.metadata` as ColBERT itself writes it, in part; and none.
+COLBERT: dict[str, dict[str, Any]] = {
+    "colbert": {
+        **dict(query_token_id="Ada", doc_token_id="Love", query_token="[Q]", doc_token="[D]", dim=7, nbits=1),
+        **dict(query_maxlen=12, doc_maxlen=20, attend_to_mask_tokens=False, mask_punctuation=True, similarity="cosine"),
+    },
+    "colbert-v1": {},
+}
+
+
+def colbert_folder(folder: Path, name: str) -> Path:
+    """With the projection among the network's tensors, which have BERT's prefix."""
+    copied("bert", folder.parent).rename(folder)
+    state = {f"bert.{key}": tensor for key, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    torch.save(state | {"linear.weight": WEIGHTS}, folder / "pytorch_model.bin")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    if COLBERT[name]:
+        (folder / "artifact.metadata").write_text(json.dumps(COLBERT[name]))
     return folder
 
 
@@ -146,7 +170,7 @@ def hidden_states(ids: Sequence[int], visible: int | None = None) -> torch.Tenso
 class TestMultiVector:
     """As `encode` of pylate's ColBERT."""
 
-    @pytest.mark.parametrize("name", LATE)
+    @pytest.mark.parametrize("name", [*LATE, "colbert"])
     def test_queries(self, client: Client, name: str) -> None:
         texts = ["the cat", TEXT[:12]]
         reply = client.encode(model=f"late_{name}", output="multi_vector", input=texts, input_type="query")
@@ -160,7 +184,20 @@ class TestMultiVector:
             expected = torch.nn.functional.normalize(states @ WEIGHTS.T, dim=-1)
             assert torch.allclose(torch.tensor(item["vectors"]), expected, atol=1e-4)
 
-    @pytest.mark.parametrize("name", LATE)
+    def test_a_folder_of_colbert_without_metadata(self, client: Client) -> None:
+        """The markers are BERT's unused tokens, and unknown ones where the vocabulary has none; lengths 32 and 220."""
+        for kind, length in (("query", 32), ("document", 5)):
+            ids = [2, 1, *hf_tokenizer("bert")("the cat")["input_ids"][1:]]
+            states = hidden_states(ids + [4] * (length - 5), len(ids))
+            [item] = client.encode(model="late_colbert-v1", output="multi_vector", input="the cat", input_type=kind)[
+                "data"
+            ]
+            if kind == "document":  # punctuation is unknown too, as the marker is
+                states = states[[0, 2, 3, 4]]
+            expected = torch.nn.functional.normalize(states @ WEIGHTS.T, dim=-1)
+            assert torch.allclose(torch.tensor(item["vectors"]), expected, atol=1e-4)
+
+    @pytest.mark.parametrize("name", [*LATE, "colbert"])
     def test_documents(self, client: Client, name: str) -> None:
         texts = ["Ada , the cat sat", "a mat"]
         reply = client.encode(model=f"late_{name}", output="multi_vector", input=texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from service.core.pair_template import PairTemplate
 from service.runtimes.model_reader import read_model
 from service.settings.service_settings import ServiceSettings
 from tests.checkpoints import byte_level_bpe, save
-from tests.model.checkpoints import LLAMA
+from tests.model.checkpoints import BERT, LLAMA
+from tests.service.encode_models import TEXT, raw_tokenizer
 from tests.service.test_heads import Client
 
 ENGINE = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
@@ -131,10 +133,29 @@ def write_folder(name: str, into: Path) -> Path:
     return folder
 
 
+# Cross-encoders as they are published: a classifier of one label, no modules.json, and what config.json says of scores.
+_TORCH = "torch.nn.modules."
+CROSS: dict[str, dict[str, Any]] = {
+    "bge": {},
+    "ms-marco": {"sentence_transformers": {"activation_fn": f"{_TORCH}linear.Identity", "version": "4.1.0.dev0"}},
+    "ms-marco-old": {"sbert_ce_default_activation_function": f"{_TORCH}linear.Identity"},
+    "stsb": {"sentence_transformers": {"activation_fn": f"{_TORCH}activation.Sigmoid", "version": "4.1.0.dev0"}},
+}
+
+
+def write_cross_encoder(name: str, into: Path) -> Path:
+    model_class = transformers.BertForSequenceClassification
+    folder = save(model_class, model_class.config_class(**BERT, num_labels=1), raw_tokenizer(), into / name)
+    config = json.loads((folder / "config.json").read_text()) | CROSS[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("rerankers")
-    return {name: write_folder(name, root) for name in KINDS}
+    cross = {name: write_cross_encoder(name, root) for name in CROSS}
+    return {name: write_folder(name, root) for name in KINDS} | cross
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +227,39 @@ def test_a_long_document_loses_its_end_and_not_what_stands_behind_it(
     assert item["scores"][0] == pytest.approx(expected, abs=1e-4)
     refused = client.post(**body, truncate="left")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate")
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_a_cross_encoder_without_modules(client: Client, folders: dict[str, Path], name: str) -> None:
+    """Scores are those of `CrossEncoder.predict`: of the folder's activation, else probabilities; TEI has its own."""
+    query, texts = "the cat", [TEXT, "a mat", "Ada Lovelace in London"]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folders[name] / "tokenizer.json"))
+    model = transformers.BertForSequenceClassification.from_pretrained(folders[name]).eval()
+    logits = []
+    for text in texts:
+        encoded = tokenizer(query, text, return_tensors="pt", return_token_type_ids=True)
+        with torch.inference_mode():
+            logits.append(float(model(**encoded).logits))
+    scores = logits if name.startswith("ms-marco") else torch.tensor(logits).sigmoid().tolist()
+    order = sorted(range(3), key=lambda at: -scores[at])
+    assert max(scores) - min(scores) > 1e-3
+    found = client.post("/v1/score", model=name, text_1=query, text_2=texts).json()["data"]
+    assert [one["score"] for one in found] == pytest.approx(scores, abs=1e-4)
+    ranked = client.post("/v2/rerank", model=name, query=query, documents=texts).json()["results"]
+    assert [one["index"] for one in ranked] == order
+    assert [one["relevance_score"] for one in ranked] == pytest.approx([scores[at] for at in order], abs=1e-4)
+    for raw, expected in ((True, logits), (False, torch.tensor(logits).sigmoid().tolist())):
+        tei = client.post("/rerank", model=name, query=query, texts=texts, raw_scores=raw).json()
+        assert [one["score"] for one in tei] == pytest.approx([expected[at] for at in order], abs=1e-4)
+
+
+def test_an_activation_that_is_not_served_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["bge"], tmp_path / "odd"))
+    config = json.loads((folder / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": f"{_TORCH}activation.Softplus"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="Softplus' is not served"):
+        read_checkpoint(folder)
 
 
 def test_a_single_text_is_refused(client: Client) -> None:

@@ -14,7 +14,10 @@ from model.families.table.rules import LinearRule, Rule, TensorRule
 
 @dataclass(frozen=True, slots=True)
 class MaskedHeadTable:
-    """What the tensors of a family's head are called. The output's matrix is the token table unless it is untied."""
+    """What the tensors of a family's head are called. The output's matrix is the token table unless it is untied.
+
+    A family whose head is the output alone has no names of the rest.
+    """
 
     dense: str
     norm: str
@@ -22,7 +25,9 @@ class MaskedHeadTable:
     bias: str  # of a tied output; that of one with a matrix of its own is `out`.bias
 
     def needed(self, *, tied: bool) -> set[str]:
-        """The tensors without which there is no head."""
+        """The tensors without which there is no head; empty if they do not tell."""
+        if not self.dense:
+            return set() if tied else {f"{self.out}.weight"}
         out = {self.bias} if tied else {f"{self.out}.weight", f"{self.out}.bias"}
         return {f"{self.dense}.weight", f"{self.norm}.weight"} | out
 
@@ -48,6 +53,7 @@ MASKED_HEADS: dict[str, MaskedHeadTable] = {
     "deberta-v2": _BERT,
     "nomic_bert": replace(_BERT, norm="cls.predictions.transform.layer_norm"),
     **dict.fromkeys(("gte", "new"), replace(_ROBERTA, norm="lm_head.norm", bias="lm_head.decoder.bias")),
+    "eurobert": MaskedHeadTable("", "", "lm_head", ""),
     "modernbert": MaskedHeadTable("head.dense", "head.norm", "decoder", "decoder.bias"),
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3"), _ROBERTA),
 }
@@ -57,20 +63,22 @@ def masked_head(
     raw: Mapping[str, Any],
     names: Collection[str] | None,
     embedding: EmbeddingConfig,
-    activation: Activation,
-    norm: NormConfig,
+    activation: Activation | None,
+    norm: NormConfig | None,
     *,
     dense_bias: bool = True,
 ) -> MaskedHeadConfig | None:
     """Return the head if the checkpoint stores one, or if its tensors are not known but `architectures` names one."""
     table = MASKED_HEADS[raw["model_type"]]
     architecture = (raw.get("architectures") or [""])[0] or ""
-    if names is None and not architecture.endswith("ForMaskedLM"):
-        return None
     tied = raw.get("tie_word_embeddings", True) is not False
-    if names is not None and not table.needed(tied=tied) <= set(names):
+    needed = table.needed(tied=tied)
+    if not architecture.endswith("ForMaskedLM") and (names is None or not needed):
         return None
-    return MaskedHeadConfig(embedding.embedding_size, activation, norm, tied, dense_bias)
+    if names is not None and not needed <= set(names):
+        return None
+    bare = not table.dense
+    return MaskedHeadConfig(embedding.embedding_size, activation, norm, tied, dense_bias, bias=not bare)
 
 
 def masked_head_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -78,9 +86,12 @@ def masked_head_rules(config: ModelConfig) -> Iterator[Rule]:
     if config.masked_head is None:
         return
     table = MASKED_HEADS[config.model_type]
-    yield LinearRule(table.dense, "masked_head.dense", bias=config.masked_head.dense_bias)
-    yield from affine(table.norm, "masked_head.norm", bias=config.masked_head.norm.bias)
-    if config.masked_head.tied:
+    head = config.masked_head
+    if head.activation is not None:
+        yield LinearRule(table.dense, "masked_head.dense", bias=head.dense_bias)
+    if head.norm is not None:
+        yield from affine(table.norm, "masked_head.norm", bias=head.norm.bias)
+    if not head.tied:
+        yield LinearRule(table.out, "masked_head.out", bias=head.bias)
+    elif head.bias:
         yield TensorRule(table.bias, "masked_head.out.bias")
-    else:
-        yield LinearRule(table.out, "masked_head.out")
