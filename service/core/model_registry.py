@@ -200,11 +200,15 @@ class Registry:
         return unknown_model(name, self.names)
 
     def _only_one_for(self, task: Task) -> str:
-        """Return the only model for the task; vectors come from the only encoder, whatever else could make some."""
-        able = [one for one in self.candidates if one.serves(task)]
-        encoders = [one for one in able if one.config.form == "encoder-only"]
-        if task is Task.ENCODE and len(encoders) == 1:
-            return encoders[0].name
+        """Return the only model for the task.
+
+        Vectors come from the only encoder, of several from the only one that classifies nothing, though others have
+        hidden states too.
+        """
+        encoders = [one for one in self.candidates if one.config.form == "encoder-only"]
+        for made_for in (encoders, [one for one in encoders if one.config.classifier is None]):
+            if task is Task.ENCODE and len(made_for) == 1:
+                return made_for[0].name
         return self.only_one(lambda one: one.serves(task), f"can {task}")
 
     def _wrong_task(self, found: ServedModel, task: Task) -> ApiError:

@@ -26,10 +26,11 @@ from service.http.bodies import (
     with_model_of_query,
 )
 from service.http.json_replies import Json, encode_reply
-from service.http.model_use import hold_model
+from service.http.model_use import choose_model, hold_model
 from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
+from service.planning.outputs.registry import OUTPUTS
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import SglangVector, Vectors
 from service.schemas.encode_bodies import EncodeBody
@@ -92,7 +93,7 @@ async def answer(request: Request, body: EncodeBody, show: Show | None = None) -
     """Encode the inputs of `body`, and reply as /encode does or as `show` converts it."""
     service, context = service_of(request), context_of_request()
     with service.handling():
-        await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
+        body = await _with_model(request, body)
         plan = await service.encode_planner.plan(body, context.request_id, context.started)
         context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
         service.check_not_given_up()
@@ -103,6 +104,16 @@ async def answer(request: Request, body: EncodeBody, show: Show | None = None) -
             return json_response(reply if show is None else show(plan, reply))
         finally:
             await job.aclose()
+
+
+async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:
+    """Hold the model of the request: the named one, the only one that makes vectors, or that has another output."""
+    if body.model is None and body.output not in ("embedding", "tokens"):
+        output, what = OUTPUTS[body.output], f"has the output {body.output}"
+        found = await choose_model(request, None, lambda one: output.missing(one) is None, what, body.timeout_s)
+        return body.model_copy(update={"model": found.name})
+    await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
+    return body
 
 
 async def _items(service: Service, plan: EncodePlan, outputs: Sequence[EncodeOutput]) -> list[Json]:

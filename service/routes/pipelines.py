@@ -6,14 +6,12 @@ what the task needs answers.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.dialects import pipelines
-from service.dialects.common import Extended, naming_errors
+from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.pipeline_bodies import (
     ClassBody,
@@ -26,8 +24,6 @@ from service.dialects.pipeline_bodies import (
     ZeroShotBody,
 )
 from service.http.bodies import read_body, with_model_of_query
-from service.http.model_use import choose_model
-from service.planning.outputs.registry import OUTPUTS
 from service.routes import encode
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.routes.ranking import classifier_of
@@ -41,7 +37,6 @@ from service.schemas.dialect_replies import (
 )
 
 router = APIRouter()
-B = TypeVar("B", bound=Extended)
 
 _SENTENCES = {
     "model": "embed",
@@ -75,7 +70,7 @@ async def embed_all(request: Request) -> Response:
 )
 async def embed_sparse(request: Request) -> Response:
     """Requires a model with the output `sparse`."""
-    body = await _body(request, EmbedSparseBody, "sparse")
+    body = with_model_of_query(request, await read_body(request, EmbedSparseBody))
     with naming_errors(pipelines.CLASS_NAMES):
         return await encode.answer(request, pipelines.embed_all(body, "sparse"), pipelines.embed_sparse_reply)
 
@@ -134,7 +129,7 @@ async def feature_extraction(request: Request) -> Response:
 )
 async def fill_mask(request: Request) -> Response:
     """Requires a model with the output `fill_mask`."""
-    body = await _body(request, FillMaskBody, "fill_mask")
+    body = with_model_of_query(request, await read_body(request, FillMaskBody))
     with naming_errors(pipelines.FILL_NAMES):
         return await encode.answer(request, pipelines.fill_mask(body), pipelines.fill_mask_reply(body))
 
@@ -151,7 +146,7 @@ async def fill_mask(request: Request) -> Response:
 )
 async def question_answering(request: Request) -> Response:
     """Requires a model with the output `question_answering`."""
-    body = await _body(request, QuestionBody, "question_answering")
+    body = with_model_of_query(request, await read_body(request, QuestionBody))
     with naming_errors(pipelines.QUESTION_NAMES):
         return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
 
@@ -168,7 +163,7 @@ async def question_answering(request: Request) -> Response:
 )
 async def token_classification(request: Request) -> Response:
     """Requires a model with the output `token_classification`. Neighbours of one label are joined by default."""
-    body = await _body(request, EntityBody, "token_classification")
+    body = with_model_of_query(request, await read_body(request, EntityBody))
     with naming_errors(pipelines.ENTITY_NAMES):
         return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
 
@@ -182,7 +177,7 @@ async def token_classification(request: Request) -> Response:
 )
 async def zero_shot_classification(request: Request) -> Response:
     """Requires a model with the output `zero_shot`."""
-    body = await _body(request, ZeroShotBody, "zero_shot")
+    body = with_model_of_query(request, await read_body(request, ZeroShotBody))
     with naming_errors(pipelines.ZERO_SHOT_NAMES):
         return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
 
@@ -204,14 +199,3 @@ async def text_classification(request: Request) -> Response:
     body = body.model_copy(update={"model": served.name})
     with naming_errors(pipelines.CLASS_NAMES):
         return await encode.answer(request, pipelines.classes(body), pipelines.classes_reply(body))
-
-
-async def _body(request: Request, kind: type[B], output: str) -> B:
-    """Read a body, and fill in the only model that has the output if it names none; raises a 400 without one."""
-    body = with_model_of_query(request, await read_body(request, kind))
-    if body.model is not None:
-        return body
-    found = await choose_model(
-        request, None, lambda one: OUTPUTS[output].missing(one) is None, f"has the output {output}", body.timeout_s
-    )
-    return body.model_copy(update={"model": found.name})

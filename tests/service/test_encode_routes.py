@@ -23,7 +23,7 @@ from service.settings.model_settings import ModelSettings
 from service.settings.service_settings import ServiceSettings
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, raw_tokenizer
-from tests.service.support import App, live, make_app
+from tests.service.support import App, ask, live, make_app
 from tests.service.test_bad_requests import check_error
 from tests.service.test_live import _post, eventually, settled
 
@@ -118,6 +118,21 @@ def test_a_model_that_cannot_is_refused_before_it_is_loaded(tmp_path: Path) -> N
             assert not engine.models
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("body", "chosen"),
+    [
+        ({"input": "the cat"}, "enc"),  # not the classifier of texts, nor the decoder
+        ({"input": "the cat", "output": "tokens"}, "enc"),
+        ({"input": "the cat", "output": "logits"}, "bert-nli"),
+        ({"input": "the cat", "output": "zero_shot", "labels": ["cat"]}, "bert-nli"),
+    ],
+)
+def test_vectors_come_from_the_encoder_that_classifies_nothing(body: dict[str, Any], chosen: str) -> None:
+    app = make_app(ServedModel("bert-nli", read_checkpoint(saved("bert-nli").path), Tokenizer(raw_tokenizer())))
+    ask(app, "POST", "/encode", json=body)
+    assert [one.model for one in app.client.encoded] == [chosen]
 
 
 @pytest.fixture(scope="module")
