@@ -49,7 +49,9 @@ def embed_reply(body: CohereEmbedBody, *, by_type: bool) -> Any:
     def show(plan: EncodePlan, reply: Json) -> object:
         vectors = [item["embedding"] for item in reply["data"]]
         kinds = body.embedding_types or ["float"]
-        found = {"id": reply["id"], "texts": body.texts, "meta": {"api_version": {"version": "2" if by_type else "1"}}}
+        version, billed = {"version": "2" if by_type else "1"}, {"input_tokens": reply["usage"]["prompt_tokens"]}
+        meta = {"api_version": version, "billed_units": billed}
+        found = {"id": reply["id"], "texts": body.texts, "meta": meta}
         if not by_type and body.embedding_types is None:
             return found | {"response_type": "embeddings_floats", "embeddings": vectors}
         shown = {kind: [_as_type(vector, kind) for vector in vectors] for kind in kinds}

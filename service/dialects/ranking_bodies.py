@@ -39,7 +39,12 @@ class RankBody(Extended):
     truncation: bool | None = Field(
         None, description="Truncate a document that is too long; default: refuse it. Jina's.", examples=[True]
     )
-    max_tokens_per_doc: NotSupported = None
+    max_tokens_per_doc: int | None = Field(
+        None,
+        ge=1,
+        description="Truncate documents to this many tokens first; default: none. Cohere's.",
+        examples=[4096],
+    )
     max_chunks_per_doc: NotSupported = None
     truncate_prompt_tokens: NotSupported = None
     rank_fields: NotFilled = None

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.core.errors import invalid
 from service.core.model_registry import ServedModel, Task
 from service.dialects import cohere, ranking
 from service.dialects.common import Extended, naming_errors
@@ -13,6 +14,7 @@ from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankB
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
 from service.lifecycle.state import service_of
+from service.planning.tokenization import first_tokens
 from service.routes import encode
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import Classified, CohereVectors, Ranked, Scored
@@ -27,6 +29,7 @@ _EMBED = {"model": "embed", "texts": ["a cat on a mat", "a kitten on a rug"], "i
 async def rank(request: Request, body: RankBody) -> Response:
     """Rank documents with a classifier of pairs, or by the cosine of vectors."""
     served = await _judge(request, body)
+    body = await _shortened(request, body, served)
     with naming_errors(ranking.RANK_NAMES):
         asked, show = ranking.rank(body.model_copy(update={"model": served.name}), served)
         return await encode.answer(request, asked, show)
@@ -150,6 +153,25 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
     served = service_of(request).registry.resolve(body.model, Task.ENCODE)
     with naming_errors(cohere.NAMES):
         return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
+
+
+async def _shortened(request: Request, body: RankBody, served: ServedModel) -> RankBody:
+    """Truncate the documents to `max_tokens_per_doc`, where the model takes as many."""
+    service, most = service_of(request), body.max_tokens_per_doc
+    refused = len(body.documents) > service.limits.max_encode_inputs  # later, before any work
+    if most is None or refused or most >= service.model_info(served.name).max_model_len:
+        return body
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    tokenizer = served.require_tokenizer("documents")
+    if not tokenizer.has_offsets:
+        message = f"max_tokens_per_doc: model {served.name} has no tokenizer that tells where tokens are in a text"
+        raise invalid(message, "max_tokens_per_doc")
+
+    def work() -> list[str]:
+        return [first_tokens(tokenizer, text, most) for text in texts]
+
+    found = await service.threads.run(served.name, sum(map(len, texts)), work)
+    return body.model_copy(update={"documents": found})
 
 
 async def _judge(request: Request, body: RankBody | ScoreBody) -> ServedModel:

@@ -258,7 +258,10 @@ class CohereVectors(Reply):
         description="The vectors.", examples=[{"float": [[0.1, -0.2]]}]
     )
     texts: list[str] = Field(description="The texts.", examples=[["a cat"]])
-    meta: dict[str, Any] = Field(description="The version.", examples=[{"api_version": {"version": "2"}}])
+    meta: dict[str, Any] = Field(
+        description="The version, and the token count.",
+        examples=[{"api_version": {"version": "2"}, "billed_units": {"input_tokens": 5}}],
+    )
 
 
 class HuggingFaceSparse(Reply):

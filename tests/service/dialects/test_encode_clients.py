@@ -200,6 +200,18 @@ class TestRanking:
         everything = post(url, path, **body)
         assert len(everything["results"]) == 3 and "document" not in everything["results"][0]
 
+    @pytest.mark.parametrize("most", [4, 4096])
+    def test_documents_are_truncated_to_a_number_of_tokens(self, url: str, most: int) -> None:
+        """Haystack's and Cohere's clients send 4,096 with every request."""
+        texts = [TEXT, "the cat", "in Londonx the cat"]
+        cut = texts if most > 4 else ["Ada Lovelace sat", "the cat", "in Londonx the"]  # Love and ##lace are two tokens
+        found = post(url, "/v2/rerank", query="the cat", documents=[texts[0], {"text": texts[1]}, texts[2]],
+                     max_tokens_per_doc=most)["results"]  # fmt: skip
+        scores = entailment([("the cat", text) for text in cut])
+        assert {one["index"]: one["relevance_score"] for one in found} == pytest.approx(
+            dict(enumerate(scores)), abs=1e-5
+        )
+
     def test_cosines_by_a_model_of_vectors(self, url: str) -> None:
         found = post(url, "/v2/rerank", model="bert", query="the cat", documents=TEXTS)
         *others, query = vectors([*TEXTS, "the cat"])
@@ -235,7 +247,8 @@ class TestRanking:
             ("/v1/rerank", {"documents": ["a", ""]}, 400, "documents[1]", "invalid_value"),
             ("/v1/rerank", {"documents": ["a"] * 257}, 413, "documents", "too_many_inputs"),
             ("/v1/rerank", {"documents": ["a"], "top_n": 0}, 400, "top_n", "invalid_value"),
-            ("/v2/rerank", {"documents": ["a"], "max_tokens_per_doc": 9}, 400, "max_tokens_per_doc", "not_supported"),
+            ("/v2/rerank", {"documents": ["a"], "max_tokens_per_doc": 0}, 400, "max_tokens_per_doc", "invalid_value"),
+            ("/v2/rerank", {"documents": ["a"], "max_chunks_per_doc": 9}, 400, "max_chunks_per_doc", "not_supported"),
             ("/v2/rerank", {"documents": ["a"], "model": "nope"}, 404, "model", "model_not_found"),
             (
                 "/v1/rerank",
@@ -260,6 +273,7 @@ class TestCohere:
     def test_the_first_version(self, url: str) -> None:
         found = post(url, "/v1/embed", **COHERE)
         assert found["response_type"] == "embeddings_floats"
+        assert found["meta"]["billed_units"]["input_tokens"] > 10  # LangChain adds them up
         assert np.allclose(found["embeddings"], vectors(TEXTS), atol=1e-5)
 
     def test_types(self, url: str) -> None:
