@@ -123,6 +123,7 @@ class EncodeRequest:
     spans: tuple[tuple[int, int], ...] = ()  # embedding: pool these runs of tokens, each to a vector; empty: all tokens
     unread: int = 0  # so many last tokens read the others, and none reads them (ColBERT's query expansion)
     top_k: int = 0  # fill_mask: candidates at each position; sparse: keep the heaviest ones alone, 0: all
+    adapter: int | None = None  # which of the model's adapters computes it; None: none
     candidates: tuple[int, ...] = ()  # fill_mask: token ids to choose among; empty: the whole vocabulary
     arrival_time: float = 0.0
     deadline: float | None = None

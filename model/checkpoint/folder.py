@@ -78,6 +78,8 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         config = replace(config, stored_as=stored_as)
     hidden_size = next(iter(config.stacks.values())).hidden_size
     sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
+    if config.adapters is not None:
+        sentences = replace(sentences, adapters=config.adapters.names)
     if sentences.late is None and FAMILIES[config.model_type].drops("linear.weight"):
         sentences = replace(sentences, late=read_colbert(path, files, hidden_size))
     if sentences.score_tokens:

@@ -109,6 +109,7 @@ class SentenceSettings:
     max_tokens: int | None = None  # of an input, special tokens included
     lower_case: bool = False  # texts are put in lower case before they are tokenised
     prompts: dict[str, str] = field(default_factory=dict)  # put in front of texts, by name
+    adapters: tuple[str, ...] = ()  # of the network, by the tasks that they were trained for
     default_prompt: str | None = None  # the name of the prompt of a request that names none
     similarity: str | None = None  # the function that the vectors were trained for
     splade: SpladeSettings = SpladeSettings()
@@ -120,8 +121,8 @@ class SentenceSettings:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks that a request may name: those that have a prompt."""
-        return tuple(sorted(self.prompts))
+        """The tasks that a request may name: those that have an adapter or a prompt."""
+        return tuple(dict.fromkeys([*self.adapters, *sorted(self.prompts)]))
 
     def prompt(self, name: str | None) -> str:
         """Return the prompt of this name, without a name the default one; empty if there is none."""
@@ -164,7 +165,7 @@ def read_sentence_settings(
 def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) -> SentenceSettings:
     names = read_json(path / "config_sentence_transformers.json")
     texts = read_json(path / "sentence_bert_config.json")
-    prompts = names.get("prompts") or {}
+    prompts = (raw.get("task_instructions") or {}) | (names.get("prompts") or {})
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise ConfigError(f"{path.name}: default_prompt_name {default!r} is none of its prompts")

@@ -229,6 +229,19 @@ class MaskedHeadConfig:
     bias: bool = True  # of the output
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Low-rank sums to every matrix of a network, of which an input may choose one (Hu et al. 2021: LoRA)."""
+
+    names: tuple[str, ...]
+    rank: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not self.names or self.rank < 1 or len(set(self.names)) < len(self.names):
+            raise ConfigError(f"adapters need different names and a rank, found {self.names} of rank {self.rank}")
+
+
 class ClassifierInput(StrEnum):
     """Which vectors a classifier reads."""
 
@@ -288,6 +301,7 @@ class ModelConfig:
     pooler: bool = False  # tanh(W x_0) over the first token (BERT)
     classifier: ClassifierConfig | None = None
     masked_head: MaskedHeadConfig | None = None  # what a masked token was
+    adapters: AdapterConfig | None = None
     image: ImageConfig | None = None  # what the encoder reads instead of tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None

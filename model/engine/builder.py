@@ -38,6 +38,7 @@ from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
 from model.native.library import Kind
+from model.network.adapter_weights import load_adapters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
 from model.network.packed_weights import PackedWeights
@@ -137,6 +138,9 @@ def assemble(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         sentences=checkpoint.sentences,
         images=checkpoint.images,
+        adapters=load_adapters(checkpoint.config, checkpoint.weight_files, device)
+        if checkpoint.config.adapters
+        else None,
     )
     generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
@@ -205,6 +209,8 @@ def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device
     """Refuse what cannot be split, before anything is read or started."""
     size = engine.tensor_parallel_size
     Shard(0, size).check(config)
+    if size > 1 and config.adapters is not None:
+        raise ConfigError(f"a model with adapters runs on one rank, tensor_parallel_size is {size}")
     first, visible = device.index or 0, torch.cuda.device_count()
     if size > 1 and device.type == "cuda" and first + size > visible:
         raise ConfigError(f"tensor_parallel_size {size} from {device} on needs more than the {visible} visible GPUs")

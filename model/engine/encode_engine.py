@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from model.engine.scheduling.step_budget import (
 from model.engine.sentence_head import SentenceHead
 from model.engine.vocabulary_head import EncodeResult, VocabularyHead
 from model.media.images import ImageProcessing
+from model.network.adapters import Adapters
 from model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
@@ -67,6 +68,7 @@ class EncodeEngine:
         max_num_batched_tokens: int,
         sentences: SentenceSettings,
         images: ImageProcessing | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -76,6 +78,7 @@ class EncodeEngine:
         self._head = SentenceHead(model, sentences, device)
         self._vocabulary = VocabularyHead(model, sentences, device)
         self._images = images
+        self._adapters = adapters
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
         self._waiting_tokens = 0
@@ -302,6 +305,9 @@ class EncodeEngine:
 
     def _pack(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
         inputs = source_input([request.source for request in batch], self.device, causal=causal, images=self._images)
+        if self._adapters is not None:
+            chosen = self._adapters.of_segments([one.adapter for one in batch], map(self._length, batch))
+            inputs = replace(inputs, adapters=chosen)
         if not any(request.unread for request in batch):
             return inputs
         lengths = [(self._length(request), self._length(request) - request.unread) for request in batch]

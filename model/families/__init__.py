@@ -57,6 +57,13 @@ _TABLES = (
 FAMILIES: dict[str, Family] = {name: family for table in _TABLES for name, family in table.FAMILIES.items()}
 
 
+def _own_type(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with a `model_type` of their own: jina-embeddings-v3 calls itself XLM-RoBERTa."""
+    if raw.get("model_type") == "xlm-roberta" and raw.get("position_embedding_type") == "rotary":
+        return raw | {"model_type": "jina_embeddings_v3"}
+    return raw
+
+
 def family_of(raw: dict[str, Any]) -> Family:
     """Return the table for a raw config.json; raises `ConfigError` for an unknown `model_type`."""
     model_type = raw.get("model_type")
@@ -70,6 +77,7 @@ def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -
 
     Raises `ConfigError` for missing, invalid and unknown settings.
     """
+    raw = _own_type(raw)
     family = family_of(raw)
     settings = Settings(raw)
     try:

@@ -17,7 +17,6 @@ from model.families.table.classifiers import classifier, classifier_rules, has_p
 from model.families.table.helpers import (
     activation,
     affine,
-    refuse_adapters,
     refuse_unless,
     repeat,
     self_attention,
@@ -74,11 +73,6 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, encoder=encoder, max_positions=longest, masked_head=head)
 
 
-def xlm_roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_adapters(raw)
-    return roberta(raw, names)
-
-
 def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build XLM-RoBERTa-XL: pre-norm, a last norm, and none behind the embeddings."""
     base = roberta(raw.otherwise(layer_norm_eps=1e-5, type_vocab_size=1), names)
@@ -131,7 +125,7 @@ FAMILIES = {
     "bert": Family(config, rules, "bert.", _DROPPED),
     "roberta": _ROBERTA,
     "camembert": _ROBERTA,
-    "xlm-roberta": replace(_ROBERTA, config=xlm_roberta),
+    "xlm-roberta": _ROBERTA,
     "xlm-roberta-xl": Family(roberta_xl, partial(rules, norms=_XL_NORMS), "roberta.", _DROPPED),
     "electra": Family(electra, rules, "electra.", _DROPPED),
 }

@@ -1,8 +1,8 @@
 """BERT with rotary positions: Nomic BERT, GTE (`new` on the Hub) and jina-embeddings-v3.
 
 Nomic BERT (Nussbaum et al. 2024) and GTE (Zhang et al. 2024) have gated MLPs, the former no biases, the latter a rotary
-base that may be stretched. jina-embeddings-v3 (Sturua et al. 2024) is XLM-RoBERTa in the rest, without adapters. The
-code that comes with their folders is not run: tensors have the names that it gives them.
+base that may be stretched. jina-embeddings-v3 (Sturua et al. 2024) is XLM-RoBERTa in the rest, its first folder with
+low-rank adapters. The code that comes with their folders is not run: tensors have the names that it gives them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from model.config.layer import (
     RopeScaling,
     RotaryConfig,
 )
-from model.config.model import ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
+from model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, fused, refuse_adapters, refuse_unless, repeat, split_width
+from model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
 from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
@@ -157,15 +157,36 @@ def _stretched(raw: Settings, dim: int, theta: float) -> RotaryConfig:
     )
 
 
+_JINA_WITHOUT_EFFECT = (  # of training, of how that code computes, and what prompts and requests choose
+    *("lora_dropout_p", "lora_main_params_trainable", "load_trained_adapters", "use_flash_attn", "use_reg_tokens"),
+    *("emb_pooler", "matryoshka_dimensions", "truncate_dim", "task_instructions", "rotary_emb_base"),
+)
+
+
+def _adapters(raw: Settings, names: Collection[str] | None) -> AdapterConfig | None:
+    """Return the adapters of the first folder; raises `ConfigError` for some without names."""
+    tasks, rank = tuple(raw.get("lora_adaptations") or ()), raw.get("lora_rank", 4)
+    alpha = raw.get("lora_alpha", 1)
+    if not tasks and names is not None and any(".lora_" in name for name in names):
+        raise ConfigError("lora_adaptations must name the adapters")
+    return AdapterConfig(tasks, rank, alpha / rank) if tasks else None
+
+
 def jina(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_adapters(raw)
+    """Build jina-embeddings-v3 from `transformers`' settings, or from those of its own code, XLM-RoBERTa's."""
+    refuse_unless(raw, position_embedding_type="rotary")
+    for unused in _JINA_WITHOUT_EFFECT:
+        raw.get(unused)
+    if "rotary_emb_base" in raw:
+        raw = raw.but(rope_theta=raw["rotary_emb_base"])
     raw = raw.otherwise(type_vocab_size=1, max_position_embeddings=8194, layer_norm_eps=1e-5, pad_token_id=1)
     dim = split_width(raw["hidden_size"], raw["num_attention_heads"])
     mlp = MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu"))
     position = rotary(raw, dim, theta=20_000.0)
     base = _config(raw, names, bias=True, mlp=mlp, position=position, head=Activation.GELU, pooler=True)
     assert base.max_positions is not None
-    return replace(base, max_positions=base.max_positions - raw["pad_token_id"] - 1)  # counted as RoBERTa's
+    longest = base.max_positions - raw["pad_token_id"] - 1  # counted as RoBERTa's
+    return replace(base, max_positions=longest, adapters=_adapters(raw, names))
 
 
 # What tensors are called, but for those of an MLP.
@@ -238,5 +259,7 @@ FAMILIES = {
     "nomic_bert": Family(nomic, partial(_rules, names=_NOMIC, mlp=_nomic_mlp), "nomic_bert.", _DROPPED),
     "gte": Family(gte, _GTE_RULES, "gte.", _DROPPED),
     "new": Family(gte, _GTE_RULES, "new.", _DROPPED),
-    "jina_embeddings_v3": Family(jina, partial(_rules, names=_JINA, mlp=_jina_mlp), "roberta.", _DROPPED),
+    "jina_embeddings_v3": Family(
+        jina, partial(_rules, names=_JINA, mlp=_jina_mlp), "roberta.", (*_DROPPED, "*.parametrizations.weight.0.lora_?")
+    ),
 }

@@ -39,13 +39,14 @@ class SelfAttention(nn.Module):
         bias: ScoreBias | None,
     ) -> Tensor:
         config = self.config
-        q, k, v = self.qkv(x).split((config.query_size, config.kv_size, config.kv_size), dim=-1)
+        q, k, v = step.project(self.qkv, x).split((config.query_size, config.kv_size, config.kv_size), dim=-1)
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
         if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
-            return self.out(backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias).flatten(1))
+            mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias)
+            return step.project(self.out, mixed.flatten(1))
         if config.qk_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
@@ -54,7 +55,7 @@ class SelfAttention(nn.Module):
             q, k = rotate_both(q, k, *step.rotary(config.position))
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
-        return self.out(backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
+        return step.project(self.out, backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
 
     def _preparation(self, step: StepContext) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""

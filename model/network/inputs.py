@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import LayerCache
+from model.network.adapters import RowAdapters
 from model.system.transfer import device_tensor, to_device
 
 
@@ -26,6 +27,7 @@ class StackInput:
     pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
     other_pools: tuple[AttentionMetadata, ...] = ()  # the same by the tables of the others
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
+    adapters: RowAdapters | None = None  # None: no row has one
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""

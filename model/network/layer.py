@@ -83,13 +83,13 @@ class Layer(nn.Module):
         mixed = self.attn(read, step, cache, self._score_bias(step))
         if self.config.parallel:
             mixed = attn.output(mixed) if attn.has_output else mixed
-            return Residual(x + mixed, Update(self.mlp(mlp.pre(x)), mlp.output if mlp.has_output else None))
+            return Residual(x + mixed, Update(self.mlp(mlp.pre(x), step), mlp.output if mlp.has_output else None))
         if self.cross is None:
             x, read = _join(x, mixed, attn, mlp.pre)
         else:
             x, read = _join(x, mixed, attn, self.cross_norms.pre)
             x, read = _join(x, self.cross(read, step, cache), self.cross_norms, mlp.pre)
-        last = Update(self.mlp(read), mlp.output if mlp.has_output else None)
+        last = Update(self.mlp(read, step), mlp.output if mlp.has_output else None)
         if isinstance(mlp.post, nn.Identity):
             return Residual(x, last)
         return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])

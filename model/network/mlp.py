@@ -12,6 +12,7 @@ from model.config.layer import Activation, MLPConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import gated
+from model.network.step_context import StepContext
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: functional.relu,
@@ -34,6 +35,7 @@ class MLP(nn.Module):
         bias = config.bias if config.down_bias is None else config.down_bias
         self.down = linear(LinearSpec("down", config.intermediate_size, (Part(hidden_size),), bias, Split.INPUTS))
 
-    def forward(self, x: Tensor) -> Tensor:  # [T, d] -> [T, d]
-        hidden = self.up(x)
-        return self.down(gated(hidden, self.activation) if self.gated else self.activation(hidden))
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
+        hidden = step.project(self.up, x)
+        hidden = gated(hidden, self.activation) if self.gated else self.activation(hidden)
+        return step.project(self.down, hidden)

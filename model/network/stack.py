@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
@@ -48,6 +49,7 @@ class Stack(nn.Module):
         self.positions = _added_positions(config, size)
         added = config.token_types and not config.has_xlnet_layers
         self.types = TokenTable(config.token_types, size) if added else None
+        self._types_name = f"{linear.prefix}types"
         self.embed_norm = build_norm(config.embed_norm, config.hidden_size if config.embed_norm_last else size)
         self.project: nn.Module = nn.Identity()
         if size != config.hidden_size:
@@ -84,7 +86,11 @@ class Stack(nn.Module):
             tokens = tokens + self.positions(inputs.positions).to(tokens.dtype)
         if self.types is not None:
             types = inputs.token_types
-            tokens = tokens + (self.types.weight[0] if types is None else self.types(types))
+            added = self.types.weight[0] if types is None else self.types(types)
+            if inputs.adapters is not None:
+                ids = torch.zeros_like(inputs.input_ids) if types is None else types
+                added = inputs.adapters.embedded(self._types_name, ids, added)
+            tokens = tokens + added
         if self.config.embed_norm_last:
             return self.embed_norm(self.project(tokens))
         return self.project(self.embed_norm(tokens))
@@ -115,7 +121,8 @@ class StackPass:
         self.layers_done = 0
         self._stack, self._cache = stack, cache
         x = stack.embed(tokens, inputs)
-        covers = inputs.read_rows is None and stack.runner is not None and stack.runner.covers(cache, cross)
+        plain = inputs.read_rows is None and inputs.adapters is None
+        covers = plain and stack.runner is not None and stack.runner.covers(cache, cross)
         self._runner = stack.runner if covers else None
         x = x if self._runner is None else x.float().contiguous()
         self._residual = Residual(x)

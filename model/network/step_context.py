@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend
 from model.config.layer import RotaryConfig
+from model.linear.base import Linear
 from model.network.disentangled import RelativeTable
 from model.network.inputs import CrossInput, StackInput
 from model.network.rotary import rotary_tables, sinusoids_of_distances
@@ -41,6 +42,12 @@ class StepContext:
         assert self._relative is not None
         table: Tensor = self._relative()
         return table
+
+    def project(self, linear: Linear, x: Tensor) -> Tensor:
+        """Return `linear(x)`, with what the rows' adapters add to it."""
+        y: Tensor = linear(x)
+        adapters = self.inputs.adapters
+        return y if adapters is None else adapters.added(linear.spec.name, x, y)
 
     def rotary(self, config: RotaryConfig) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[T, 1, R]` of the rows' positions, for `model.network.rotary.rotate`."""

@@ -121,7 +121,9 @@ class Transformer(nn.Module):
     def _embedded(self, inputs: StackInput) -> Tensor:
         """Vectors `[T, E]` of tokens or image patches."""
         if inputs.pixels is None:
-            return self.embed_tokens(inputs.input_ids)
+            vectors = self.embed_tokens(inputs.input_ids)
+            adapters = inputs.adapters
+            return vectors if adapters is None else adapters.embedded("tokens", inputs.input_ids, vectors)
         assert self.patches is not None
         return self.patches(inputs.pixels.to(self.dtype))
 

@@ -169,6 +169,7 @@ class EncodePlanner:
             "pooling": None if body.pooling == "default" else Pooling(body.pooling),
             "normalize": body.normalize,
             "dimensions": body.dimensions,
+            "adapter": _adapter(body, served),
             "arrival_time": arrival,
             "deadline": arrival + (body.timeout_s or self._limits.request_timeout_s),
         }
@@ -281,6 +282,16 @@ def _check_task(body: EncodeBody, served: ServedModel) -> None:
     if body.task is not None and body.task not in known:
         listed = ", ".join(known) or "none"
         raise invalid(f"task: model {served.name} has no task {shorten(body.task)}; it has {listed}", "task")
+    if _adapter(body, served) is not None and body.pooling == "pooler":
+        raise invalid(
+            f"pooling: the pooler of model {served.name} has no adapters; leave out pooling or task", "pooling"
+        )
+
+
+def _adapter(body: EncodeBody, served: ServedModel) -> int | None:
+    """Return which of the model's adapters the request's task has."""
+    adapters = served.checkpoint.sentences.adapters
+    return adapters.index(body.task) if body.task in adapters else None
 
 
 def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput:

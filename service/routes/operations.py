@@ -185,6 +185,7 @@ def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:
         "normalize": sentences.normalize,
         "max_input_tokens": sentences.max_tokens,
         "prompts": sorted(sentences.prompts),
+        "adapters": list(sentences.adapters),
         "default_prompt": sentences.default_prompt,
         "similarity": sentences.similarity,
         "sampling_defaults": checkpoint.sampling_defaults,

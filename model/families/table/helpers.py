@@ -37,12 +37,6 @@ def refuse_unless(raw: Mapping[str, Any], **allowed: object) -> None:
             raise ConfigError(f"{key} = {raw[key]!r} is not served for {raw.get('model_type')!r}, only {value!r}")
 
 
-def refuse_adapters(raw: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for jina-embeddings-v3 with its adapters; its first folder says it is XLM-RoBERTa."""
-    if raw.get("lora_adaptations"):
-        raise ConfigError("lora_adaptations: jina-embeddings-v3 is served without adapters, as jina-embeddings-v3-hf")
-
-
 def ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Return a config.json field of no, one or several token ids as a tuple."""
     if value is None:

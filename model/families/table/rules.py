@@ -126,8 +126,10 @@ class Family:
         return [rule for rule in self.rules(config) if isinstance(rule, ZeroRule)]
 
     def canonical(self, name: str) -> str:
-        """Without the prefix; the gain and shift of a norm were once called gamma and beta."""
+        """Without the prefix and what `torch.nn.utils.parametrize` adds; norms had a gamma and a beta once."""
         stem, _, kind = name.removeprefix(self.prefix).rpartition(".")
+        if kind == "original":
+            stem, _, kind = stem.replace("parametrizations.", "").rpartition(".")
         kind, stem = _OLD_NAMES.get(kind, kind), self.renamed.get(stem, stem)
         return f"{stem}.{kind}" if stem else kind
 
