@@ -37,6 +37,9 @@ class EmbeddingBody(Extended):
     embedding_type: EmbeddingType | None = Field(
         None, description="As in /encode, or `base64` for that of floats. Jina's.", examples=["float", "int8"]
     )
+    encoding_type: EmbeddingType | None = Field(
+        None, description="The same, as older clients of Jina call it.", examples=["float"]
+    )
     ranges: Ranges | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[[[-0.2], [0.2]]])
     task: str | None = Field(
         None, max_length=128, description="As in /encode. Jina's.", examples=["retrieval.query", "text-matching"]

@@ -14,6 +14,7 @@ from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import Body, TextPair
 
 _SAME = ("model", "timeout_s", "request_id", "dimensions", "ranges", "task", "prompt_name")
+_KINDS = ("embedding_type", "encoding_type")
 _NORMALIZE = ("normalize", "normalized", "use_activation")
 
 
@@ -23,6 +24,8 @@ def names(body: EmbeddingBody) -> Mapping[str, str]:
     found = {"normalize": given[0]} if given else {}
     if body.truncate is None and body.truncate_prompt_tokens is not None:
         found["truncate"] = "truncate_prompt_tokens"
+    if body.embedding_type is None:
+        found["embedding_type"] = "encoding_type"
     return found | ({"chunks": "input"} if body.late_chunking else {})
 
 
@@ -78,10 +81,13 @@ def _side(body: EmbeddingBody) -> str | None:
 
 def _numbers(body: EmbeddingBody) -> Json:
     """Return what the numbers are. OpenAI's client decodes every base64 as float32, so integers never are base64."""
-    kind = body.embedding_type
+    kinds = {name: value for name in _KINDS if (value := getattr(body, name)) is not None}
+    if len(set(kinds.values())) > 1:
+        raise invalid(f"{' and '.join(kinds)} contradict each other", "encoding_type")
+    kind = next(iter(kinds.values()), None)
     if kind == "base64":
         if body.encoding_format == "float":
-            raise invalid("embedding_type and encoding_format contradict each other", "encoding_format")
+            raise invalid(f"{next(iter(kinds))} and encoding_format contradict each other", "encoding_format")
         return {"encoding_format": "base64"}
     if kind in (None, "float"):
         return {"encoding_format": body.encoding_format}

@@ -155,6 +155,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (V, {"late_chunking": True, "truncate": True}, 400, "late_chunking", "invalid_value"),
     (V, {"embedding_type": ["float"]}, 400, "embedding_type", "invalid_value"),
     (V, {"embedding_type": "base64", "encoding_format": "float"}, 400, "encoding_format", "invalid_value"),
+    (V, {"embedding_type": "int8", "encoding_type": "binary"}, 400, "encoding_type", "invalid_value"),
+    (V, {"encoding_type": "int8", "normalized": False}, 400, "encoding_type", "invalid_value"),
     (V, {"embedding_type": "int8", "normalized": False}, 400, "embedding_type", "invalid_value"),
     (V, {"embedding_type": "int8", "ranges": [[0.0], [1.0]]}, 400, "ranges", "invalid_value"),
     (V, {"normalize": True, "normalized": False}, 400, "normalized", "invalid_value"),

@@ -132,7 +132,7 @@ class TestEmbeddings:
             for encoding in ("base64", "float"):  # the first is what OpenAI's client sends, and reads as float32
                 found = self.found(url, **{length_1: True}, embedding_type=kind, encoding_format=encoding)
                 assert found == expected
-        for fields in ({"encoding_format": "base64"}, {"embedding_type": "base64"}):
+        for fields in ({"encoding_format": "base64"}, {"embedding_type": "base64"}, {"encoding_type": "base64"}):
             packed = self.found(url, **{length_1: True}, **fields)
             assert [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in packed] == floats.tolist()
 
