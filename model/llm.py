@@ -129,19 +129,24 @@ class LLM:
                         engine.abort(output.request_id, output.index, FinishReason.STOP)
                 yield position, output
 
-    def encode(self, inputs: Sequence[Prompt], prompt_name: str | None = None) -> NDArray[np.float32]:
+    def encode(
+        self, inputs: Sequence[Prompt], prompt_name: str | None = None, task: str | None = None
+    ) -> NDArray[np.float32]:
         """Return pooled vectors `[N, D]`. Raises `ConfigError` and `EngineDeadError`.
 
-        Texts get the checkpoint's prompt of this name, else its default prompt if it has one.
+        Texts get the checkpoint's prompt of this name, else that of the task, else its default prompt if it has one. A
+        task's adapter computes them, if it has one.
         """
         sentences = self.checkpoint.sentences
         if prompt_name is not None and prompt_name not in sentences.prompts:
             raise ConfigError(f"no prompt {prompt_name!r}; the model has {', '.join(sentences.prompts) or 'none'}")
-        prompt = sentences.prompt(prompt_name)
+        if task is not None and task not in sentences.tasks:
+            raise ConfigError(f"no task {task!r}; the model has {', '.join(sentences.tasks) or 'none'}")
+        prompt, adapter = sentences.prompt(prompt_name, task), sentences.adapter(task)
         texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in inputs]
         skipped = sentences.unpooled_tokens(self.tokenizer, prompt) if self.tokenizer is not None else 0
         requests = [
-            self._encode_request(position, text, skipped if isinstance(text, str) else 0)
+            self._encode_request(position, text, skipped if isinstance(text, str) else 0, adapter)
             for position, text in enumerate(texts)
         ]
         vectors: dict[str, NDArray[np.float32]] = {}
@@ -160,7 +165,7 @@ class LLM:
                 self._encode.abort(request.request_id, FinishReason.CANCELLED)
         return np.stack([vectors[request.request_id] for request in requests])
 
-    def _encode_request(self, position: int, text: Prompt, skipped: int) -> EncodeRequest:
+    def _encode_request(self, position: int, text: Prompt, skipped: int, adapter: int | None) -> EncodeRequest:
         ids, types = self._ids(text)
         self._check_length(ids, self.info.max_model_len)
         return EncodeRequest(
@@ -168,6 +173,7 @@ class LLM:
             self.info.name,
             token_source(ids, types),
             prompt_tokens=min(skipped, len(ids) - 1),
+            adapter=adapter,
             arrival_time=time.monotonic(),
         )
 

@@ -124,10 +124,15 @@ class SentenceSettings:
         """The tasks that a request may name: those that have an adapter or a prompt."""
         return tuple(dict.fromkeys([*self.adapters, *sorted(self.prompts)]))
 
-    def prompt(self, name: str | None) -> str:
-        """Return the prompt of this name, without a name the default one; empty if there is none."""
-        name = name if name is not None else self.default_prompt
+    def prompt(self, name: str | None, task: str | None = None) -> str:
+        """Return the prompt of this name, without a name the task's or the default one; empty if there is none."""
+        if name is None:
+            name = task if task in self.prompts else self.default_prompt
         return "" if name is None else self.prompts[name]
+
+    def adapter(self, task: str | None) -> int | None:
+        """Return which of the adapters a task has; None: it has none."""
+        return self.adapters.index(task) if task in self.adapters else None
 
     def prepare(self, text: str, prompt: str = "") -> str:
         """Return the text as the model was trained on it: behind `prompt`, in lower case if it was."""

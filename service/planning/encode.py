@@ -169,7 +169,7 @@ class EncodePlanner:
             "pooling": None if body.pooling == "default" else Pooling(body.pooling),
             "normalize": body.normalize,
             "dimensions": body.dimensions,
-            "adapter": _adapter(body, served),
+            "adapter": served.checkpoint.sentences.adapter(body.task),
             "arrival_time": arrival,
             "deadline": arrival + (body.timeout_s or self._limits.request_timeout_s),
         }
@@ -269,9 +269,7 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
     if name is not None and any(one.pair is not None or one.ids for one in inputs):
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
-    if name is None and body.task in sentences.prompts:
-        name = body.task
-    prompt = sentences.prompt(name)
+    prompt = sentences.prompt(name, body.task)
     if prompt and body.truncate == "left" and not any(one.ids for one in inputs):
         raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")
     return prompt
@@ -282,16 +280,10 @@ def _check_task(body: EncodeBody, served: ServedModel) -> None:
     if body.task is not None and body.task not in known:
         listed = ", ".join(known) or "none"
         raise invalid(f"task: model {served.name} has no task {shorten(body.task)}; it has {listed}", "task")
-    if _adapter(body, served) is not None and body.pooling == "pooler":
+    if served.checkpoint.sentences.adapter(body.task) is not None and body.pooling == "pooler":
         raise invalid(
             f"pooling: the pooler of model {served.name} has no adapters; leave out pooling or task", "pooling"
         )
-
-
-def _adapter(body: EncodeBody, served: ServedModel) -> int | None:
-    """Return which of the model's adapters the request's task has."""
-    adapters = served.checkpoint.sentences.adapters
-    return adapters.index(body.task) if body.task in adapters else None
 
 
 def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput:

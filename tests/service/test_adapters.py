@@ -23,6 +23,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget
 from model.errors import CheckpointError, ConfigError
+from model.llm import LLM
 from tests.model.checkpoints import copied, prompt, saved
 from tests.service.encode_models import TEXT, encode_app, hf_tokenizer
 from tests.service.test_bad_requests import check_error
@@ -157,6 +158,15 @@ def test_a_prompt_of_ones_own_and_parts_of_a_text(client: Client, reference: Ref
     states = reference.hidden(hf_tokenizer("bert")("Ada sat on a mat")["input_ids"], "retrieval.query")
     for one, rows in zip(found, (states[1:3], states[3:6]), strict=True):
         np.testing.assert_allclose(one["embedding"], rows.mean(dim=0).numpy(), atol=1e-4)
+
+
+def test_from_python(reference: Reference) -> None:
+    llm = LLM(reference.folder, ENGINE)
+    ids = [4, 5, 6, 7]
+    [vector] = llm.encode([ids], task="separation")
+    np.testing.assert_allclose(vector, reference.hidden(ids, "separation").mean(dim=0).numpy(), atol=1e-4)
+    with pytest.raises(ConfigError, match="no task 'x'; the model has retrieval"):
+        llm.encode([ids], task="x")
 
 
 def test_refusals_and_what_info_tells(client: Client) -> None:

@@ -215,6 +215,11 @@ class TestImages:
         error = check_error(client.post(model=model, input=[coded(FILES[0])]), 400, "input[0]", "invalid_value")
         assert f"{model} reads text, not images" in error["message"]
 
+    def test_images_by_the_route_of_jina(self, client: Client) -> None:
+        [item] = client.encode(model="vit", input=[coded(FILES[0])], normalize=True)["data"]
+        found = client.post("/v1/embeddings", model="vit", input=[coded(FILES[0])], normalized=True).json()["data"]
+        assert [one["embedding"] for one in found] == [item["embedding"]]
+
     def test_images_have_no_prompts(self, client: Client) -> None:
         """Whatever the folder says: its prompts would be those of a text model beside it."""
         reply = client.post(model="vit", input=[coded(FILES[0])], prompt_name="query")
