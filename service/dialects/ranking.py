@@ -61,10 +61,18 @@ class Judgement:
         return scores
 
 
-def rank(body: RankBody, served: ServedModel) -> tuple[EncodeBody, Show]:
-    """Translate a body, and return how to show the reply: as Cohere, Jina and vLLM all read it."""
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    judgement = Judgement(served, [body.query], texts)
+def documents(body: RankBody) -> list[str]:
+    """Return the documents' texts."""
+    return [one if isinstance(one, str) else one.text for one in body.documents]
+
+
+def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None) -> tuple[EncodeBody, Show]:
+    """Translate a body, and return how to show the reply: as Cohere, Jina and vLLM all read it.
+
+    The model may `read` less of each document than the reply repeats.
+    """
+    texts = documents(body)
+    judgement = Judgement(served, [body.query], texts if read is None else read)
 
     def show(plan: EncodePlan, reply: Json) -> object:
         found: list[Json] = []

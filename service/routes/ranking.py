@@ -29,9 +29,9 @@ _EMBED = {"model": "embed", "texts": ["a cat on a mat", "a kitten on a rug"], "i
 async def rank(request: Request, body: RankBody) -> Response:
     """Rank documents with a classifier of pairs, or by the cosine of vectors."""
     served = await _judge(request, body)
-    body = await _shortened(request, body, served)
+    read = await _first_tokens(request, body, served)
     with naming_errors(ranking.RANK_NAMES):
-        asked, show = ranking.rank(body.model_copy(update={"model": served.name}), served)
+        asked, show = ranking.rank(body.model_copy(update={"model": served.name}), served, read)
         return await encode.answer(request, asked, show)
 
 
@@ -155,14 +155,13 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
         return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
 
 
-async def _shortened(request: Request, body: RankBody, served: ServedModel) -> RankBody:
-    """Truncate the documents to `max_tokens_per_doc`, where the model takes as many."""
+async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -> list[str] | None:
+    """Return `max_tokens_per_doc` tokens of each document, as text; None where the model takes no more than that."""
     service, most = service_of(request), body.max_tokens_per_doc
     refused = len(body.documents) > service.limits.max_encode_inputs  # later, before any work
     if most is None or refused or most >= service.model_info(served.name).max_model_len:
-        return body
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    tokenizer = served.require_tokenizer("documents")
+        return None
+    texts, tokenizer = ranking.documents(body), served.require_tokenizer("documents")
     if not tokenizer.has_offsets:
         message = f"max_tokens_per_doc: model {served.name} has no tokenizer that tells where tokens are in a text"
         raise invalid(message, "max_tokens_per_doc")
@@ -170,8 +169,7 @@ async def _shortened(request: Request, body: RankBody, served: ServedModel) -> R
     def work() -> list[str]:
         return [first_tokens(tokenizer, text, most) for text in texts]
 
-    found = await service.threads.run(served.name, sum(map(len, texts)), work)
-    return body.model_copy(update={"documents": found})
+    return await service.threads.run(served.name, sum(map(len, texts)), work)
 
 
 async def _judge(request: Request, body: RankBody | ScoreBody) -> ServedModel:

@@ -205,12 +205,11 @@ class TestRanking:
         """Haystack's and Cohere's clients send 4,096 with every request."""
         texts = [TEXT, "the cat", "in Londonx the cat"]
         cut = texts if most > 4 else ["Ada Lovelace sat", "the cat", "in Londonx the"]  # Love and ##lace are two tokens
-        found = post(url, "/v2/rerank", query="the cat", documents=[texts[0], {"text": texts[1]}, texts[2]],
-                     max_tokens_per_doc=most)["results"]  # fmt: skip
-        scores = entailment([("the cat", text) for text in cut])
-        assert {one["index"]: one["relevance_score"] for one in found} == pytest.approx(
-            dict(enumerate(scores)), abs=1e-5
-        )
+        body = {"query": "the cat", "documents": [texts[0], {"text": texts[1]}, texts[2]], "return_documents": True}
+        found = post(url, "/v2/rerank", **body, max_tokens_per_doc=most)["results"]
+        scores = {at: pytest.approx(one, abs=1e-5) for at, one in enumerate(entailment([("the cat", t) for t in cut]))}
+        assert {one["index"]: one["relevance_score"] for one in found} == scores
+        assert {one["index"]: one["document"]["text"] for one in found} == dict(enumerate(texts))
 
     def test_cosines_by_a_model_of_vectors(self, url: str) -> None:
         found = post(url, "/v2/rerank", model="bert", query="the cat", documents=TEXTS)
