@@ -83,8 +83,8 @@ LOADTEST = """
                           model/checkpoint model/linear model/cache model/attention model/network
                           model/engine/scheduling model/engine/execution model/engine model/pretrained/training
     bench/peers         : bench model/api model/system model/checkpoint
-    bench/gpu           : results bench bench/peers model/config model/api model/system model/checkpoint model/cache
-                          model/attention model/network model/engine/execution model/engine
+    bench/gpu           : results bench bench/peers model/config model/api model/system model/checkpoint model/linear
+                          model/cache model/attention model/network model/engine/execution model/engine
     paced_engine        : model/api model/system
     commands            : errors settings records results generator server runs faults bench bench/peers paced_engine
                           model/errors model/api model/system model/llm model/pretrained model/pretrained/training

@@ -63,6 +63,7 @@ class Fp8Linear(Linear):
         scales = torch.empty(spec.num_outputs, storage.scales_of(spec.inputs))
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(spec.num_outputs)) if spec.bias else None
+        self.kernels = _has_kernels(device)  # else torch multiplies, by `reference`
         self._scales = None if storage == FLOAT else StoredScales(spec, storage, device)
         self._stored = {} if self._scales is None else self._scales.tensors()
 
@@ -105,18 +106,18 @@ class Fp8Linear(Linear):
     def _product(self, x: Tensor) -> Tensor:
         if len(x) == 0:
             return x.new_empty(0, self.spec.num_outputs)
-        if not _has_kernels(x.device):
+        if not self.kernels:
             return self.reference(x)
         from model.linear import triton_fp8
 
         numbers, scales = triton_fp8.quantize_rows(x, self.block[1])
-        if len(x) > FEW and self._by_torch(x):
+        if len(x) > FEW and self.by_torch(x):
             return torch._scaled_mm(
                 numbers, self.weight.t(), scales, self.weight_scale.t(), bias=self.bias, out_dtype=x.dtype
             )
         return triton_fp8.multiply(numbers, scales, self.weight, self.weight_scale, self.bias, self.block, x.dtype)
 
-    def _by_torch(self, x: Tensor) -> bool:
+    def by_torch(self, x: Tensor) -> bool:
         """Whether `_scaled_mm` multiplies: with a scale for each row, it gives bfloat16 of sizes that 16 divides."""
         sizes = (self.spec.num_outputs, self.spec.inputs)
         rows = x.dtype is torch.bfloat16 and self.block == (1, 0) and all(size % 16 == 0 for size in sizes)

@@ -28,6 +28,7 @@ class Problem:
     paged: bool = True
     writes: bool = True  # this step's keys; in cross attention all keys are in the pages
     int8: bool = False
+    fp8: bool = False
     biased: bool = False  # T5's bias by distance
     block_size: int = 16
 
@@ -39,8 +40,8 @@ class Problem:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the bfloat16 or int8 pages that all segments read."""
-        row = self.kv_heads * (self.dim + 4 if self.int8 else 2 * self.dim)
+        """Bytes of the pages that all segments read: bfloat16, or 8 bits with scales."""
+        row = self.kv_heads * (self.dim + 4 if self.int8 or self.fp8 else 2 * self.dim)
         return 2 * row * sum(kv_len for _, kv_len in self.segments)
 
     @property
@@ -141,10 +142,12 @@ def _pages(
         at = torch.arange(kv_len - q_len, kv_len)
         slots.append(tables[segment, at // size] * size + at % size)
     shape = (ends[-1], size, problem.kv_heads, problem.dim)
-    if problem.int8:
+    if problem.int8 or problem.fp8:
         keys, values = (
             torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator) for _ in range(2)
         )
+        if problem.fp8:
+            keys, values = (pages.float().to(torch.float8_e4m3fn) for pages in (keys, values))
         scales = tuple(torch.rand(shape[:3], device=device, generator=generator) / 60 for _ in range(2))
         cache = LayerCache(keys, values, (scales[0], scales[1]))
     else:

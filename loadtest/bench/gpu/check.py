@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-from loadtest.bench.gpu import parity
+from loadtest.bench.gpu import fp8, parity
 from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
@@ -37,6 +37,8 @@ _KERNELS = {  # name: problem
     "cross": Problem(_SOURCES, heads=16, kv_heads=16, dim=64, causal=False, writes=False),
     "int8 pages, decode": Problem(_RAGGED, int8=True),
     "int8 pages, mixed": Problem(_MIXED, int8=True),
+    "fp8 pages, decode": Problem(_RAGGED, fp8=True),
+    "fp8 pages, mixed": Problem(_MIXED, fp8=True),
     "T5 bias, decode": Problem(_SOURCES, heads=32, kv_heads=32, dim=64, biased=True),
     "T5 bias, packed": Problem(_PROMPTS, heads=32, kv_heads=32, dim=64, causal=False, paged=False, biased=True),
     "encoder, packed": Problem(_PROMPTS, heads=12, kv_heads=12, dim=64, causal=False, paged=False),
@@ -51,6 +53,7 @@ _TINY = {
     "mixed": Problem(((20, 20), (1, 30)), heads=4, kv_heads=2, dim=16),
     "mixed, decodes in front": Problem(((1, 30), (20, 20)), heads=4, kv_heads=2, dim=16),
     "int8 pages, decode": Problem(((1, 33), (1, 5)), heads=4, kv_heads=2, dim=16, int8=True),
+    "fp8 pages, decode": Problem(((1, 33), (1, 5)), heads=4, kv_heads=2, dim=16, fp8=True),
     "T5 bias, packed": Problem(((9, 9),), heads=2, kv_heads=2, dim=16, causal=False, paged=False, biased=True),
 }
 
@@ -68,7 +71,7 @@ def cases(bench: Bench) -> list[Case]:
             Case(f"kernel, {name}, float32", partial(_kernel, problem=_KERNELS[name], dtype=torch.float32), 8)
             for name in ("decode, keys in parts", "mixed", "head 256")
         ]
-    return [*launches, *kernels, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
+    return [*launches, *kernels, *fp8.check_cases(bench), *parity.cases(bench), Case("memcheck", _memcheck, 60)]
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -98,6 +101,8 @@ def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
     need_triton(bench)
     from model.attention.triton import TritonBackend
 
+    if problem.fp8:
+        fp8.need_fp8(bench)
     backend, given = TritonBackend(), make_tensors(problem, bench.device, dtype)
     expected = given.copied(torch.float32).forward(ReferenceBackend())
     found: Figures = {"eager_error": _difference(given.forward(backend), expected)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench.gpu.figures import Figures, Stop
+from loadtest.bench.gpu.fp8 import in_fp8, need_fp8
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers
 from loadtest.bench.models import config_of, random_model
@@ -53,8 +54,11 @@ class BenchModel:
 
     def roofline(self, bench: Bench, kv_bytes: float | None = None) -> Roofline:
         """Return the roofline of the model on this machine, with `kv_bytes` per element of the KV cache."""
-        width = float(self.model.dtype.itemsize)
-        return Roofline(Costs.of(self.model.config), bench.ceilings, width, width if kv_bytes is None else kv_bytes)
+        costs, width = Costs.of(self.model.config), float(self.model.dtype.itemsize)
+        weights = width
+        if self.model.linear.fp8 is not None:  # one byte in the layers; the head as it is
+            weights = (costs.decoder + width * costs.head) / (costs.decoder + costs.head)
+        return Roofline(costs, bench.ceilings, weights, width if kv_bytes is None else kv_bytes)
 
     def request(
         self, number: object, prompt: Sequence[int], params: SamplingParams, *, streams: bool = False
@@ -87,9 +91,15 @@ def load(
 ) -> BenchModel:
     """Load a model of a raw config.json with random weights; raises `Stop` if a GPU's steps are not recorded."""
     began = time.perf_counter()
+    if settings.get("kv_cache_dtype") == "fp8":
+        need_fp8(bench)
+        backend = backend if bench.cuda else "sdpa"  # the C kernels read no such pages
     found = select_backend(bench.device, bench.dtype, backend)
     selection = select_layers(found, config_of(raw), bench.dtype, bench.dtype)
     model = random_model(raw, selection.backend, bench.dtype, bench.device)
+    if settings.get("quantization") == "fp8":
+        need_fp8(bench)
+        model = in_fp8(model)
     bench.wait()
     weights = time.perf_counter() - began
     config = EngineConfig(

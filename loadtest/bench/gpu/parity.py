@@ -29,6 +29,7 @@ from loadtest.bench.gpu.engines import (
     require_graphs,
 )
 from loadtest.bench.gpu.figures import Figures
+from loadtest.bench.gpu.fp8 import in_fp8, need_fp8
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from loadtest.bench.models import config_of, random_model
@@ -81,6 +82,8 @@ SCENARIOS = {
     "preemption": Scenario(lengths=[(40, 60)] * 4, settings={"blocks": 17}, happened=_preemptions),
     # Rounding to 8 bits can differ if float32 differs in its last bit.
     "int8 KV": Scenario(settings={"kv_cache_dtype": "int8"}, tokens_equal=0.9, logprobs_within=0.05),
+    "fp8 KV": Scenario(settings={"kv_cache_dtype": "fp8"}, tokens_equal=0.9, logprobs_within=0.05),
+    "fp8 weights": Scenario(settings={"quantization": "fp8"}, tokens_equal=0.9, logprobs_within=0.05),
     "head 128, q and k normalised": Scenario("qwen3-0.6b"),
     "windows in some layers, softcaps": Scenario("gemma2-2b"),
     "windows in some layers, two rotary bases": Scenario("gemma3-1b"),
@@ -89,6 +92,12 @@ SCENARIOS = {
     "encoder-decoder, T5": Scenario("t5-xl"),
     "beams": Scenario("bart-large", params=[replace(GREEDY, num_beams=4)]),
     # Nearly equal scores change order, on a CPU too: there 79 % of tokens, log-probabilities within 0.03.
+    "fp8 weights and KV, bfloat16": Scenario(
+        dtype=torch.bfloat16,
+        settings={"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        tokens_equal=0.3,
+        logprobs_within=0.2,
+    ),
     "bfloat16": Scenario(dtype=torch.bfloat16, tokens_equal=0.3, logprobs_within=0.1),
 }
 
@@ -143,8 +152,12 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "prefix_caching": False, **scenario.settings}
     reference = device is CPU and dtype is torch.float32
     raw = shape(bench, scenario.model)
-    selection = _selection(raw, device, dtype, reference=reference)
+    reads_fp8 = device.type == "cuda" or settings.get("kv_cache_dtype") != "fp8"  # the C kernels read no such pages
+    selection = _selection(raw, device, dtype, reference=reference or not reads_fp8)
     model = _varied(random_model(raw, selection.backend, torch.float32, CPU)).to(device, dtype)
+    if settings.get("quantization") == "fp8":
+        need_fp8(bench)
+        model = in_fp8(model)
     blocks = settings.pop("blocks", 4 * _CONTEXT // _BLOCK * (2 if model.encoder is not None else 1))
     decoder = model.config.decoder
     assert decoder is not None

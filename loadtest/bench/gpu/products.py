@@ -1,4 +1,4 @@
-"""Matrix products of decode steps, with few rows over weights larger than the cache: cuBLAS and Triton."""
+"""Matrix products of decode steps, with few rows over weights larger than the cache: cuBLAS, Triton, and fp8."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from loadtest.bench.gpu import fp8
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.compiling import in_parallel
 from loadtest.bench.gpu.figures import Figures
@@ -59,7 +60,8 @@ _SEVERAL = [
 def cases(bench: Bench) -> list[Case]:
     shapes = _TINY if bench.tiny else SHAPES
     compiled = [Case("compile products", _compile, 25)] if bench.cuda else []
-    return compiled + [Case(f"product, {name}", partial(_product, shape=shape), 8) for name, shape in shapes.items()]
+    own = [Case(f"product, {name}", partial(_product, shape=shape), 8) for name, shape in shapes.items()]
+    return [*compiled, *own, *fp8.product_cases(bench, shapes)]
 
 
 def tile_sizes(rows: int, bench: Bench) -> list[TileSizes]:

@@ -31,6 +31,7 @@ from model.api.request import EncodeRequest, SamplingParams
 from model.api.source import token_source
 
 _DRAWN = replace(GREEDY, temperature=0.6)
+_FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 Lengths = Sequence[tuple[int, int]]
 
 
@@ -47,6 +48,9 @@ def cases(bench: Bench) -> list[Case]:
         Case("llama-8b, prefill 2k", partial(_prefill, name="llama-8b"), 40),
         Case("llama-8b, 32 streams, prompts arriving", partial(_arriving, name="llama-8b"), 50),
         Case("llama-8b x128 1k/1k, int8 KV", partial(eight, kv_cache_dtype="int8"), 75),
+        Case("llama-8b, one stream, fp8", partial(_one_stream, name="llama-8b", **_FP8), 60),
+        Case("llama-8b x128 1k/1k, fp8", partial(eight, **_FP8), 75),
+        Case("llama-8b, prefill 2k, fp8", partial(_prefill, name="llama-8b", **_FP8), 40),
         Case("bart-large x128", partial(bart, name="bart-large"), 50),
         Case("t5-xl x128", partial(bart, name="t5-xl"), 60),
         Case("bert-base, texts of 512", partial(_encodings, name="bert-base"), 40),
@@ -83,7 +87,7 @@ def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams =
     add(ready, bench_requests(ready, lengths), params)
     done = finish(ready)
     out = sum(wanted for _, wanted in lengths)
-    kv_bytes = 1.0 if settings.get("kv_cache_dtype") == "int8" else None
+    kv_bytes = 1.0 if "kv_cache_dtype" in settings else None
     found: Figures = {
         "out_tokens_per_s": out / done.seconds,
         "total_tokens_per_s": sum(map(sum, lengths)) / done.seconds,
@@ -96,24 +100,27 @@ def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams =
     return found | profile.decoding(bench, ready, _title(name, params, settings)) | _setup(ready)
 
 
-def _one_stream(bench: Bench, *, name: str) -> Figures:
+def _one_stream(bench: Bench, *, name: str, **settings: Any) -> Figures:
     """Return the milliseconds per token of one request, and the share of the bandwidth of reading weights and keys."""
     prompt, wanted = _scaled(bench, 128), _scaled(bench, 256)
-    ready = load(bench, _raw(bench, name), seqs=1, context=_scaled(bench, 1024) + 4 * profile.STEPS, name=name)
+    context = _scaled(bench, 1024) + 4 * profile.STEPS
+    ready = load(bench, _raw(bench, name), seqs=1, context=context, name=name, **settings)
     warm(ready, prompt)
     add(ready, bench_requests(ready, [(prompt, wanted)]))
     done = finish(ready)
-    roofline = ready.roofline(bench).step(1, [prompt + wanted // 2])
+    kv_bytes = 1.0 if "kv_cache_dtype" in settings else None
+    roofline = ready.roofline(bench, kv_bytes).step(1, [prompt + wanted // 2])
     add(ready, bench_requests(ready, [(prompt, 3 * profile.STEPS)]))
     found: Figures = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * roofline / done.decode_ms}
     found |= {"first_token_ms": 1e3 * done.times["0"][0]}
-    return found | profile.decoding(bench, ready, f"{name}, one stream") | _setup(ready)
+    return found | profile.decoding(bench, ready, _title(f"{name}, one stream", GREEDY, settings)) | _setup(ready)
 
 
-def _prefill(bench: Bench, *, name: str) -> Figures:
+def _prefill(bench: Bench, *, name: str, **settings: Any) -> Figures:
     """Return the prefill rate as a share of the matrix rate, without the head, and attention's products apart."""
     prompt, count = _scaled(bench, 2048), 16
-    ready = load(bench, _raw(bench, name), seqs=count, context=prompt + 16, tokens=4 * prompt, name=name)
+    raw = _raw(bench, name)
+    ready = load(bench, raw, seqs=count, context=prompt + 16, tokens=4 * prompt, name=name, **settings)
     warm(ready, prompt)
     add(ready, bench_requests(ready, [(prompt, 1)] * count))
     done = finish(ready)
@@ -213,7 +220,7 @@ def _setup(ready: BenchModel) -> Figures:
 
 def _title(name: str, params: SamplingParams, settings: dict[str, Any]) -> str:
     drawn = f", temperature {params.temperature:g}, top-p {params.top_p:g}" if params.temperature else ""
-    return f"{name}, decoding{drawn}{', int8 KV' if settings else ''}"
+    return f"{name}, decoding{drawn}{''.join(f', {name} {value}' for name, value in settings.items())}"
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
