@@ -37,7 +37,15 @@ _WHOLE = {"group_size": None, "block_structure": None}
 _PER_ROW = {**_8_BITS, **_WHOLE, "type": "int", "strategy": "channel", "dynamic": False}
 _PER_TOKEN = {**_8_BITS, **_WHOLE, "type": "int", "strategy": "token", "dynamic": True}
 _FP8_CACHE = {**_8_BITS, **_WHOLE, "type": "float", "strategy": "tensor", "dynamic": False}
-_PASSED_OVER = ("*.input_scale", "*.activation_scale", "*.input_scale_ub", "*.k_scale", "*.v_scale", "*.q_scale")
+_PASSED_OVER = (
+    "*.input_scale",
+    "*.output_scale",
+    "*.activation_scale",
+    "*.input_scale_ub",
+    "*.k_scale",
+    "*.v_scale",
+    "*.q_scale",
+)
 
 
 def storage_of(quantization: Any, names: Collection[str] = ()) -> Storage:

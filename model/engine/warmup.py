@@ -1,7 +1,8 @@
 """What a GPU does for the first time takes seconds: kernels are compiled, handles made. So it does it at start.
 
 Kernels of attention are compiled by kind of launch, and which kinds there are is known (`CompiledBackend`): each is
-launched over a token or two that see nothing. A few requests then meet the rest: products, small fused steps, sampling.
+launched over a token or two that see nothing; so is each kind of product in fp8. A few requests then meet the rest:
+other products, small fused steps, sampling.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from model.config.layer import BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
+from model.linear.base import linears
+from model.linear.fp8 import TILED_ROWS, Fp8Linear
+from model.linear.parallel import ParallelLinear
 from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
@@ -40,6 +44,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
     began = time.monotonic()
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
     launched = compile_attention(encode.model, cache, min(max_model_len, encode.max_num_batched_tokens), max_model_len)
+    launched += compile_products(encode.model)
     if generate is not None:
         compile_sampling(encode.model)
     if encode.model.config.image is None:
@@ -90,6 +95,18 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
             launches += 1
             give_way()
     return launches
+
+
+@torch.inference_mode()
+def compile_products(model: Transformer) -> int:
+    """Multiply by the projections in fp8, one of each shape, in each kind of launch; how many kinds that were."""
+    products = (linear.product if isinstance(linear, ParallelLinear) else linear for linear in linears(model))
+    shapes = {(one.weight.shape, one.block, one.bias is None): one for one in products if isinstance(one, Fp8Linear)}
+    for linear in shapes.values():
+        for rows in TILED_ROWS:
+            linear(torch.zeros(rows, linear.spec.inputs, dtype=model.dtype, device=linear.device))
+        give_way()
+    return len(shapes) * len(TILED_ROWS)
 
 
 @torch.inference_mode()

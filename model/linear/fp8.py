@@ -24,6 +24,7 @@ from model.system import fallbacks
 
 LARGEST = 448.0  # of float8_e4m3fn
 FEW = 16  # rows that the Triton kernel multiplies, of weights with a scale for each output
+TILED_ROWS = (1, FEW + 1, 65)  # the first numbers of rows of each kind of launch
 _CAPABILITY = (8, 9)  # the first that multiplies fp8
 _LEAST_BLOCK = 32  # inputs of a product of tensor cores
 _WITHOUT = "fp8 products of many rows are Triton's"

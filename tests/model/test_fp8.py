@@ -19,6 +19,7 @@ from model.checkpoint.stored_formats import fp8_storage
 from model.config.cache import paged_specs, pools_of
 from model.config.formats import FLOAT
 from model.engine.builder import load
+from model.engine.warmup import compile_products
 from model.errors import ConfigError
 from model.linear import fp8, triton_fp8
 from model.linear.base import LinearSpec, Part, linears
@@ -204,6 +205,21 @@ def test_many_rows_are_multiplied_by_torch_as_few_are_by_triton() -> None:
     assert fp8.scales_rows(GPU) and linear.by_torch(x)
     few = torch.cat([linear(x[at : at + 10]) for at in range(0, 40, 10)])
     torch.testing.assert_close(linear(x), few, rtol=2e-2, atol=1e-2 * few.abs().max().item())
+
+
+def test_each_kind_of_launch_is_compiled_at_start() -> None:
+    for group in (0, 32, 128):
+        kinds = [
+            {triton_fp8.choose_tiles(rows, group) for rows in counts} for counts in (fp8.TILED_ROWS, range(1, 300))
+        ]
+        assert kinds[0] == kinds[1]
+    checkpoint = read_checkpoint(saved("llama-gqa").path)
+    model = load_model(checkpoint, SdpaBackend(), LinearFactory(fp8=PATTERNS))
+    multiplied = []
+    for linear in linears(model):
+        linear.register_forward_hook(lambda linear, given, _: multiplied.append((linear.spec.name, len(given[0]))))
+    assert compile_products(model) == len(multiplied) == 4 * len(fp8.TILED_ROWS)  # qkv, out, up and down of one layer
+    assert compile_products(load_model(checkpoint, SdpaBackend())) == 0
 
 
 def test_keys_with_outliers_keep_their_small_numbers_in_fp8_and_lose_them_in_int8() -> None:

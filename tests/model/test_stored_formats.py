@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -225,6 +226,17 @@ def test_fp8_becomes_the_floats_that_it_stands_for(name: str, dtype: torch.dtype
             for ours, theirs in zip(*map(linears, packed), strict=True):
                 assert isinstance(ours, NativeLinear) and isinstance(theirs, NativeLinear)
                 assert all(torch.equal(array, theirs.arrays[at]) for at, array in ours.arrays.items()), ours.spec.name
+
+
+def test_blocks_become_the_floats_that_transformers_makes_of_them(tmp_path: Path) -> None:
+    """Scales called inverse are multiplied with."""
+    stored, _ = in_fp8(*FP8["deepseek"], tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    model = load_model(read_checkpoint(stored), SdpaBackend())
+    for ours, theirs in (("attn.out", "self_attn.o_proj"), ("mlp.down", "mlp.down_proj")):
+        name = f"model.layers.1.{theirs}.weight"
+        expected = Fp8Dequantize(None)._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"], torch.float32)
+        assert torch.equal(model.get_parameter(f"decoder.layers.1.{ours}.weight"), expected)
 
 
 def test_blocks_are_read_by_ranks_that_do_not_cut_them(tmp_path: Path) -> None:
