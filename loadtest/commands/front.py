@@ -174,7 +174,7 @@ def figures(records: Sequence[Record], usage: Usage, rate: float) -> Run:
     events = [
         tokens
         for record in records
-        for at, tokens in zip(record.token_times, record.token_counts or [1] * len(record.token_times), strict=True)
+        for at, tokens in zip(record.token_times, _counts(record), strict=True)
         if begin < at <= end
     ]
     tokens = sum(events)
@@ -190,3 +190,9 @@ def figures(records: Sequence[Record], usage: Usage, rate: float) -> Run:
         events=len(events) / tokens,
         seconds=end - begin,
     )
+
+
+def _counts(record: Record) -> Sequence[float]:
+    """Return the tokens of each event; the mean, where the API does not tell them."""
+    events = len(record.token_times)
+    return record.token_counts or [record.output_tokens / events] * events

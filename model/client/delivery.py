@@ -8,14 +8,18 @@ are rounded up to an eighth of the interval, so that streams share timers. Every
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 _TICKS = 8  # an interval
 
+logger = logging.getLogger(__name__)
+
 
 class Deliverable(Protocol):
-    """A stream, as delivery sees it. Its methods raise nothing."""
+    """A stream, as delivery sees it."""
 
     def deliver(self) -> None:
         """Tell the reader that there is something to read."""
@@ -52,9 +56,16 @@ class Delivery:
 
     def _deliver_soon(self) -> None:
         streams, self._soon = self._soon, []
-        for stream in streams:
-            stream.deliver()
+        _call([stream.deliver for stream in streams])
 
     def _deliver_due(self, tick: int) -> None:
-        for stream in self._due.pop(tick):
-            stream.deliver_due()
+        _call([stream.deliver_due for stream in self._due.pop(tick)])
+
+
+def _call(calls: Iterable[Callable[[], None]]) -> None:
+    """Make all calls, also where one raises what it should not: the others are of other streams."""
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            logger.exception("a stream could not be delivered")

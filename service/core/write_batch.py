@@ -7,9 +7,12 @@ streams have to send is collected in the callback that makes it, and then writte
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 Write = Callable[[bytes], None]
+
+logger = logging.getLogger(__name__)
 
 
 class WriteBatch:
@@ -19,7 +22,7 @@ class WriteBatch:
         self._writes: list[tuple[Write, bytes]] = []
 
     def add(self, write: Write, data: bytes) -> None:
-        """Call `write(data)` soon, in the order of the calls; it must not raise."""
+        """Call `write(data)` soon, in the order of the calls; what it raises is logged."""
         if not self._writes:
             asyncio.get_running_loop().call_soon(self._flush)
         self._writes.append((write, data))
@@ -27,4 +30,7 @@ class WriteBatch:
     def _flush(self) -> None:
         writes, self._writes = self._writes, []
         for write, data in writes:
-            write(data)
+            try:
+                write(data)
+            except Exception:  # the others are of other streams
+                logger.exception("a piece of a stream could not be written")

@@ -69,6 +69,9 @@ def test_figures_are_of_the_time_in_which_all_streams_run() -> None:
     assert (found.seconds, found.tokens_per_s, found.share) == (2.0, tokens / 2, tokens / 10)
     assert found.service_us == pytest.approx(30 / tokens) and found.clients_us == pytest.approx(5 / tokens)
     assert found.events == 4 / tokens
+    untold = record([1.0, 2.0, 3.0], [])
+    untold.has_usage, untold.completion_tokens = True, 12  # four each
+    assert figures([records[0], untold], usage, rate=5.0).tokens_per_s == (2 + 1 + 4 + 4) / 2
     with pytest.raises(UsageError, match="--seconds: too short"):
         figures([record([0.0, 1.0], [1, 1]), record([1.0, 2.0], [1, 1])], usage, rate=5.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from service.http.stream_writer import StreamWriter, direct_send
 from service.runtimes.ray_serve.edge import EdgeMiddleware, middlewares
 
 
@@ -113,3 +115,38 @@ def test_other_protocols_pass() -> None:
     asyncio.run(EdgeMiddleware(app)({"type": "lifespan"}, never, ignore))
     assert passed == ["lifespan"]
     assert [one.cls for one in middlewares()] == [EdgeMiddleware]
+
+
+def test_the_application_gets_the_servers_own_send_in_its_event_loop_only() -> None:
+    found: list[Send] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(direct_send(send))
+        context = contextvars.copy_context()
+
+        def elsewhere() -> None:
+            async def look() -> None:
+                found.append(direct_send(send))
+
+            asyncio.run(look())
+
+        await asyncio.to_thread(context.run, elsewhere)
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:  # as Serve does
+        async def counted(message: Message) -> None:
+            await send(message)
+
+        found.append(counted)
+        await application(scope, receive, counted)
+
+    async def servers_own(message: Message) -> None:
+        raise AssertionError("nothing is sent")
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    scope = {"type": "http", "path": "/generate", "headers": []}
+    asyncio.run(EdgeMiddleware(wrapped)(scope, receive, servers_own))
+    serves, here, in_another_loop = found
+    assert here is servers_own and in_another_loop is serves
+    assert StreamWriter.of(servers_own) is None  # which is not uvicorn's

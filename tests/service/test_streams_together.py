@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from model.api.messages import Commands, Events, ModelSpec
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
 from model.client.async_engine import AsyncEngine
 from model.client.generation_stream import GenerationStream
+from model.errors import EngineDeadError
 from service.core.write_batch import WriteBatch
 from service.http import sse
 from service.http.event_template import EventTemplate
@@ -72,7 +74,8 @@ class Reader:
 
     def _read(self) -> None:
         self._order.append("read")
-        self.taken += self._stream.take()
+        with suppress(EngineDeadError):  # when the test ends
+            self.taken += self._stream.take()
         self._writes.add(self._write, b"event")
 
     def _write(self, data: bytes) -> None:
@@ -157,6 +160,29 @@ def test_a_reader_that_takes_nothing_is_bounded() -> None:
         await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_stream_that_breaks_leaves_the_others_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*given: object) -> None:
+        raise RuntimeError("broken")
+
+    async def run() -> None:
+        engine, transport, readers, _ = await _opened(0.0)
+        engine._streams["3"].listen(broken)
+        writes, written = WriteBatch(), list[bytes]()
+        writes.add(broken, b"")
+        writes.add(written.append, b"whole")
+        transport.send_events(frame(70))
+        await _settle()
+        assert [len(reader.taken) for reader in readers] == [number != 3 for number in range(STREAMS)]
+        assert written == [b"whole"]
+        await engine.close()
+
+    asyncio.run(run())
+    assert {record.message for record in caplog.records if record.exc_info} == {
+        "a piece of a stream could not be written",
+        "a stream could not be delivered",
+    }
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
