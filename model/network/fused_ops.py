@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.config.layer import RotaryConfig
 from model.network.norms import OffsetRMSNorm
-from model.network.rotary import rotate
+from model.network.rotary import rotary_frequencies, rotate, turns
 from model.system import fallbacks
 
 P = ParamSpec("P")
@@ -127,3 +128,11 @@ def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys `[T, heads, D]` turned by their positions."""
     return rotate(q, (cos, sin)), rotate(k, (cos, sin))
+
+
+_turns = fused(turns)
+
+
+def rotary_tables(config: RotaryConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.rotary.rotate`."""
+    return _turns(positions, rotary_frequencies(config, positions.device), config.attention_factor, dtype)

@@ -65,14 +65,14 @@ def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
     return stretched * plain / config.factor + (1 - stretched) * plain
 
 
-def rotary_tables(config: RotaryConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position for `rotate` (Su et al. 2021; halves rotated as Llama does).
+def turns(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position `[T]` for `rotate` (Su et al. 2021; halves rotated as Llama does).
 
-    Two of `[T, 1, R]` for the R dimensions that turn, to be broadcast over heads.
+    Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` `[R / 2]`, to be broadcast over heads.
     """
-    angles = positions[:, None].float() * rotary_frequencies(config, positions.device)  # [T, R / 2]
+    angles = positions[:, None].float() * frequencies  # [T, R / 2]
     angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return (angles.cos() * config.attention_factor).to(dtype), (angles.sin() * config.attention_factor).to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

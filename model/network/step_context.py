@@ -11,8 +11,9 @@ from model.attention.base import AttentionBackend
 from model.config.layer import RotaryConfig
 from model.linear.base import Linear
 from model.network.disentangled import RelativeTable
+from model.network.fused_ops import rotary_tables
 from model.network.inputs import CrossInput, StackInput
-from model.network.rotary import rotary_tables, sinusoids_of_distances
+from model.network.rotary import sinusoids_of_distances
 from model.network.score_bias import BucketBias, StepBias
 
 

@@ -12,7 +12,8 @@ from model.config.layer import BucketBiasConfig, DisentangledConfig, RotaryConfi
 from model.config.model import PositionConfig, PositionKind
 from model.network.disentangled import relative_rows
 from model.network.embeddings import LearnedPositions, SinusoidalPositions
-from model.network.rotary import rotary_tables, rotate
+from model.network.fused_ops import rotary_tables
+from model.network.rotary import rotate
 from model.network.score_bias import BucketBias, StepBias
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
