@@ -16,6 +16,7 @@ from model.cache.paged import KVCache
 from model.config.cache import PoolSize, paged_specs, pools_of
 from model.config.model import StackConfig
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
+from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
@@ -24,33 +25,33 @@ from tests.engine.scripted import source_ids
 from tests.model.checkpoints import CPU, DECODERS, START, loaded, prompt, reference_logits
 
 
-class RecordingModel:
-    """A Transformer that remembers the hidden states of its latest decoder pass."""
+class RecordingProgram:
+    """A program of steps that remembers the hidden states of its latest one."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    def __init__(self, program: StepProgram) -> None:
+        self.program = program
         self.hidden = torch.empty(0)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        return getattr(self.program, name)
 
-    def decode(self, *arguments: Any) -> Tensor:
-        self.hidden = self.model.decode(*arguments)
-        return self.hidden
+    def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.hidden, logits = self.program.run(plan, tokens)
+        return self.hidden, logits
 
 
 class RecordingRunner(ModelRunner):
     """`rows[request_id]`: every (position, logits) that was computed, in order, whether it was sampled from or not."""
 
     def __init__(self, model: Transformer, cache: KVCache, block_manager: BlockManager) -> None:
-        self.recording = RecordingModel(model)
-        super().__init__(self.recording, cache, block_manager)  # type: ignore[arg-type]
+        super().__init__(model, cache, block_manager)
+        self._program = self.recording = RecordingProgram(self._program)  # type: ignore[assignment]
         self.rows: dict[str, list[tuple[int, Tensor]]] = {}
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         sampled = super().execute(output)
         with torch.inference_mode():
-            logits = iter(self.recording.logits(self.recording.hidden))
+            logits = iter(self.model.logits(self.recording.hidden))
         for step in decodes_first(output.scheduled):
             rows = self.rows.setdefault(step.sequence.request.request_id, [])
             rows += [(position, next(logits)) for position in range(step.start, step.start + step.num_tokens)]

@@ -412,14 +412,15 @@ def test_encoder_runs_once_for_sequences_that_share_and_their_logits_are_the_sam
             sources += len(inputs.metadata.q_lens)
             return encode(inputs)
 
-        run.runner.recording.encode = counting  # type: ignore[attr-defined]
         params = SamplingParams(
             max_tokens=8, ignore_eos=True, temperature=float("num_beams" not in settings), **settings
         )
         for number, salt in enumerate(salts):
             source = token_source(prompt(12, 3))
             run.engine.add(Request(f"r{number}", kind, (START,), params, source, cache_salt=salt))
-        run.run()
+        with monkeypatch.context() as patch:
+            patch.setattr(run.runner.model, "encode", counting)
+            run.run()
         found.append((sources, run))
     (shared, ours), (alone, theirs) = found
     assert (shared, alone) == (calls, len(salts) * settings.get("n", 1) if "num_beams" not in settings else 1)
