@@ -36,10 +36,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+    "int8-g128": {"dtype": "float32", "quantization": "int8-g128"},
     "torch": {"dtype": "float32", "attention_backend": "sdpa"},
     "ranks": {"dtype": "float32", "tensor_parallel_size": 2},
 }
 ON_RANKS = ("llama-gqa", "bart", "bert")  # two processes each: one of each form
+OF_SOME = {"ranks": ON_RANKS, "int4": (*ON_RANKS, "gpt2", "code"), "int8-g128": ON_RANKS}  # formats of these alone
 PARAMS = (
     SamplingParams(max_tokens=6, logprobs=3, prompt_logprobs=1),
     SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2, logprobs=1),
@@ -59,7 +62,7 @@ def digests() -> Iterator[tuple[str, str]]:
     paths = {name: Path(path) for name, path in embedded_models().items()}
     for kind in [*KINDS, *paths]:
         for name, settings in FORMATS.items():
-            if name != "ranks" or kind in ON_RANKS:
+            if kind in OF_SOME.get(name, (kind,)):
                 found = digest(kind, paths.get(kind) or saved(kind).path, settings)
                 if found is not None:
                     yield f"{kind}/{name}", found

@@ -25,12 +25,16 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8-g128": {"dtype": "bfloat16", "quantization": "int8-g128"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4-g32": {"dtype": "bfloat16", "quantization": "int4-g32"},
+    "int4-g128": {"dtype": "bfloat16", "quantization": "int4-g128"},
     "int8, int8 KV": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("quality", help="quality of the embedded models in bfloat16 and int8")
+    parser = commands.add_parser("quality", help="quality of the embedded models in each number format")
     parser.add_argument("--pairs", type=flags.positive, default=1_000, help="held-out pairs for normalize")
     parser.set_defaults(command=run)
 

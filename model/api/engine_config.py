@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from model.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "fp8")
+QUANTIZATIONS = ("none", "int8", "int8-g128", "int4", "int4-g32", "int4-g128", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
 SLOW_FALLBACKS = ("allow", "refuse")
@@ -41,7 +41,7 @@ class EngineConfig:
     pickle: bool = True  # read weights from pytorch_model.bin where there are no safetensors; nothing in it is run
     weights_cache: str | None = None  # folder where a CPU's packed weights are kept and mapped from; None: nowhere
     weights_cache_size: int | None = None  # bytes of all files there; None: unlimited
-    quantization: str = "none"  # of the stacks' weight matrices; with int8, on a CPU, also of the head
+    quantization: str = "none"  # of the stacks' weight matrices; on a CPU also of the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights
     tensor_parallel_size: int = 1  # ranks (processes, each with its own GPU if any) that the matrices are split over

@@ -13,6 +13,7 @@ class NumberKind(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     INT8 = "int8"
+    INT4 = "int4"
     FLOAT8 = "float8_e4m3fn"  # 4 bits of exponent, 3 of fraction, up to 448
 
 
@@ -48,10 +49,27 @@ class NumberFormat:
     """How a matrix is stored in the checkpoint, kept in memory and multiplied.
 
     INT8 weights have a scale for each row, INT8 activations one for each token, computed as they come; both are
-    symmetric about zero. What is stored as floats is converted while it is read, and so is what is stored in another
-    format than it is kept in.
+    symmetric about zero. With a `group`, as INT4 weights always, so many inputs share a scale, of a row and of a token.
+    What is stored as floats is converted while it is read, and so is what is stored in another format than it is kept
+    in.
     """
 
     weight: NumberKind
     activation: NumberKind
     stored_as: Storage = FLOAT
+    group: int = 0  # inputs that share a scale; 0: all of a row
+
+
+def integers(weight: NumberKind, group: int = 0) -> NumberFormat:
+    """Weights in these integers, multiplied with activations of 8 bits."""
+    return NumberFormat(weight, NumberKind.INT8, group=group)
+
+
+# What C keeps the matrices of layers in, and the head, by the setting that asks for it.
+QUANTIZED_LAYERS: dict[str, tuple[NumberFormat, NumberFormat]] = {
+    "int8": (integers(NumberKind.INT8), integers(NumberKind.INT8)),
+    "int8-g128": (integers(NumberKind.INT8, 128), integers(NumberKind.INT8, 128)),
+    "int4": (integers(NumberKind.INT4, 64), integers(NumberKind.INT8, 128)),
+    "int4-g32": (integers(NumberKind.INT4, 32), integers(NumberKind.INT8, 128)),
+    "int4-g128": (integers(NumberKind.INT4, 128), integers(NumberKind.INT8, 128)),
+}

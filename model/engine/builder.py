@@ -37,7 +37,6 @@ from model.engine.warmup import warm_up
 from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
-from model.native.library import Kind
 from model.network.adapter_weights import load_adapters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import NativeStack, attach_native_stacks, native_linears
@@ -192,7 +191,7 @@ def linears_of(
             config,
             dtype,
             selection.library,
-            quantized=engine.quantization == "int8",
+            quantization=engine.quantization,
             batch_invariant=engine.batch_invariant,
         )
     ranks, fp8 = engine.tensor_parallel_size, fp8_projections(engine, config, device)
@@ -239,9 +238,10 @@ def _plan_for_cpu(
     """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
     scratch = 0
     if linear.library is not None:
-        kind, rows = Kind.INT8 if linear.quantized else None, limits.max_num_batched_tokens
-        config, dtype = checkpoint.config, linear.dtype
-        scratch = planned_scratch(linear.library, config, dtype, kind, rows=rows, context=context)
+        rows, dtype = limits.max_num_batched_tokens, linear.dtype
+        scratch = planned_scratch(
+            linear.library, checkpoint.config, dtype, linear.quantization, rows=rows, context=context
+        )
     resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
     available = available_memory(mapped=resident + others) + resident  # what is there need not be found room for
     if spec.memory is not None:

@@ -142,7 +142,9 @@ def _formats_that_fit(checkpoint: Checkpoint, linear: LinearFactory, available: 
         others = [native_linears(checkpoint.config, torch.bfloat16, linear.library)]
         if can_quantise(checkpoint.config):
             dtype = torch.bfloat16 if has_fast_bf16() else torch.float32
-            others.append(native_linears(checkpoint.config, dtype, linear.library, quantized=True))
+            others += [
+                native_linears(checkpoint.config, dtype, linear.library, quantization=name) for name in ("int8", "int4")
+            ]
     sizes = {str(other): plan_weights(checkpoint, other).total for other in others if str(other) != str(linear)}
     fitting = [f"{other} ({gib(size)})" for other, size in sizes.items() if size < available]
     if fitting:
@@ -156,7 +158,8 @@ def cpu_formats(config: ModelConfig) -> dict[str, LinearFactory]:
     formats = {name: native_linears(config, dtype, None) for name, dtype in _NATIVE_DTYPES.items()}
     if can_quantise(config):
         own = choose_dtype("auto", config, torch.device("cpu")).dtype
-        formats["int8"] = native_linears(config, own, None, quantized=True)
+        for name in ("int8", "int8-g128", "int4"):
+            formats[name] = native_linears(config, own, None, quantization=name)
     return formats
 
 

@@ -14,6 +14,7 @@ _ROUNDING = {
     torch.bfloat16: "each rounded by at most 1/512 of itself",
     torch.float16: "each rounded by at most 1/4096 of itself",
 }
+_QUANTIZED = {"int8": ", each rounded by at most 1/254 of the largest in its row"}
 
 
 def stored_formats(config: ModelConfig) -> tuple[Storage, ...]:
@@ -28,7 +29,7 @@ def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
         if (storage == INT8_ROWS and linear.native) or (linear.fp8 is not None and keeps(storage)):
             continue
         if linear.native and linear.quantized:
-            kept = "int8, each rounded by at most 1/254 of the largest in its row"
+            kept = f"{linear.quantization}{_QUANTIZED.get(linear.quantization, '')}"
         else:
             kept = f"{str(linear.dtype).removeprefix('torch.')}, {_ROUNDING[linear.dtype]}"
         count = sum(one == storage for one in config.stored_as.values())

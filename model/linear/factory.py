@@ -31,6 +31,7 @@ class LinearFactory:
     device: torch.device = CPU
     native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: patterns of names, the first that fits
     library: Library | None = None  # None, with `native`: for sizes alone
+    quantization: str = "none"  # the setting that asks for the formats in `native`
     stored_as: Mapping[str, Storage] = field(
         default_factory=dict
     )  # by name, what the checkpoint does not have as floats
@@ -74,13 +75,13 @@ class LinearFactory:
     @property
     def quantized(self) -> bool:
         """Whether any matrix is kept in fewer bits than the network computes in."""
-        return bool(self.fp8) or any(number_format.weight is NumberKind.INT8 for _, number_format in self.native)
+        return bool(self.fp8) or self.quantization != "none"
 
     def __str__(self) -> str:
         """The number format by the setting that asks for it."""
         if not self.quantized:
             return f"dtype {str(self.dtype).removeprefix('torch.')}"
-        return "quantization fp8" if self.fp8 else "quantization int8"
+        return "quantization fp8" if self.fp8 else f"quantization {self.quantization}"
 
     @property
     def shard(self) -> Shard:

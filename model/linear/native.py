@@ -23,6 +23,7 @@ _KERNELS = {
     (NumberKind.FLOAT32, NumberKind.FLOAT32): Kind.F32,
     (NumberKind.BFLOAT16, NumberKind.BFLOAT16): Kind.BF16,
     (NumberKind.INT8, NumberKind.INT8): Kind.INT8,
+    (NumberKind.INT4, NumberKind.INT8): Kind.INT4,
 }
 
 
@@ -156,9 +157,15 @@ class DequantizedNativeLinear(NativeLinear):
     """As `NativeLinear`, of a matrix that is stored as numbers times scales: multiplied as it is read."""
 
     def __init__(
-        self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None, storage: Storage
+        self,
+        spec: LinearSpec,
+        kind: Kind,
+        dtype: torch.dtype,
+        library: Library | None,
+        storage: Storage,
+        group: int = 0,
     ) -> None:
-        super().__init__(spec, kind, dtype, library)
+        super().__init__(spec, kind, dtype, library, group)
         self._scales: StoredScales | None = StoredScales(spec, storage, self.device)
         self._stored = self._scales.tensors()
 
@@ -188,12 +195,17 @@ def packed_matrix(linear: Linear) -> PackedMatrix:
 
 def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dtype, library: Library | None) -> Linear:
     """A projection whose numbers are stored, kept and multiplied as `number_format` says."""
-    kind = _KERNELS[number_format.weight, number_format.activation]
+    kind = kernel_of(number_format)
     if number_format.stored_as == FLOAT:
-        return NativeLinear(spec, kind, dtype, library)
+        return NativeLinear(spec, kind, dtype, library, number_format.group)
     if number_format.stored_as == INT8_ROWS:
         return Int8RowsLinear(spec, kind, dtype, library)
-    return DequantizedNativeLinear(spec, kind, dtype, library, number_format.stored_as)
+    return DequantizedNativeLinear(spec, kind, dtype, library, number_format.stored_as, number_format.group)
+
+
+def kernel_of(number_format: NumberFormat) -> Kind:
+    """What C packs weights into that are kept and multiplied so."""
+    return _KERNELS[number_format.weight, number_format.activation]
 
 
 def padded_inputs(kind: Kind, k: int, group: int = 0) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from model.config.cache import pool_of_layers
-from model.config.formats import INT8_ROWS
+from model.config.formats import INT8_ROWS, QUANTIZED_LAYERS
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
+from model.linear.native import kernel_of
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments
 from model.native.structures import Step as StepData
@@ -16,21 +17,28 @@ from model.network.native_stack import NativeStack, layer_structure, stack_struc
 
 
 def planned_scratch(
-    library: Library, config: ModelConfig, dtype: torch.dtype, kind: Kind | None, *, rows: int, context: int
+    library: Library, config: ModelConfig, dtype: torch.dtype, quantization: str, *, rows: int, context: int
 ) -> int:
     """Bytes that a step of `rows` tokens over up to `context` keys takes, of the stack that takes most, and those of
     relative positions that are made for such steps.
 
-    `dtype` is the network's, `kind` how its matrices are packed where that is not it.
+    `dtype` is the network's, in which its matrices are packed unless `quantization` says otherwise.
     """
     stacks = [stack for stack in config.stacks.values() if NativeStack.unsupported(stack) is None]
-    kinds = {KINDS[dtype] if kind is None else kind, *([Kind.INT8] if INT8_ROWS in config.stored_as.values() else [])}
-    sizes = (_of_stack(library, stack, dtype, kind, rows, context) for stack in stacks for kind in kinds)
+    formats = {(KINDS[dtype], 0)}
+    if quantization in QUANTIZED_LAYERS:
+        layers = QUANTIZED_LAYERS[quantization][0]
+        formats = {(kernel_of(layers), layers.group)}
+    if INT8_ROWS in config.stored_as.values():
+        formats.add((Kind.INT8, 0))
+    sizes = (_of_stack(library, stack, dtype, *form, rows, context) for stack in stacks for form in formats)
     return max(sizes, default=0) + sum(relative_bytes(stack, dtype, min(rows, context)) for stack in stacks)
 
 
-def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, rows: int, context: int) -> int:
-    stack = stack_structure(config, [_layer(layer, config, kind) for layer in config.distinct_layers])
+def _of_stack(
+    library: Library, config: StackConfig, dtype: torch.dtype, kind: Kind, group: int, rows: int, context: int
+) -> int:
+    stack = stack_structure(config, [_layer(layer, config, kind, group) for layer in config.distinct_layers])
     stack.dtype, stack.tiles = KINDS[dtype], library.tiles
     pools = max(pool_of_layers(config)) + 1
     segments = (Segments * (pools * (2 if config.has_cross_attention else 1)))()
@@ -44,13 +52,13 @@ def _of_stack(library: Library, config: StackConfig, dtype: torch.dtype, kind: K
     return library.scratch_bytes(stack, step)
 
 
-def _layer(config: LayerConfig, stack: StackConfig, kind: Kind) -> Layer:
+def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> Layer:
     """A layer whose matrices have sizes and no data."""
     hidden, query, kv = stack.hidden_size, config.mixer.query_size, config.mixer.kv_size
     inner = config.feed_forward.intermediate_size
 
     def matrix(n: int, k: int) -> PackedMatrix:
-        return PackedMatrix(int(kind), n, k)
+        return PackedMatrix(int(kind), n, k, group=group)
 
     layer = layer_structure(config, stack)
     layer.self.input, layer.self.output = matrix(query + 2 * kv, hidden), matrix(hidden, query)

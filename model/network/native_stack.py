@@ -18,7 +18,7 @@ from model.attention.base import AttentionMetadata
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
 from model.config.cache import pool_of_layers
-from model.config.formats import NumberFormat, NumberKind
+from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
 from model.config.layer import (
     BucketBiasConfig,
     DisentangledConfig,
@@ -66,23 +66,24 @@ def native_linears(
     dtype: torch.dtype,
     library: Library | None,
     *,
-    quantized: bool = False,
+    quantization: str = "none",
     batch_invariant: bool = False,
 ) -> LinearFactory:
     """Makes the projections of a network whose stacks run in C; without a library, to ask for their sizes.
 
-    C computes the layers of stacks that it covers, and the head; `quantized` keeps both in 8 bits. `batch_invariant`
-    leaves no product over rows of several segments to torch, whose order of additions depends on their number.
+    C computes the layers of stacks that it covers, and the head; a `quantization` of `QUANTIZED_LAYERS` keeps both in
+    fewer bits. `batch_invariant` leaves no product over rows of several segments to torch, whose order of additions
+    depends on their number.
     """
     kind = NumberKind(str(dtype).removeprefix("torch."))
     own = NumberFormat(kind, kind)
-    number_format = NumberFormat(NumberKind.INT8, NumberKind.INT8) if quantized else own
+    in_layers, in_head = QUANTIZED_LAYERS.get(quantization, (own, own))
     stacks = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is None]
     inside = [f"{stack}.{part}.*" for stack in stacks for part in ("layers", "convolution")]
-    native = [(name, number_format) for name in (*inside, "head")]
+    native = [*((name, in_layers) for name in inside), ("head", in_head)]
     if batch_invariant:
         native += [(f"{module}.project", own) for module in (*stacks, "patches")]
-    return LinearFactory(dtype, native=tuple(native), library=library)
+    return LinearFactory(dtype, native=tuple(native), library=library, quantization=quantization)
 
 
 def attach_native_stacks(model: Transformer) -> None:

@@ -192,7 +192,8 @@ OPTIONS: tuple[Option, ...] = (
         "quantization",
         one_of(*QUANTIZATIONS),
         _ENGINE.quantization,
-        "weight matrices and their inputs in 8 bits: int8 on a CPU, fp8 on a GPU of compute capability 8.9 and later",
+        "weight matrices in 8 or 4 bits, their inputs in 8: int8 and int4 on a CPU (-g: so many inputs share a scale), "
+        "fp8 on a GPU of compute capability 8.9 and later",
         "|".join(QUANTIZATIONS),
         per_model=True,
     ),

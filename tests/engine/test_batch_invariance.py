@@ -25,7 +25,7 @@ FORMATS = [
     for dtype in ("float32", "bfloat16")
     for quantization in ("none", "int8")
     for cache in ("auto", "int8")
-]
+] + [("bfloat16", "int4", "auto")]
 pytestmark = pytest.mark.skipif(not isinstance(native(), Library), reason=f"no native kernels: {native()}")
 
 

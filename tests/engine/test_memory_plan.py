@@ -49,17 +49,17 @@ def torchs(dtype: torch.dtype) -> Format:
     return lambda config, library: LinearFactory(dtype)
 
 
-def packed(dtype: torch.dtype, *, quantized: bool = False) -> Format:
-    return lambda config, library: native_linears(config, dtype, library, quantized=quantized)
+def packed(dtype: torch.dtype, quantization: str = "none") -> Format:
+    return lambda config, library: native_linears(config, dtype, library, quantization=quantization)
 
 
-WIDE, PACKED_INT8 = packed(torch.float32), packed(torch.bfloat16, quantized=True)
+WIDE, PACKED_INT8 = packed(torch.float32), packed(torch.bfloat16, "int8")
 FORMATS = {
     "dtype float32": torchs(torch.float32),
     "dtype bfloat16": torchs(torch.bfloat16),
     "dtype float32 packed": WIDE,
     "dtype bfloat16 packed": packed(torch.bfloat16),
-    "float32, quantization int8": packed(torch.float32, quantized=True),
+    "float32, quantization int8": packed(torch.float32, "int8"),
     "bfloat16, quantization int8": PACKED_INT8,
 }
 
@@ -137,7 +137,8 @@ def test_a_pool_is_made_of_what_the_weights_will_leave(large: Large) -> None:
          r"what would fit: dtype bfloat16 \(15\.\d+ GiB\), quantization int8 \(\d\.\d+ GiB\)"),
         ("8B", packed(torch.bfloat16), 12, {}, r"what would fit: quantization int8 \("),
         ("8B", torchs(torch.float32), 12, {}, r"no number format fits, dtype bfloat16 takes 15\."),
-        ("8B", PACKED_INT8, 6, {}, "as quantization int8, .* no number format fits"),
+        ("8B", PACKED_INT8, 6, {}, r"as quantization int8, .* what would fit: quantization int4 \(5\.\d+ GiB\)"),
+        ("8B", PACKED_INT8, 5, {}, r"as quantization int8, .* no number format fits, quantization int4 takes 5\.\d+"),
         ("4B", PACKED_INT8, 24, {"max_model_len": 40_960}, r"m: the KV pool has room for 455 blocks, but one request "
          r"of max_model_len 40960 needs 2560 \(5760 MiB\): raise kv_cache_memory or lower max_model_len, 7280 fits"),
         ("4B", PACKED_INT8, 6, {"kv_cache_memory": 2 * GIB}, r"m: a KV pool of 2\.00 GiB does not fit beside weights "

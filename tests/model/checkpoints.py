@@ -379,10 +379,10 @@ def by_layer(backend: AttentionBackend, config: ModelConfig, dtype: torch.dtype)
 
 
 def load_native(
-    checkpoint: Checkpoint, library: Library, dtype: torch.dtype = torch.float32, *, quantized: bool = False
+    checkpoint: Checkpoint, library: Library, dtype: torch.dtype = torch.float32, *, quantization: str = "none"
 ) -> Transformer:
     """The network of a checkpoint in C."""
-    linear = native_linears(checkpoint.config, dtype, library, quantized=quantized)
+    linear = native_linears(checkpoint.config, dtype, library, quantization=quantization)
     model = load_model(checkpoint, by_layer(NativeBackend(library), checkpoint.config, dtype), linear)
     attach_native_stacks(model)
     return model

@@ -500,12 +500,15 @@ def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_native
-@pytest.mark.parametrize(("dtype", "how"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, Kind.INT8)])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int4")],
+)
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "gemma2", "bert", "bart"])
 def test_scratch_is_what_was_planned_from_the_configuration(
-    kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_native(read_checkpoint(saved(kind).path), library(), dtype, quantized=how is Kind.INT8)
+    model = load_native(read_checkpoint(saved(kind).path), library(), dtype, quantization=how)
     monkeypatch.setattr(library(), "_scratch", threading.local())
     rows = 48
     inputs = packed_input([prompt(rows)], CPU, causal=model.encoder is None)

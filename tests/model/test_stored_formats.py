@@ -163,7 +163,7 @@ def test_stored_integers_are_packed_as_quantised_ones(kind: str, tmp_path: Path)
     """The same rounding, done before and while it is loaded, gives the same bytes."""
     library = native_backends()[0].library
     stored = load_native(read_checkpoint(quantised(kind, tmp_path)), library)
-    ours = load_native(read_checkpoint(saved(kind).path), library, quantized=True)
+    ours = load_native(read_checkpoint(saved(kind).path), library, quantization="int8")
     expected = {linear.spec.name: linear for linear in linears(ours)}
     layers = [linear for linear in linears(stored) if ".layers." in linear.spec.name]
     assert layers and all(isinstance(linear, Int8RowsLinear) for linear in layers)
@@ -214,12 +214,12 @@ def test_fp8_becomes_the_floats_that_it_stands_for(name: str, dtype: torch.dtype
     for parameter, value in ours.named_parameters():
         assert value.dtype is dtype and torch.equal(value, expected[parameter]), parameter
     if native_backends():
-        for quantized in (False, True):
+        for quantization in ("none", "int8", "int4"):
             packed = [
                 load_model(
                     one,
                     native_backends()[0],
-                    native_linears(one.config, dtype, native_backends()[0].library, quantized=quantized),
+                    native_linears(one.config, dtype, native_backends()[0].library, quantization=quantization),
                 )
                 for one in (stored, plain)
             ]

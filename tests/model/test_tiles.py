@@ -161,7 +161,9 @@ def with_and_without(kind: str, quantise: Kind | None, dtype: torch.dtype) -> tu
     """Packed logits, scores or states of a model by tiles and by vectors."""
 
     def made(library: Library) -> Transformer:
-        return load_native(read_checkpoint(saved(kind).path), library, dtype, quantized=quantise is Kind.INT8)
+        return load_native(
+            read_checkpoint(saved(kind).path), library, dtype, quantization="int8" if quantise else "none"
+        )
 
     return ours_and_theirs(kind, made(emulated()))[0], ours_and_theirs(kind, made(emulated(*REFUSED)))[0]
 

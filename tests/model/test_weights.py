@@ -57,7 +57,7 @@ def test_packed_as_they_are_read_or_afterwards_weights_are_the_same(
     kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, library = read_checkpoint(saved(kind).path), native_backends()[0].library
-    linear = native_linears(checkpoint.config, dtype, library, quantized=how is Kind.INT8)
+    linear = native_linears(checkpoint.config, dtype, library, quantization="int8" if how is Kind.INT8 else "none")
     afterwards = build_model(checkpoint.config, SdpaBackend(), linear)
     copy_weights(load_model(checkpoint, SdpaBackend(), LinearFactory(dtype)), afterwards)
     monkeypatch.setattr(tensor_files, "BUFFER_BYTES", 1000)  # a few rows at a time
@@ -76,7 +76,7 @@ def test_a_token_table_stored_in_16_bits_stays_so_and_nothing_changes(
 ) -> None:
     backend = native_backends()[0]
     checkpoint = read_checkpoint(stored_as(stored, kind, tmp_path))
-    narrow = load_native(checkpoint, backend.library, quantized=how is Kind.INT8)
+    narrow = load_native(checkpoint, backend.library, quantization="int8" if how is Kind.INT8 else "none")
     wide = build_model(checkpoint.config, backend, narrow.linear)
     copy_weights(load_model(checkpoint, backend), wide)
     attach_native_stacks(wide)

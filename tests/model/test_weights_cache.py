@@ -208,9 +208,13 @@ class TestWhatChanges:
         config = read_checkpoint(checkpoint).config
         ways = [LinearFactory(), LinearFactory(torch.bfloat16)]
         ways += [native_linears(config, dtype, library()) for dtype in (torch.float32, torch.bfloat16)]
-        ways += [native_linears(config, dtype, library(), quantized=True) for dtype in (torch.float32, torch.bfloat16)]
-        assert [started(folder, checkpoint, way) for way in ways] == ["written"] * 6
-        assert [started(folder, checkpoint, way) for way in ways] == ["mapped"] * 6
+        ways += [
+            native_linears(config, dtype, library(), quantization=quantization)
+            for dtype in (torch.float32, torch.bfloat16)
+            for quantization in ("int8", "int4", "int8-g128")
+        ]
+        assert [started(folder, checkpoint, way) for way in ways] == ["written"] * len(ways)
+        assert [started(folder, checkpoint, way) for way in ways] == ["mapped"] * len(ways)
         with monkeypatch.context() as patch:
             patch.setattr(library(), "_file", "native-of-another-cpu.so")
             assert started(folder, checkpoint, ways[-1]) == "written"

@@ -5,6 +5,7 @@
 #include "barrier.h"
 #include "gemm.h"
 #include "rowwise.h"
+#include "scratch.h"
 
 /* One thread's place among others, and the buffers that they share. All are the caller's scratch memory. */
 typedef struct {
@@ -50,7 +51,9 @@ static Operand prepare_operand(const ThreadContext *t, const Norm *norm, const P
 
 /* Compute output = operand x matrix^T + bias. Ends at a barrier. */
 static void multiply(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, Output output) {
-    gemm(matrix, operand, rows, output, t->thread, t->threads, t->scratch);
+    Scratch own = {.base = t->scratch}; /* where an attention may have laid out other buffers */
+    float *sums = scratch_take(&own, rows * GEMM_SCRATCH * (int64_t)sizeof(float));
+    gemm(matrix, operand, rows, output, t->thread, t->threads, sums);
     wait_for_threads(t);
 }
 
