@@ -27,7 +27,7 @@ from loadtest.bench.gpu.engines import (
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
-from model.api.request import EncodeRequest, SamplingParams
+from model.api.request import EncodeRequest, FinishReason, Pooling, SamplingParams
 from model.api.source import token_source
 
 _DRAWN = replace(GREEDY, temperature=0.6)
@@ -190,11 +190,13 @@ def _encodings(bench: Bench, *, name: str) -> Figures:
 
     def put(texts: int) -> None:
         for number in range(texts):
-            engine.add(EncodeRequest(str(number), name, token_source(ready.prompt(rng, length))))
+            text = token_source(ready.prompt(rng, length))
+            engine.add(EncodeRequest(str(number), name, text, pooling=Pooling.MEAN))
 
     def drain() -> None:
         while engine.has_work:
-            engine.step()
+            if any(output.finish_reason is FinishReason.ERROR for output in engine.step()[0]):
+                raise RuntimeError(f"{name} could not encode a text")
 
     put(64)
     drain()
