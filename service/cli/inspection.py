@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +33,10 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
     console.print(_stacks(checkpoint))
     console.print(_parameters(anatomy))
     console.print(_costs(anatomy, context, memory))
-    console.print(_memory(checkpoint, memory))
+    plans = _plans(checkpoint, memory)
+    console.print(_weights_table(plans))
+    if checkpoint.config.can_generate:
+        console.print(_kv_table(plans, memory, checkpoint.config.max_positions))
 
 
 def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
@@ -165,22 +169,33 @@ def _plan(checkpoint: Checkpoint, weights: WeightPlan, dtype: torch.dtype, memor
     )
 
 
-def _memory(checkpoint: Checkpoint, memory: int) -> Table:
-    plans = _plans(checkpoint, memory)
-    table = Table("on a CPU", *plans, title="memory, from the headers of the files", title_justify="left")
+def _columns(title: str, names: Iterable[str]) -> Table:
+    table = Table("on a CPU", *names, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
+    return table
+
+
+def _weights_table(plans: dict[str, _Plan]) -> Table:
+    table = _columns("memory of weights, from the headers of the files", plans)
     first = next(iter(plans.values()))
     for part in sorted(first.weights, key=lambda part: -first.weights[part]):
         table.add_row(part, *(_size(plan.weights[part]) for plan in plans.values()))
     table.add_section()
     table.add_row("all weights", *(_size(sum(plan.weights.values())) for plan in plans.values()))
-    table.add_row("additional during loading", *(_size(plan.buffer) for plan in plans.values()))
-    if first.context is not None:
-        table.add_row(f"longest context in {_size(memory)} of KV", *(f"{plan.context:,}" for plan in plans.values()))
-    if first.whole_context is not None:
-        most = f"KV of one request of {checkpoint.config.max_positions:,} tokens"
-        table.add_row(most, *(_size(plan.whole_context or 0) for plan in plans.values()))
+    table.add_row("during loading", *(_size(plan.buffer) for plan in plans.values()))
+    return table
+
+
+def _kv_table(plans: dict[str, _Plan], memory: int, longest: int | None) -> Table:
+    """A column for each dtype of the network, which alone decides what is kept of a token."""
+    by_size = {plan.kv_per_token: (name, plan) for name, plan in reversed(plans.items())}
+    kinds = dict(sorted(by_size.values(), key=lambda kind: -kind[1].kv_per_token))
+    table = _columns("KV cache", kinds)
+    table.add_row(f"longest context in {_size(memory)} of KV", *(f"{plan.context:,}" for plan in kinds.values()))
+    if longest is not None:
+        sizes = (_size(plan.whole_context or 0) for plan in kinds.values())
+        table.add_row(f"KV of one request of {longest:,} tokens", *sizes)
     return table
 
 

@@ -158,7 +158,8 @@ def test_feed_forward_layers_are_their_formulas(activation: Activation, gated: b
         parameter.normal_()
     parts = (x @ mlp.up.weight.T).split(6, dim=-1)
     inner = FORMULAS[activation](parts[0])
-    torch.testing.assert_close(mlp(x), (inner * parts[1] if gated else inner) @ mlp.down.weight.T)
+    step = StepContext(packed_input([[1, 2, 3]], CPU, causal=True), ReferenceBackend(), None, x.dtype)
+    torch.testing.assert_close(mlp(x, step), (inner * parts[1] if gated else inner) @ mlp.down.weight.T)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
