@@ -103,7 +103,7 @@ def test_the_hollow_model_measures_steps() -> None:
 
 def test_a_run_prints_one_json_line(cache: Path) -> None:
     number_format = "int8" if isinstance(native(), Library) else "float32"
-    chosen = ["--quantization", "int8"] if number_format == "int8" else ["--dtype", "float32"]
+    chosen = ["--quantization", "int4"] if number_format == "int8" else ["--dtype", "float32"]
     command = [sys.executable, "-m", "loadtest", "offline", "--models", "N1", "--quick", "--runs", "1", *chosen]
     done = subprocess.run([*command, "--cache", str(cache)], capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -33,6 +33,7 @@ from loadtest.bench.tables import Row, StepRow, brief, lowest_cosine, row, steps
 from loadtest.errors import UsageError
 from loadtest.runs import flags
 from model.api.engine_config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from model.config.formats import QUANTIZED_LAYERS, NumberKind
 from model.pretrained import embedded_models
 
 OURS = "triptych"
@@ -43,6 +44,14 @@ _WIDTH = 180  # of tables in a file or pipe
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 _NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders"}
+
+
+def _weight_bytes(name: str) -> float:
+    """Return the bytes of a weight of the layers in the number format `name`, with its share of a group's scale."""
+    if name not in QUANTIZED_LAYERS:
+        return _BYTES[name]
+    layers, _ = QUANTIZED_LAYERS[name]
+    return (0.5 if layers.weight is NumberKind.INT4 else 1.0) + (4 / layers.group if layers.group else 0.0)
 
 
 def add_command(commands: Any) -> None:
@@ -151,11 +160,12 @@ class Bench:
 
     def _roofline(self, path: Path, info: dict[str, Any]) -> Roofline:
         weights = info["dtype"]
-        if weights not in self.ceilings:
-            self.ceilings[weights] = Ceilings.measure(weights)
+        rate = "int8" if weights in QUANTIZED_LAYERS else weights  # what integers of any width are multiplied as
+        if rate not in self.ceilings:
+            self.ceilings[rate] = Ceilings.measure(rate)
         kv = "float32" if weights == "float32" else "bfloat16"
         kv_bytes = _BYTES[kv if self.arguments.kv_cache_dtype == "auto" else "int8"]
-        return Roofline.of(path, self.ceilings[weights], _BYTES[weights], kv_bytes)
+        return Roofline.of(path, self.ceilings[rate], _weight_bytes(weights), kv_bytes)
 
     def _take_turns(
         self,
