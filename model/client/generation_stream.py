@@ -116,6 +116,8 @@ class GenerationStream:
             raise self._failure
         outputs, self._ready = self._ready, deque()
         self._unread_bytes = self._held_bytes
+        if self._failure is not None:
+            self._deliver_soon()  # nothing else would call the listener to take the failure
         return outputs
 
     async def aclose(self) -> None:

@@ -74,12 +74,12 @@ class RelayedEngine(AsyncEngine):
 
     def drop(self, name: str) -> None:
         """Take no more requests for a model, which is being unloaded, and end those that it has as cancelled."""
-        self._table.served.pop(name, None)
         for stream in {stream for stream in self._streams.values() if stream.model == name}:
             stream.end(FinishReason.CANCELLED, abort_engine=True)
         for request, _ in list(self._encodes.values()):
             if request.model == name:
                 self.cancel(request.request_id)
+        self._table.served.pop(name, None)  # not before: it counts the requests that end
 
     def receive(
         self, tokens: Sequence[TokenOutput], encoded: Sequence[EncodeOutput], loaded: Sequence[ModelInfo]

@@ -218,6 +218,7 @@ class EventStream(Response):
             await writer.drain()
             self._last_sent, self._begun = time.monotonic(), None
             write()
+            await asyncio.sleep(0)  # the end must not overtake what waits in the batch
 
     async def _send(self, send: Send, message: Message) -> None:
         self._begun = time.monotonic()

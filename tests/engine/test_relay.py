@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,13 +12,14 @@ import msgspec
 import pytest
 
 from model.api.engine_config import EngineConfig
-from model.api.messages import Abort, Commands, Events
+from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request, SamplingParams, TokenOutput
 from model.api.source import token_source
 from model.api.stats import ModelInfo
 from model.client.admission import Admission
 from model.client.counts import SharedTable
 from model.client.relay import Relay, RelayClient, RelayedCommands, RelayedEvents
+from model.client.relayed_engine import RelayedEngine
 from model.errors import QueueFullError
 from tests.engine.front import async_test
 
@@ -253,3 +255,23 @@ def test_counts_and_rates_are_those_of_all_processes(monkeypatch: pytest.MonkeyP
     assert refused.value.retry_after_s == pytest.approx(4 / 2, rel=0.2), "two end in a second"
     table.clear(1)
     second.admit({"x": 1}, sequences={"x": 4})
+
+
+@async_test
+async def test_a_model_that_is_dropped_counts_its_requests_no_longer() -> None:
+    """Its row stays, and counts for the model that is loaded next under its name."""
+    table, ended = SharedTable(2, 1), list[str]()
+    row = table.counts(table.row_of("m"))
+    engine = RelayedEngine(lambda _: None, ended.append, lambda name: table.counts(table.row_of(name)))
+    await engine.start()
+    engine.adopt(ModelSpec("m", "/nowhere", _LIMITS), None, None)
+    engine.ready()
+    stream = engine.submit([Request("a", "m", (1, 2), SamplingParams())])
+    encoded = asyncio.create_task(engine.encode([EncodeRequest("v", "m", token_source((1,)))]))
+    await asyncio.sleep(0)
+    assert (row.sequences, row.waiting_tokens) == (2, 3)
+    engine.drop("m")
+    assert [output.finish_reason async for output in stream] == [FinishReason.CANCELLED]
+    assert [output.finish_reason for output in await encoded] == [FinishReason.CANCELLED]
+    assert (row.sequences, row.waiting_tokens, sorted(ended)) == (0, 0, ["a", "v"])
+    await engine.close()

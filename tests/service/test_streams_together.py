@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class ScriptedTransport:
         self.asked: list[Request] = []
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
-        self.send_events = on_events
+        self.send_events, self.lose = on_events, on_lost
 
     def send(self, commands: Commands) -> None:
         self.asked += commands.generate
@@ -68,14 +67,17 @@ class Reader:
 
     def __init__(self, stream: GenerationStream, writes: WriteBatch, order: list[str]) -> None:
         self.taken: list[TokenOutput] = []
+        self.failed = False
         self.written = 0
         self._stream, self._writes, self._order = stream, writes, order
         stream.listen(self._read)
 
     def _read(self) -> None:
         self._order.append("read")
-        with suppress(EngineDeadError):  # when the test ends
+        try:
             self.taken += self._stream.take()
+        except EngineDeadError:
+            self.failed = True
         self._writes.add(self._write, b"event")
 
     def _write(self, data: bytes) -> None:
@@ -158,6 +160,63 @@ def test_a_reader_that_takes_nothing_is_bounded() -> None:
         [whole] = stream.take()
         assert (len(whole.token_ids), whole.finish_reason) == (tokens, FinishReason.CANCELLED)
         await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_lost_engine_is_told_after_the_outputs_that_came_with_the_loss() -> None:
+    async def run() -> None:
+        engine, transport, readers, _ = await _opened(0.0)
+        transport.send_events(frame(70))
+        transport.lose("it ended")
+        await _settle()
+        assert all([one.token_ids for one in reader.taken] == [[70]] for reader in readers)
+        assert all(reader.failed for reader in readers)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_stream_overtakes_nothing() -> None:
+    """What was given to the batch just when the client read again is written before the end, which is not batched."""
+
+    class Paused:
+        """An end of a stream, its reader and its connection, as `EventStream` uses them."""
+
+        paused = True
+
+        def __init__(self) -> None:
+            self.pieces = [(b"first", True), (b"end", False)]
+            self.written: list[bytes] = []
+            self.resumed = asyncio.Event()
+            self.write = self.written.append
+
+        def listen(self, listener: Callable[[], None]) -> None:
+            self.call = listener
+
+        def take(self, stream: object) -> tuple[bytes, bool]:
+            return self.pieces.pop(0)
+
+        async def drain(self) -> None:
+            await self.resumed.wait()
+
+    async def run() -> None:
+        fake: Any = Paused()
+        response = sse.EventStream(fake, fake, fake, WriteBatch())
+
+        async def send() -> None:
+            await response._write_in_callbacks(fake, fake)
+            fake.written.append(response._end)
+
+        task = asyncio.create_task(send())
+        await asyncio.sleep(0)
+        fake.call()
+        await _settle()
+        fake.paused = False
+        asyncio.get_running_loop().call_soon(fake.call)
+        fake.resumed.set()
+        await task
+        assert fake.written == [b"first", b"end"]
 
     asyncio.run(run())
 
