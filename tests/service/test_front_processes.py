@@ -6,21 +6,33 @@ What one front process does, `test_runtimes` asks of several too.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import uvloop
 
+from model.api.stats import Health
+from model.client.async_engine import AsyncEngine
+from model.client.counts import SharedTable
+from model.client.relay import Relay
 from model.errors import ConfigError
+from service.app import create_app
+from service.runtimes.fronts import hub as hub_module
+from service.runtimes.fronts import messages as m
+from service.runtimes.fronts.hub import Hub
 from service.runtimes.fronts.link import Link
 from service.runtimes.fronts.messages import Stop, ToWorker
+from service.runtimes.fronts.mirror import MirroredRegistry
+from service.runtimes.fronts.worker import HubClient, Worker
 from service.settings.resolve import resolve_config
 from tests.service.asking import LONG, PROMPT, generate, metric, post, read_all
 from tests.service.processes import ServiceProcess, eventually, running
@@ -217,3 +229,109 @@ def test_a_message_to_a_process_that_has_gone_is_lost() -> None:
         link.send(Stop())
 
     uvloop.run(send_late())
+
+
+# -- parts, without processes
+
+_CONFIG = resolve_config({"a": {"path": "/a"}}, {"front_processes": 2, "runtime": "local"})
+
+
+def make_hub() -> Hub:
+    """A hub without models; no process is started."""
+    table = SharedTable(3, 0)
+    registry = MirroredRegistry((), {}, table.row_of, pickle=False)
+    app = create_app(AsyncEngine([], lambda: pytest.fail("an engine is started"), {}), registry, _CONFIG.settings)
+    return Hub(_CONFIG, app, registry, Relay(), table)
+
+
+async def make_worker(link: socket.socket, connections: socket.socket) -> Worker:
+    hello = m.Hello(_CONFIG, 1, 3, b"secret")
+    return Worker(hello, await Link.over(link, ToWorker), connections, SharedTable(3, 0).descriptor)
+
+
+async def until(what: Any) -> None:
+    async with asyncio.timeout(5):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+def test_a_worker_serves_again_after_a_loss_of_the_engine_that_a_change_of_models_meets() -> None:
+    async def run() -> None:
+        own, other = socket.socketpair()
+        worker = await make_worker(own, socket.socket())
+        works = [asyncio.create_task(work) for work in (worker._follower.run(), worker._announce())]
+        worker._receive(m.AllSent())
+        worker._receive(m.EngineHealth(Health(live=True, ready=True)))
+        worker._receive(m.EngineReady(1))
+        await until(lambda: worker._engine.health().ready)
+        worker._receive(m.EngineLost("it ended"))
+        assert not worker._engine.health().ready
+        worker._receive(m.Available("b", None, "/nowhere", pickle=False))
+        worker._receive(m.EngineReady(2))  # while the folder is being read
+        await until(worker._follower.applied.is_set)
+        assert worker._engine.health().ready
+        for work in works:
+            work.cancel()
+        other.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_a_worker_has_no_descriptor_for_is_not_counted_as_open() -> None:
+    async def run() -> None:
+        own, other = socket.socketpair()
+        connections, hub = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        worker = await make_worker(own, connections)
+        hub.send(b"c")  # as it comes where the system has dropped the descriptor
+        worker._take_connections(None)  # type: ignore[arg-type]  # there is nothing to serve
+        assert worker._accepted == 1
+        for one in (other, hub):
+            one.close()
+
+    asyncio.run(run())
+
+
+def test_a_question_that_is_given_up_as_its_refusal_comes_stays_given_up() -> None:
+    async def run() -> None:
+        sent: list[Any] = []
+        hub = HubClient(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+        asking = asyncio.create_task(hub.ask(m.HoldModel(0, "r", "gone", "generate", 0.0)))
+        await asyncio.sleep(0)
+        fields = {"status": 404, "message": "gone", "type": "not_found_error", "code": "model_not_found"}
+        hub.answer(m.Failed(sent[0].ask, fields))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_or_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        hub, tries = make_hub(), list[int]()
+
+        def refused(number: int, counts: int) -> None:
+            tries.append(number)
+            hub._ending = len(tries) == 3
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(hub_module, "Front", refused)
+        monkeypatch.setattr(hub_module, "_PAUSES", (0.0,))
+        await hub._keep(1)
+        assert (hub.failed.result(), tries) == ("front process 1 ended before it began: Too many open files", [1])
+        hub._was_ready = True
+        await hub._keep(2)
+        assert tries == [1, 2, 2]
+
+    asyncio.run(run())
+
+
+def test_a_cancellation_does_not_wait_for_a_process_that_starts() -> None:
+    async def run() -> None:
+        hub = make_hub()
+        starting: Any = SimpleNamespace(listening=False, gone=asyncio.Event(), send=lambda message: None)
+        hub.fronts.append(starting)
+        async with asyncio.timeout(1):
+            assert await hub._cancel("of-nobody") == 0
+
+    asyncio.run(run())

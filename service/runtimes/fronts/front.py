@@ -30,7 +30,7 @@ class Front:
     def __init__(self, number: int, counts: int) -> None:
         """Start the process; `counts` is the descriptor of the shared counts."""
         self.number = number
-        self.began = self.seen = time.monotonic()
+        self.seen = time.monotonic()
         own, other = socket.socketpair()
         self._connections, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connections.setblocking(False)

@@ -120,15 +120,18 @@ class Hub:
         """Run one worker after another under a number, until the hub ends."""
         limit, faults = FaultLimit(_MAX_FAULTS, _FAULT_SECONDS), 0
         while not self._ending:
-            front = Front(number, self._table.descriptor)
-            how = await self._run(front)
+            began = time.monotonic()
+            try:
+                how = await self._run(Front(number, self._table.descriptor))
+            except OSError as error:  # no descriptors or memory for a process
+                how = f"before it began: {error.strerror}"
             if self._ending:
                 return
             logger.error("front process %d ended %s", number, how)
             if not self._was_ready:
                 self._fail(f"front process {number} ended {how}")
                 return
-            faults = 0 if time.monotonic() - front.began > 60.0 else faults + 1
+            faults = 0 if time.monotonic() - began > 60.0 else faults + 1
             pause = _PAUSES[min(faults, len(_PAUSES) - 1)]
             if limit.record_fault():
                 pause = _FAULT_SECONDS
@@ -151,6 +154,8 @@ class Hub:
             for change in self._registry.changes():
                 front.send(change)
             front.send(m.AllSent())
+            if self._ending:  # a drain could not tell it before
+                front.send(m.Drain())
             assert front.link is not None
             async for message in front.link.receive():
                 self._receive(front, message)
@@ -323,7 +328,8 @@ class Hub:
     async def _cancel(self, request_id: str) -> int:
         """Cancel a request in all workers and return how many ended; raises `TimeoutError`."""
         async with asyncio.timeout(_CANCEL_SECONDS):
-            return sum(await asyncio.gather(*(self._cancel_in(front, request_id) for front in self.fronts)))
+            listening = [front for front in self.fronts if front.listening]  # others have no requests
+            return sum(await asyncio.gather(*(self._cancel_in(front, request_id) for front in listening)))
 
     async def _cancel_in(self, front: Front, request_id: str) -> int:
         number, answered = self._asked.begin()

@@ -88,7 +88,8 @@ class HubClient:
         except asyncio.CancelledError:
             self._asked.give_up(message.ask)
             self._link.send(m.GiveUp(message.ask))
-            if answer.done() and not answer.cancelled() and isinstance(answer.result(), m.Held):
+            answered = answer.done() and not answer.cancelled() and answer.exception() is None
+            if answered and isinstance(answer.result(), m.Held):
                 self.held(answer.result().adoption, -1)
             raise
 
@@ -180,6 +181,7 @@ class Worker:
         self._service.holder = HubModels(self._hub, self._follower, registry)
         forward_routes(self._app, self._forward)
         self._engine_ready = asyncio.Event()
+        self._serves = False  # until the models of the start have been read and the engine was ready
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -223,7 +225,7 @@ class Worker:
             case m.EngineReady():
                 self._hub.epoch = message.epoch
                 self._engine_ready.set()
-                if self._follower.applied.is_set():
+                if self._serves:
                     self._engine.ready()
             case m.EngineLost():
                 self._engine_ready.clear()
@@ -240,7 +242,9 @@ class Worker:
     async def _announce(self) -> None:
         """Be ready once the models of the start have been read."""
         await self._follower.applied.wait()
-        await self._engine_ready.wait()
+        while not self._engine_ready.is_set():  # it may be lost before this runs
+            await self._engine_ready.wait()
+        self._serves = True
         self._engine.ready()
         tune_garbage_collector()
         self._hub.send(m.Serving())
@@ -275,8 +279,8 @@ class Worker:
         if not data:  # the hub has gone, as the link tells too
             asyncio.get_running_loop().remove_reader(self._connections.fileno())
             return
+        self._accepted += 1  # also one that is lost because there is no descriptor for it: the hub counts it
         for descriptor in descriptors:
-            self._accepted += 1
             connection = socket.socket(fileno=descriptor)
             connection.setblocking(False)
             self._start(self._serve_connection(server, connection))
