@@ -129,6 +129,8 @@ class RelayedEngine(AsyncEngine):
 
     def release(self, request_id: str) -> None:
         super().release(request_id)
+        if self._pending.generate or self._pending.encode:
+            self._flush()  # the relay would keep a request that it is told of after its end
         self._ended(request_id)
 
     def _hang_reason(self) -> str:

@@ -275,3 +275,22 @@ async def test_a_model_that_is_dropped_counts_its_requests_no_longer() -> None:
     assert [output.finish_reason for output in await encoded] == [FinishReason.CANCELLED]
     assert (row.sequences, row.waiting_tokens, sorted(ended)) == (0, 0, ["a", "v"])
     await engine.close()
+
+
+@async_test
+async def test_the_end_of_a_request_is_told_after_the_request() -> None:
+    told: list[object] = []
+    table = SharedTable(2, 1)
+    engine = RelayedEngine(
+        lambda commands: told.extend(("sent", one.request_id) for one in commands.generate),
+        lambda request_id: told.append(("ended", request_id)),
+        lambda name: table.counts(table.row_of(name)),
+    )
+    await engine.start()
+    engine.adopt(ModelSpec("m", "/nowhere", _LIMITS), None, None)
+    engine.ready()
+    stream = engine.submit([Request("a", "m", (1, 2), SamplingParams())])
+    await stream.aclose()
+    await asyncio.sleep(0)
+    assert told == [("sent", "a"), ("ended", "a")]
+    await engine.close()
