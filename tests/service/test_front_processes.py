@@ -28,6 +28,7 @@ from model.errors import ConfigError
 from service.app import create_app
 from service.runtimes.fronts import hub as hub_module
 from service.runtimes.fronts import messages as m
+from service.runtimes.fronts.connections import ConnectionGiver
 from service.runtimes.fronts.hub import Hub
 from service.runtimes.fronts.link import Link
 from service.runtimes.fronts.messages import Stop, ToWorker
@@ -326,12 +327,30 @@ def test_a_process_that_cannot_be_started_is_tried_again_or_ends_the_start(monke
     asyncio.run(run())
 
 
-def test_a_cancellation_does_not_wait_for_a_process_that_starts() -> None:
+def test_nothing_waits_for_a_process_that_starts() -> None:
     async def run() -> None:
-        hub = make_hub()
-        starting: Any = SimpleNamespace(listening=False, gone=asyncio.Event(), send=lambda message: None)
+        hub, told = make_hub(), list[Any]()
+        never = asyncio.Event()
+        starting: Any = SimpleNamespace(listening=False, drained=never, gone=never, send=told.append)
         hub.fronts.append(starting)
         async with asyncio.timeout(1):
             assert await hub._cancel("of-nobody") == 0
+            await hub.drain()
+        assert told == [m.Drain()], "it refuses requests once it serves"
 
     asyncio.run(run())
+
+
+def test_connections_without_a_descriptor_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    def refused() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def run() -> None:
+        giver = ConnectionGiver(lambda: ())
+        giver._listener = SimpleNamespace(accept=refused)  # type: ignore[assignment]
+        for _ in range(3):
+            giver._accept()
+
+    asyncio.run(run())
+    lines = [record.message for record in caplog.records if record.name == "triptych.front"]
+    assert lines == ["a connection could not be accepted: Too many open files"]

@@ -11,6 +11,7 @@ from service.runtimes.fronts.front import Front
 
 _ACCEPTED = 64  # connections in one turn of the event loop
 _PAUSE_SECONDS = 0.02  # where no worker can take one, or there is no descriptor for it
+_LOG_SECONDS = 1.0  # between lines that say so: it is tried again after each pause
 
 logger = logging.getLogger("triptych.front")
 
@@ -24,6 +25,7 @@ class ConnectionGiver:
         self._reading = False
         self._turn = 0
         self._untaken: socket.socket | None = None
+        self._logged = -_LOG_SECONDS  # when a failure was
 
     def start(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -56,7 +58,7 @@ class ConnectionGiver:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.error("a connection could not be accepted: %s", error.strerror)
+                self._log(error)
                 break
             self._untaken = None
             if not self._give(connection):
@@ -67,6 +69,12 @@ class ConnectionGiver:
             return
         self._pause()
         asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self.resume)
+
+    def _log(self, error: OSError) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._logged + _LOG_SECONDS:
+            self._logged = now
+            logger.error("a connection could not be accepted: %s", error.strerror)
 
     def _give(self, connection: socket.socket) -> bool:
         """Give a connection to the worker with the fewest; among equals to each in turn."""

@@ -111,7 +111,7 @@ class Hub:
         self._service.begin_drain()
         for front in self.fronts:
             front.send(m.Drain())
-        for front in list(self.fronts):
+        for front in [front for front in self.fronts if front.listening]:  # others have no requests
             await _first(front.drained, front.gone)
 
     # -- processes
