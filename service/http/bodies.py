@@ -75,14 +75,14 @@ def with_model_of_query(request: Request, body: B) -> B:
 
 async def _raw_body(request: Request) -> bytes:
     _check_content_type(request)
-    raw = await _received(request.receive)
+    raw = await whole_body(request.receive)
     if not raw or raw.isspace():
         raise invalid("the body is empty; expected a JSON object", code="invalid_json")
     return raw
 
 
-async def _received(receive: Receive) -> bytes:
-    """Return the whole body."""
+async def whole_body(receive: Receive) -> bytes:
+    """Return all bytes of a body; raises `ApiError` 499 if the client disconnects."""
     pieces: list[bytes] = []
     while True:
         message = await receive()

@@ -292,6 +292,26 @@ def test_a_connection_that_a_worker_has_no_descriptor_for_is_not_counted_as_open
     asyncio.run(run())
 
 
+def test_a_client_that_leaves_while_it_sends_a_body_for_the_hub_is_no_fault() -> None:
+    async def run() -> None:
+        own, other = socket.socketpair()
+        worker = await make_worker(own, socket.socket())
+        replies: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            replies.append(message)
+
+        head = {"type": "http", "method": "POST", "path": "/models/load", "headers": [], "query_string": b""}
+        await worker._app(head, receive, send)
+        assert replies[0]["status"] == 499
+        other.close()
+
+    asyncio.run(run())
+
+
 def test_a_question_that_is_given_up_as_its_refusal_comes_stays_given_up() -> None:
     async def run() -> None:
         sent: list[Any] = []

@@ -18,7 +18,7 @@ from starlette.types import Message
 from service.app import Application
 from service.core import errors
 from service.core.request_context import RequestContext, set_current
-from service.http.bodies import context_of_request
+from service.http.bodies import context_of_request, whole_body
 from service.runtimes.fronts.messages import HttpReply, HttpRequest
 
 _PATHS = frozenset(
@@ -48,7 +48,7 @@ def forward_routes(app: Application, ask: Ask) -> None:
             path=request.scope["path"],
             query=request.scope["query_string"],
             headers=list(request.scope["headers"]),
-            body=await request.body(),
+            body=await whole_body(request.receive),
         )
         reply = await ask(made)
         response = Response(reply.body, reply.status)
