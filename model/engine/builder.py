@@ -273,7 +273,9 @@ def _rank_processes(model: Transformer) -> RankProcesses | None:
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
     """Refuse what only the native kernels can do where they are not, or do not compute the model."""
     if engine.quantization == "fp8" and selection.library is not None:
-        raise ConfigError("quantization fp8 is for GPUs of compute capability 8.9 and later; a CPU serves int8")
+        raise ConfigError(
+            "quantization fp8 is for GPUs of compute capability 8.9 and later; a CPU serves int8 and int4"
+        )
     if selection.library is not None:
         reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items()}
         left = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -287,6 +289,8 @@ def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selectio
             raise ConfigError(
                 f"batch_invariant: the native kernels do not compute {config.model_type}: {'; '.join(left.values())}"
             )
+        if config.adapters is not None and engine.batch_invariant:
+            raise ConfigError(f"batch_invariant: the native kernels do not compute the adapters of {config.model_type}")
         return
     if engine.quantization not in ("none", "fp8"):
         raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")

@@ -231,10 +231,10 @@ class EncodeEngine:
 
     @torch.inference_mode()
     def _encode(self, batch: Sequence[EncodeRequest]) -> list[EncodeResult]:
-        if 0 < sum(request.unread > 0 for request in batch) < len(batch):  # others are computed as if they were alone
-            expanded = self._encode([request for request in batch if request.unread])
-            plain = self._encode([request for request in batch if not request.unread])
-            return [(expanded if request.unread else plain).pop(0) for request in batch]
+        paths = dict.fromkeys(map(_path, batch))
+        if len(paths) > 1:
+            of_path = {path: self._encode([one for one in batch if _path(one) == path]) for path in paths}
+            return [of_path[_path(request)].pop(0) for request in batch]
         causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
         # Longest first, which balances the load of the threads.
@@ -340,6 +340,11 @@ class EncodeEngine:
             scores = self.model.classify(hidden).float()
             return scores if self.model.config.classifies_tokens else scores[0]
         return self._head(request, hidden.float())
+
+
+def _path(request: EncodeRequest) -> tuple[bool, bool]:
+    """Return what decides how layers are computed: inputs that differ in it are computed as if they were alone."""
+    return request.unread > 0, request.adapter is not None
 
 
 def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:

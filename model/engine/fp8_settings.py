@@ -17,7 +17,8 @@ def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.dev
         return None if missing is not None else ()
     if missing is not None:
         raise ConfigError(
-            f"quantization fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; a CPU serves int8"
+            f"quantization fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; "
+            "a CPU serves int8 and int4"
         )
     return tuple(f"{stack}.layers.*" for stack in config.stacks)
 

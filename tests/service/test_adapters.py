@@ -127,6 +127,19 @@ def test_inputs_of_different_tasks_share_a_batch(reference: Reference, budget: S
     assert plain == chosen.count(None)
 
 
+def test_an_input_without_an_adapter_does_not_depend_on_others(reference: Reference) -> None:
+    """Its layers run in C, as those of a batch without adapters do."""
+    encode = load(ModelSpec("jina", str(reference.folder), EngineConfig(device="cpu", dtype="bfloat16"))).encode
+    found = []
+    for others in ([], [0, 4], [None, 2]):
+        for at, which in enumerate([None, *others]):
+            source = token_source(prompt(9 + at, at))
+            encode.add(EncodeRequest(f"r{at}", "jina", source, EncodeTask.TOKENS, adapter=which))
+        outputs, _ = encode.step()
+        found.append(next(output.data for output in outputs if output.request_id == "r0"))
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 @pytest.fixture(scope="module")
 def client(reference: Reference) -> Iterator[Client]:
     app = encode_app("bert", jina=reference.folder)
@@ -208,8 +221,14 @@ def test_a_missing_matrix_is_named(tmp_path: Path) -> None:
         load(ModelSpec("jina", str(folder), ENGINE))
 
 
-def test_several_ranks_are_refused(reference: Reference) -> None:
-    spec = ModelSpec("jina", str(reference.folder), EngineConfig(device="cpu", dtype="float32", tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match="a model with adapters runs on one rank"):
-        load(spec)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(tensor_parallel_size=2), "a model with adapters runs on one rank"),
+        (dict(batch_invariant=True), "batch_invariant: the native kernels do not compute the adapters"),
+    ],
+)
+def test_what_adapters_cannot_be_had_with(reference: Reference, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(ModelSpec("jina", str(reference.folder), EngineConfig(device="cpu", dtype="float32", **settings)))
     assert read_checkpoint(reference.folder).config.model_type == "jina_embeddings_v3"
