@@ -76,12 +76,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         if not stored_as:
             raise ConfigError(f"quantization_config says {storage.name}, but no projection has a {storage.scale}")
         config = replace(config, stored_as=stored_as)
-    hidden_size = next(iter(config.stacks.values())).hidden_size
-    sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
-    if config.adapters is not None:
-        sentences = replace(sentences, adapters=config.adapters.names)
-    if sentences.late is None and FAMILIES[config.model_type].drops("linear.weight"):
-        sentences = replace(sentences, late=read_colbert(path, files, hidden_size))
+    sentences = _sentences(path, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
         config = token_classifier(config, sentences.score_tokens)
     if sentences.pooling:
@@ -102,6 +97,20 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
         not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
     )
+
+
+def _sentences(
+    path: Path, raw: dict[str, Any], config: ModelConfig, files: Iterable[Path], *, pickle: bool
+) -> SentenceSettings:
+    """Return what the folder says of its vectors, completed by its network."""
+    hidden_size = next(iter(config.stacks.values())).hidden_size
+    sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
+    late = sentences.late
+    if late is None and FAMILIES[config.model_type].drops("linear.weight"):
+        late = read_colbert(path, files, hidden_size)
+    late = None if late is None else late.within(config.max_positions)
+    adapters = () if config.adapters is None else config.adapters.names
+    return replace(sentences, adapters=adapters, late=late)
 
 
 def tensor_names(files: Iterable[Path]) -> frozenset[str]:

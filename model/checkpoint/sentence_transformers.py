@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ _ACTIVATIONS = {
     "SiLU": Activation.SILU,
 }
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_LONGEST = 65_536  # tokens of a query, which are filled up, or of a document
 _UNBOUNDED = 10**9  # tokenizers without a length have larger ones
 
 
@@ -80,6 +81,25 @@ class LateInteraction:
     attends: bool = False  # the other tokens read those mask tokens
     skipped_words: tuple[str, ...] = ()  # tokens of documents that get no vector
     skips_first: bool = False  # nor does the first token
+
+    def __post_init__(self) -> None:
+        for name, length in (("query", self.query_length), ("document", self.document_length)):
+            if length is not None and (type(length) is not int or not 4 <= length <= _LONGEST):
+                raise ConfigError(f"the length of a {name} must be 4 to {_LONGEST} tokens, found {length!r}")
+        texts = (self.query_prefix, self.document_prefix, *self.skipped_words)
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError("prefixes and skipped words of late interaction must be texts")
+
+    def within(self, longest: int | None) -> LateInteraction:
+        """Return the settings for a network of so many positions, None: any number; longer documents are truncated.
+
+        Raises `ConfigError` where queries are filled up to more.
+        """
+        if longest is None or self.query_length is None or self.document_length is None:
+            return self
+        if self.query_length > longest:
+            raise ConfigError(f"queries have {self.query_length} tokens, more than the {longest} that the model takes")
+        return replace(self, document_length=min(self.document_length, longest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +320,8 @@ def _late(
     words = names.get("skiplist_words")
     return LateInteraction(
         dense,
-        query_prefix=names.get("query_prefix", "[Q] "),
-        document_prefix=names.get("document_prefix", "[D] "),
+        query_prefix=names.get("query_prefix", "[Q] ") or "",
+        document_prefix=names.get("document_prefix", "[D] ") or "",
         query_length=names.get("query_length") or 32,
         document_length=names.get("document_length") or 180,
         expands=names.get("do_query_expansion", True),

@@ -37,6 +37,7 @@ _WHOLE = {"group_size": None, "block_structure": None}
 _PER_ROW = {**_8_BITS, **_WHOLE, "type": "int", "strategy": "channel", "dynamic": False}
 _PER_TOKEN = {**_8_BITS, **_WHOLE, "type": "int", "strategy": "token", "dynamic": True}
 _FP8_CACHE = {**_8_BITS, **_WHOLE, "type": "float", "strategy": "tensor", "dynamic": False}
+_LARGEST_BLOCK = 1024  # published ones have 128
 _PASSED_OVER = (
     "*.input_scale",
     "*.output_scale",
@@ -147,8 +148,10 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], Collection[str]], Storage]] = {
 
 
 def _block(where: str, found: Any) -> tuple[int, int]:
-    if not isinstance(found, list) or len(found) != 2 or not all(type(size) is int and size > 0 for size in found):
-        raise ConfigError(f"{where} must be two positive numbers, found {found!r}")
+    """Return how many outputs and inputs share a scale, which memory is taken for while weights are read."""
+    whole = isinstance(found, list) and len(found) == 2 and all(type(size) is int for size in found)
+    if not whole or not all(0 < size <= _LARGEST_BLOCK for size in found):
+        raise ConfigError(f"{where} must be two numbers from 1 to {_LARGEST_BLOCK}, found {found!r}")
     return found[0], found[1]
 
 

@@ -24,6 +24,7 @@ class StoredScales:
         self._shape = (spec.num_outputs, storage.scales_of(spec.inputs))
         self._inputs = storage.block[1]  # of a scale; 0: all
         self._device = device
+        self._rows_left = spec.num_outputs  # to be multiplied
         self.values: Tensor | None = None
 
     def tensors(self) -> Mapping[str, TensorShape]:
@@ -39,9 +40,15 @@ class StoredScales:
         self.values[into] = values.to(self.values.device, torch.float32)
 
     def multiplied(self, into: Index, numbers: Tensor) -> Tensor:
-        """Numbers of rows `into`, `[count, inputs]`, times their scales, as float32."""
+        """Numbers of rows `into`, `[count, inputs]`, times their scales, as float32; each row once.
+
+        Behind the last row the scales are dropped: those of all matrices at once would take memory of their own.
+        """
         assert self.values is not None, f"{self.name} comes before the weight"
         scales, rows = self.values[into[0]], numbers.to(self._device).float()
+        self._rows_left -= len(rows)
+        if self._rows_left == 0:
+            self.values = None
         if not self._inputs:
             return rows * scales
         return rows * scales.repeat_interleave(self._inputs, dim=1)[:, : rows.shape[1]]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.api.engine_config import EngineConfig
@@ -255,6 +255,29 @@ def test_what_is_not_served_is_named(change: dict[str, Any], message: str, plain
     modules = change.pop("modules", ["Dense"] if "dense" in change else [])
     with pytest.raises(ConfigError, match=message):
         read_checkpoint(sentence_folder(plain, tmp_path / "s", pooling, *modules, **change))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"query_maxlen": 10**9}, "the length of a query must be 4 to 65536 tokens, found 1000000000"),
+        ({"query_maxlen": 65}, "queries have 65 tokens, more than the 64 that the model takes"),
+        ({"query_maxlen": "32"}, "the length of a query must be .* found '32'"),
+        ({"doc_maxlen": 0}, "the length of a document must be .* found 0"),
+        ({"query_token_id": 5}, "prefixes and skipped words of late interaction must be texts"),
+    ],
+)
+def test_settings_of_late_interaction_are_bounded(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Queries are filled up to their length: a folder could ask for any memory, or for positions that are not there."""
+    folder = copied("bert", tmp_path)
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"linear.weight": torch.randn(7, 32)}, folder / "model.safetensors")
+    (folder / "artifact.metadata").write_text(json.dumps(metadata))
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(folder)
+    (folder / "artifact.metadata").write_text(json.dumps({"doc_maxlen": 300}))
+    late = read_checkpoint(folder).sentences.late
+    assert late is not None and (late.query_length, late.document_length) == (32, 64)
 
 
 def test_a_pickled_projection_is_refused_where_none_is_to_be_read(plain: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.stored_formats import storage_of
+from model.checkpoint.stored_formats import fp8_storage, storage_of
 from model.config.formats import INT8_ROWS
 from model.engine.builder import load
 from model.engine.memory_plan import plan_weights
@@ -27,6 +27,7 @@ from model.errors import CheckpointError, ConfigError
 from model.linear.base import LinearSpec, Part, linears
 from model.linear.factory import LinearFactory
 from model.linear.native import Int8RowsLinear, NativeLinear
+from model.linear.scales import StoredScales
 from model.native.library import Kind
 from model.network.native_stack import native_linears
 from model.network.weights import load_model
@@ -291,7 +292,9 @@ def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_pat
     ("settings", "message"),
     [
         ({**FP8["deepseek"][0], "fmt": "e5m2"}, r"fmt: 'e5m2' is not served, only 'e4m3'"),
-        ({**FP8["deepseek"][0], "weight_block_size": [128]}, r"weight_block_size must be two positive numbers"),
+        ({**FP8["deepseek"][0], "weight_block_size": [128]}, r"weight_block_size must be two numbers from 1 to 1024"),
+        ({**FP8["deepseek"][0], "weight_block_size": [10**9, 128]}, r"weight_block_size must be two numbers"),
+        (float_quantised("block", DYNAMIC, block_structure=[128, 10**9]), r"block_structure must be two numbers"),
         ({**FP8["fbgemm"][0], "mystery": 1}, r"quantization_config has unknown settings: mystery"),
         (float_quantised("group", DYNAMIC), r"weights\.strategy: 'group' is not served, only 'tensor' or"),
         (float_quantised("channel", {**DYNAMIC, "num_bits": 4}), r"input_activations\.num_bits: 4 is not served"),
@@ -301,6 +304,15 @@ def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_pat
 def test_other_fp8_is_refused_by_the_setting_that_differs(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         storage_of(settings)
+
+
+def test_scales_are_dropped_behind_the_last_row() -> None:
+    scales = StoredScales(LinearSpec("p", 8, (Part(2), Part(1))), fp8_storage((2, 4)), torch.device("cpu"))
+    scales.fill((slice(0, 3),), torch.tensor([[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]))
+    assert scales.multiplied((slice(2, 3),), torch.ones(1, 8)).tolist() == [[3.0] * 4 + [4.0] * 4]
+    assert scales.values is not None
+    assert scales.multiplied((slice(0, 2),), torch.ones(2, 8)).tolist() == [[1.0] * 4 + [2.0] * 4] * 2
+    assert scales.values is None
 
 
 @torch.inference_mode()
