@@ -143,6 +143,8 @@ class LLM:
         if task is not None and task not in sentences.tasks:
             raise ConfigError(f"no task {task!r}; the model has {', '.join(sentences.tasks) or 'none'}")
         prompt, adapter = sentences.prompt(prompt_name, task), sentences.adapter(task)
+        if task is not None and adapter is None and prompt_name not in (None, task):
+            raise ConfigError(f"task and prompt_name contradict each other: {task!r} is a prompt too")
         texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in inputs]
         skipped = sentences.unpooled_tokens(self.tokenizer, prompt) if self.tokenizer is not None else 0
         requests = [

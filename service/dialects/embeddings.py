@@ -74,6 +74,8 @@ def _normalize(body: EmbeddingBody) -> bool | None:
 
 def _side(body: EmbeddingBody) -> str | None:
     cut = body.truncate if body.truncate is not None else body.truncate_prompt_tokens is not None
+    if not cut and body.truncate_prompt_tokens is not None:
+        raise invalid("truncate and truncate_prompt_tokens contradict each other", "truncate_prompt_tokens")
     if body.truncation_side is not None and not cut:
         raise invalid("truncation_side needs truncate: true", "truncation_side")
     return (body.truncation_side or "right") if cut else None

@@ -56,6 +56,9 @@ def check_encode(body: EncodeBody, limits: Limits) -> None:
     if count > limits.max_encode_inputs:
         message = f"input has {count} entries, more than {limits.max_encode_inputs}"
         raise too_large(message, "input", "too_many_inputs")
+    if body.chunks is not None and len(body.chunks) > limits.max_encode_inputs:
+        message = f"chunks has {len(body.chunks)} entries, more than {limits.max_encode_inputs}"
+        raise too_large(message, "chunks", "too_many_inputs")
     check_timeout(body.timeout_s, limits)
 
 

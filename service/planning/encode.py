@@ -267,8 +267,14 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
     if name is not None and name not in sentences.prompts:
         known = ", ".join(sorted(sentences.prompts)) or "none"
         raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
-    if name is not None and any(one.pair is not None or one.ids for one in inputs):
+    single = not any(one.pair is not None or one.ids for one in inputs)
+    if name is not None and not single:
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
+    if body.task is not None and sentences.adapter(body.task) is None:  # it is a prompt, and nothing else
+        if not single:
+            raise invalid("task: only vectors of single texts have prompts", "task")
+        if name not in (None, body.task):
+            raise invalid(f"task and prompt_name contradict each other: {body.task!r} is a prompt too", "task")
     prompt = sentences.prompt(name, body.task)
     if prompt and body.truncate == "left" and not any(one.ids for one in inputs):
         raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")

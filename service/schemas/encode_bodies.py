@@ -86,7 +86,8 @@ class EncodeBody(Body):
         None,
         min_length=1,
         description="embedding of one text: return a vector for each of these parts, `[first character, character "
-        "behind the last]`, pooled from tokens that have read the whole text (late chunking), as `embeddings`.",
+        "behind the last]`, pooled from tokens that have read the whole text (late chunking), as `embeddings`. At most "
+        "as many as inputs (`max_encode_inputs`).",
         examples=[[[0, 120], [120, 260]]],
     )
     split: Literal["pooled", "separate"] | None = Field(

@@ -99,7 +99,11 @@ def config(form: str) -> ModelConfig:
 
 # What the encoder's folder says: a length, and prompts of which one is put in front of texts on request.
 SENTENCES = SentenceSettings(
-    (Pooling.MEAN,), include_prompt=False, max_tokens=10, prompts={"query": "w1 w2 "}, similarity="cosine"
+    (Pooling.MEAN,),
+    include_prompt=False,
+    max_tokens=10,
+    prompts={"query": "w1 w2 ", "title": "w5 "},
+    similarity="cosine",
 )
 
 

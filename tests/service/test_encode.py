@@ -92,6 +92,23 @@ def test_chunks_are_of_the_text_behind_its_prompt(app: App) -> None:
     check_error(reply, 400, "split", "invalid_value")
 
 
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"chunks": [[0, 2]] * 257}, 413, "chunks", "too_many_inputs"),
+        ({"task": "query", "input": [4, 5]}, 400, "task", "invalid_value"),
+        ({"task": "query", "input": [{"text": "w1", "text_pair": "w2"}]}, 400, "task", "invalid_value"),
+        ({"task": "query", "prompt_name": "title"}, 400, "task", "invalid_value"),
+    ],
+)
+def test_what_would_be_ignored_or_has_no_bound_is_refused(
+    app: App, fields: dict[str, Any], status: int, param: str, code: str
+) -> None:
+    """`task` names a prompt here, and no adapter."""
+    check_error(ask(app, "POST", "/encode", json={"input": "w1 w2", **fields}), status, param, code)
+    assert not app.client.encoded
+
+
 def test_vectors_of_tokens(app: App) -> None:
     [item] = encode(app, output="tokens")["data"]
     assert [len(row) for row in item["tokens"]] == [8, 8, 8, 8]

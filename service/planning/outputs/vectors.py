@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,9 @@ def embedding_settings(
         return {}
     assert isinstance(encoded, Located)
     shift = len(sent.text) - len(_only_text(body, sent))  # a prompt stands in front
-    return {"spans": tuple(_tokens_of(encoded, chunk, shift, at) for at, chunk in enumerate(body.chunks))}
+    places = [place for place, of in enumerate(encoded.texts) if of is not None]
+    begins = [encoded.offsets[place][0] for place in places]
+    return {"spans": tuple(_tokens_of(places, begins, chunk, shift, at) for at, chunk in enumerate(body.chunks))}
 
 
 def divided_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
@@ -79,17 +82,17 @@ def _only_text(body: EncodeBody, sent: EncodeInput) -> str:
     return only if isinstance(only, str) else sent.text
 
 
-def _tokens_of(located: Located, chunk: Sequence[int], shift: int, at: int) -> tuple[int, int]:
-    """Return the run of tokens that begin within a chunk; raises a 400 for a chunk without any."""
-    start, end = chunk[0] + shift, chunk[1] + shift
-    tokens = [
-        place
-        for place, (offsets, of) in enumerate(zip(located.offsets, located.texts, strict=True))
-        if of is not None and start <= offsets[0] < end
-    ]
-    if not tokens:
+def _tokens_of(
+    places: Sequence[int], begins: Sequence[int], chunk: Sequence[int], shift: int, at: int
+) -> tuple[int, int]:
+    """Return the run of tokens that begin within a chunk; raises a 400 for a chunk without any.
+
+    `begins` are the characters at which the tokens at `places` begin, in ascending order.
+    """
+    first, last = (bisect_left(begins, place + shift) for place in chunk)
+    if first == last:
         raise invalid(f"chunks[{at}] has no token that begins in it", f"chunks[{at}]")
-    return tokens[0], tokens[-1] + 1
+    return places[first], places[last - 1] + 1
 
 
 def embedding_item(found: Found) -> Json:
