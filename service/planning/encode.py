@@ -9,8 +9,9 @@ output needs and reads is in `service.planning.outputs`.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -106,6 +107,7 @@ class EncodePlanner:
         check_room(self._client, served, len(inputs))
         if served.config.image is not None:
             return await self._plan_images(body, served, output, inputs, request_id, arrival)
+        self._check_count(len(inputs) * len(body.labels or (None,)))
         texts = [
             (owner, one if output.verbatim else _prepared(one, served, prompt))
             for owner, sent in enumerate(inputs)
@@ -134,7 +136,7 @@ class EncodePlanner:
     def _check_count(self, count: int) -> None:
         bound = self._limits.max_encode_inputs
         if count > bound:
-            message = f"input makes {count} inputs of the model, with labels and windows, more than {bound}"
+            message = f"input makes more than {bound} inputs of the model, with labels and windows"
             raise too_large(message, "input", "too_many_inputs")
 
     async def _plan_images(
@@ -236,11 +238,12 @@ class EncodePlanner:
 
         def work() -> list[_Reading]:
             if output.offsets or body.split is not None:
-                return [
+                windows = (
                     _Reading(owner, one, window)
                     for owner, one in texts
                     for window in _windows(one, served, limit, body.stride)
-                ]
+                )
+                return list(islice(windows, self._limits.max_encode_inputs + 1))  # more are refused
             if body.chunks is not None:
                 return [_Reading(owner, one, _whole(one, served, limit)) for owner, one in texts]
             side: Side | None = body.truncate or None
@@ -369,8 +372,8 @@ def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
     return located
 
 
-def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | None) -> list[Located]:
-    """Return the tokens of a text, in windows of `limit` tokens that have `stride` of them in common.
+def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | None) -> Iterator[Located]:
+    """Yield the tokens of a text, in windows of `limit` tokens that have `stride` of them in common.
 
     Of a pair the second text is divided; special tokens and the first text are in every window.
     """
@@ -379,7 +382,8 @@ def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | No
     if len(located.ids) <= limit:
         if not any(of is not None for of in located.texts):
             raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")
-        return [located]
+        yield located
+        return
     divided = 0 if one.pair is None else 1
     inside = [at for at, of in enumerate(located.texts) if of == divided]
     room = limit - (len(located.ids) - len(inside))
@@ -391,4 +395,5 @@ def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | No
         raise invalid(f"stride must be below the {room} tokens that a window has of {one.param}", "stride")
     before, after = range(inside[0]), range(inside[-1] + 1, len(located.ids))
     starts = range(0, max(1, len(inside) - common), room - common)
-    return [located.keep([*before, *inside[start : start + room], *after]) for start in starts]
+    for start in starts:
+        yield located.keep([*before, *inside[start : start + room], *after])

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -376,7 +377,7 @@ class TestZeroShot:
         [
             (dict(), 400, "labels", "is required"),
             (dict(labels=["a"], hypothesis_template="x"), 400, "hypothesis_template", "must have {}"),
-            (dict(labels=["a"] * 300), 413, "input", "makes 300 inputs"),
+            (dict(labels=["a"] * 300), 413, "input", "makes more than 256 inputs"),
             (dict(labels=["a"], top_k=3), 400, "top_k", "no meaning with output 'zero_shot'"),
         ],
     )
@@ -523,6 +524,24 @@ class TestLongTexts:
     def test_windows_are_counted(self, client: Client) -> None:
         reply = client.post(model="bert", input=[self.LONG] * 60, split="separate", stride=50)
         assert "makes" in check_error(reply, 413, "input", "too_many_inputs")["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(
+            model="bart-nli", output="zero_shot", hypothesis_template="{}" * 500, labels=["a"] * 1000, input=["b"] * 40
+        ),
+        dict(model="bert", split="separate", stride=61, input="the cat " * 3000),
+    ],
+)
+def test_inputs_that_are_too_many_are_not_made_first(client: Client, body: dict[str, Any]) -> None:
+    tracemalloc.start()
+    try:
+        check_error(client.post(**body), 413, "input", "too_many_inputs")
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_request_of_the_docs_is_answered(client: Client) -> None:
