@@ -19,6 +19,7 @@ import torch
 from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import paged_specs
+from model.config.formats import QUANTIZED_LAYERS, NumberKind
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
@@ -28,6 +29,20 @@ _READ_BYTES = 512 << 20  # larger than any cache
 _SIZE = 2048  # of the square matrices
 _PATIENCE_S = 1.0
 _FORMATS = (("float32", Kind.F32), ("bfloat16", Kind.BF16), ("int8", Kind.INT8))  # from wide to narrow
+NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
+
+
+def weight_bytes(name: str) -> float:
+    """Return the bytes of a weight of the layers in the number format `name`, with its share of a group's scale."""
+    if name not in QUANTIZED_LAYERS:
+        return NUMBER_BYTES[name]
+    layers, _ = QUANTIZED_LAYERS[name]
+    return (0.5 if layers.weight is NumberKind.INT4 else 1.0) + (4 / layers.group if layers.group else 0.0)
+
+
+def multiplied_as(name: str) -> str:
+    """Return the number format whose rate bounds products in `name`: int8 for integers of any width."""
+    return "int8" if name in QUANTIZED_LAYERS else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,11 @@ from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
 from loadtest.bench.peers import PEERS
 from loadtest.bench.peers.engine_process import EngineProcess
-from loadtest.bench.roofline import Ceilings, Roofline
+from loadtest.bench.roofline import NUMBER_BYTES, Ceilings, Roofline, multiplied_as, weight_bytes
 from loadtest.bench.tables import Row, StepRow, brief, lowest_cosine, row, steps_table, table
 from loadtest.errors import UsageError
 from loadtest.runs import flags
 from model.api.engine_config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
-from model.config.formats import QUANTIZED_LAYERS, NumberKind
 from model.pretrained import embedded_models
 
 OURS = "triptych"
@@ -41,17 +40,8 @@ BATCHES = (1, 8, 16, 32, 64)
 CONTEXT = 256  # tokens of each sequence, for timing steps
 COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 _NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders"}
-
-
-def _weight_bytes(name: str) -> float:
-    """Return the bytes of a weight of the layers in the number format `name`, with its share of a group's scale."""
-    if name not in QUANTIZED_LAYERS:
-        return _BYTES[name]
-    layers, _ = QUANTIZED_LAYERS[name]
-    return (0.5 if layers.weight is NumberKind.INT4 else 1.0) + (4 / layers.group if layers.group else 0.0)
 
 
 def add_command(commands: Any) -> None:
@@ -160,12 +150,12 @@ class Bench:
 
     def _roofline(self, path: Path, info: dict[str, Any]) -> Roofline:
         weights = info["dtype"]
-        rate = "int8" if weights in QUANTIZED_LAYERS else weights  # what integers of any width are multiplied as
+        rate = multiplied_as(weights)
         if rate not in self.ceilings:
             self.ceilings[rate] = Ceilings.measure(rate)
         kv = "float32" if weights == "float32" else "bfloat16"
-        kv_bytes = _BYTES[kv if self.arguments.kv_cache_dtype == "auto" else "int8"]
-        return Roofline.of(path, self.ceilings[rate], _weight_bytes(weights), kv_bytes)
+        kv_bytes = NUMBER_BYTES[kv if self.arguments.kv_cache_dtype == "auto" else "int8"]
+        return Roofline.of(path, self.ceilings[rate], weight_bytes(weights), kv_bytes)
 
     def _take_turns(
         self,
