@@ -10,6 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
+import triton
+from triton import language as tl
+
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
@@ -27,6 +30,7 @@ from model.linear.factory import LinearFactory
 from model.linear.fp8 import Fp8Linear, quantized
 from model.network.weights import load_model
 from model.system import fallbacks
+from model.system.float8_kernels import to_float8
 from tests.model.checkpoints import saved
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import FP8, in_fp8
@@ -56,6 +60,22 @@ def test_activations_are_quantised_as_torch_rounds(
     ours, theirs = triton_fp8.quantize_rows(x, group), quantized(x, group)
     assert torch.equal(ours[0].view(torch.uint8) & 0x7F, theirs[0].view(torch.uint8) & 0x7F)
     assert torch.equal(ours[0].float(), theirs[0].float()) and torch.equal(ours[1], theirs[1])
+
+
+@triton.jit
+def to_float8_kernel(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, to_float8(tl.load(x + at)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rounding_keeps_nan_whatever_its_bits(device: torch.device) -> None:
+    """A GPU's own is 0x7fffffff, to which nothing can be added without a carry into the sign."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, -0x400000], dtype=torch.int32)
+    x = torch.cat([bits.view(torch.float32), torch.tensor([1.0, -300.0, 1e-3, 0.0])]).to(device)
+    out = torch.empty_like(x)
+    to_float8_kernel[(1,)](x, out, SIZE=8)
+    assert torch.equal(out.isnan(), x.isnan())
 
 
 def filled(
