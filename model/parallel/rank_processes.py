@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from model.errors import EngineDeadError
-from model.parallel.group import Group
+from model.parallel.group import TIMEOUT_SECONDS, Group
 from model.parallel.messages import (
     Answer,
     Load,
@@ -75,6 +75,7 @@ class RankProcesses:
         self._finalize = weakref.finalize(self, _end, self._processes, self._failure, group, self._rendezvous)
         for rank, load in enumerate(loads, start=1):
             self._processes.append(_start(rank, len(loads) + 1, self._rendezvous))
+            self._processes[-1].frames.limit_sends(TIMEOUT_SECONDS)
             with self._detecting_failure():
                 self._processes[-1].frames.send(msgspec.msgpack.encode(load))
         arguments = (name, list(self._processes), self._failure, group)
@@ -138,7 +139,11 @@ class RankProcesses:
         frame = msgspec.msgpack.encode(message)
         with self._detecting_failure():
             for rank in self._processes:
-                rank.frames.send(frame)
+                try:
+                    rank.frames.send(frame)
+                except TimeoutError:  # long steps do not fit into the socket
+                    self._failure.record(f"rank {rank.rank} of {self._name} takes no messages")
+                    raise EngineDeadError(self._failure.reason) from None
 
     def _receive_answers(self) -> list[Answer]:
         with self._detecting_failure():

@@ -27,6 +27,12 @@ class FrameSocket:
     def fileno(self) -> int:
         return self.connection.fileno()
 
+    def limit_sends(self, seconds: float) -> None:
+        """From now on raise `TimeoutError` if the other end takes nothing of a frame for so long."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # a timeval
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def receive(self) -> bytes:
         (size,) = HEADER.unpack(self._read(HEADER.size))
         return self._read(size)
@@ -36,6 +42,8 @@ class FrameSocket:
             self.connection.sendall(HEADER.pack(len(frame)) + frame)
         except (BrokenPipeError, ConnectionResetError):
             raise EOFError("the other end closed the socket") from None
+        except BlockingIOError:
+            raise TimeoutError("the other end takes nothing") from None
 
     def _read(self, size: int) -> bytes:
         parts = bytearray()

@@ -23,14 +23,18 @@ from model.attention.selection import Selection
 from model.config.sharding import Shard
 from model.engine import builder, rank_main
 from model.engine.builder import LoadedModel, load
+from model.errors import EngineDeadError
 from model.parallel import rank_processes
-from model.parallel.messages import Message, Step
+from model.parallel.group import Group
+from model.parallel.messages import Load, Message, Step
+from model.parallel.rank_processes import RankProcesses
 from model.system.child_process import FrameSocket
 from tests.engine.support import request
 from tests.engine.test_overlap import LengthsBackend, assorted, recorded, tokens_of
-from tests.model.checkpoints import saved
+from tests.model.checkpoints import CPU, saved
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
+SMALL_POOLS = {"llama-gqa": 14 << 10, "bart": 52 << 10}  # bytes of each rank: too little for all requests at once
 
 
 class Said(FrameSocket):
@@ -99,33 +103,53 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]]:
     assert [thread.error for thread in started] == [None] * len(started)
 
 
-def loaded(kind: str, size: int, *, overlap: bool = False) -> LoadedModel:
-    settings = EngineConfig(**SETTINGS, tensor_parallel_size=size, cuda_graphs=size > 1, max_num_seqs=12)
+def loaded(kind: str, size: int, *, overlap: bool = False, **changes: Any) -> LoadedModel:
+    ranks = {"tensor_parallel_size": size, "cuda_graphs": size > 1, "max_num_seqs": 12}
+    settings = EngineConfig(**{**SETTINGS, **ranks, **changes})
     model = load(ModelSpec(kind, str(saved(kind).path), settings))
     assert model.generate is not None
     model.generate.overlap = overlap
     return model
 
 
+Found = dict[tuple[str, int], list[TokenOutput]]
+
+
 def outputs(model: LoadedModel, requests: list[Request]) -> dict[Any, Any]:
+    return tokens_of(outputs_of(model, requests))
+
+
+def outputs_of(model: LoadedModel, requests: list[Request]) -> Found:
     engine = model.generate
     assert engine is not None
-    found: dict[tuple[str, int], list[TokenOutput]] = {}
+    found: Found = {}
     for one in requests:
         engine.add(one)
     while engine.has_work:
         for output in engine.step()[0]:
             found.setdefault((output.request_id, output.index), []).append(output)
-    return tokens_of(found)
+    return found
+
+
+def prompt_logprobs(found: Found) -> list[float]:
+    scored = found["read", 0][0].prompt_logprobs
+    assert scored is not None
+    return [one.logprob for one in scored if one is not None]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", ["llama-gqa", "bart"])
 def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: list[RankThread]) -> None:
-    requests = assorted(kind, blind=False)
-    model = loaded(kind, 2, overlap=overlap)
+    """Though their pool is too small for all: sequences are preempted, a search and a scored prompt among them."""
+    requests = [*assorted(kind, blind=False), request(kind, "read", 30, 11, max_tokens=8, prompt_logprobs=1)]
+    model = loaded(kind, 2, overlap=overlap, max_model_len=64, kv_cache_memory=SMALL_POOLS[kind])
     try:
-        assert outputs(model, requests) == outputs(loaded(kind, 1), requests)
+        found, alone = outputs_of(model, requests), outputs_of(loaded(kind, 1), requests)
+        assert tokens_of(found) == tokens_of(alone)
+        assert prompt_logprobs(found) == pytest.approx(prompt_logprobs(alone), rel=1e-4, abs=1e-4)
+        assert len(prompt_logprobs(found)) == len(requests[-1].prompt_token_ids) - 1
+        assert model.generate is not None
+        assert model.generate.scheduler.num_preemptions > 0
         steps = [one for one in threads[0].frames.messages if isinstance(one, Step)]
         assert sum(step.replayed for step in steps) > 10
         assert any(not step.replayed for step in steps)
@@ -193,3 +217,21 @@ def test_an_id_that_is_no_token_is_refused_before_it_is_sent(threads: list[RankT
         assert not found["wrong", 0][0]
     finally:
         model.close()
+
+
+def test_a_rank_that_takes_no_messages_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long step is more than the socket of a rank that hangs has room for."""
+    ours, theirs = socket.socketpair()
+    process = SimpleNamespace(pid=0, wait=lambda seconds=None: 0, kill=lambda: None)
+    started = SimpleNamespace(rank=1, process=process, frames=FrameSocket(ours))
+    monkeypatch.setattr(rank_processes, "_start", lambda *_: started)
+    monkeypatch.setattr(rank_processes, "TIMEOUT_SECONDS", 0.2)
+    load_nothing = Load("", False, 64, "float32", "cpu", "sdpa", None)
+    with theirs:
+        ranks = RankProcesses("m", Group(Shard(0, 2), CPU), [load_nothing])
+        long = Step((1, 1, 1, 0, 1), bytes(1 << 22), 1, False, 0, False, None)
+        with pytest.raises(EngineDeadError, match="rank 1 of m takes no messages"), ranks.sending(long):
+            pytest.fail("it was sent")
+        with pytest.raises(EngineDeadError, match="rank 1 of m takes no messages"):
+            ranks.check()
+        ranks.close()
