@@ -100,10 +100,10 @@ class DecodeGraphs:
         """Whether this is a step of single tokens of no more sequences than were recorded."""
         return len(steps) <= self.sizes[-1] and all(step.num_tokens == 1 for step in steps)
 
-    def layout(self, steps: Sequence[ScheduledSequence], *, uneven: bool) -> BatchLayout:
+    def layout(self, needed: BatchLayout, *, uneven: bool) -> BatchLayout:
         """How a step that fits is packed: as many rows as were recorded, tables as long as they are."""
-        size = next(size for size in (self.uneven_sizes if uneven else self.sizes) if size >= len(steps))
-        return replace(BatchLayout.of(steps), tokens=size, segments=size)
+        size = next(size for size in (self.uneven_sizes if uneven else self.sizes) if size >= needed.segments)
+        return replace(needed, tokens=size, segments=size)
 
     def run(
         self, layout: BatchLayout, row: Tensor, num_segments: int, tokens: Tensor | None, *, uneven: bool

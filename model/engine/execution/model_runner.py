@@ -144,7 +144,7 @@ class ModelRunner:
         layout = BatchLayout.of(steps)
         if self.graphs is not None and replayed:
             uneven = uneven and bool(self.graphs.uneven_sizes)
-            layout = self.graphs.layout(steps, uneven=uneven)
+            layout = self.graphs.layout(layout, uneven=uneven)
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
         return StepPlan(layout, row, len(steps), replayed, num_known, uneven, _last_rows(steps))

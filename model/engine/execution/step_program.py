@@ -101,10 +101,10 @@ class StepProgram:
         return hidden, Transformer.logits(self._model, rows)  # which sends nothing to other ranks
 
     def _launch(self, plan: StepPlan, tokens: Tensor | None) -> Tensor:
-        step = plan.layout.split(to_device(plan.row, self._cache.device))
+        row, host = to_device(plan.row, self._cache.device), plan.layout.split(plan.row)
+        step = host if row is plan.row else plan.layout.split(row)
         if plan.num_known and tokens is not None:
             fill_placeholders(step, tokens)
-        host = plan.layout.split(plan.row)
         q_lens = tuple(np.diff(host.cu_seqlens.numpy()).tolist())
         metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True, uneven=plan.uneven)
         inputs = StackInput(step.ids, step.positions, metadata, other_pools=tuple(others))
