@@ -37,9 +37,8 @@ class LayerCache:
         ):
             if scales is not None:
                 most = rows.float().abs().amax(dim=-1)  # [T, K]
-                levels = torch.full_like(
-                    most, _LARGEST[pages.dtype]
-                )  # a number's reciprocal would be multiplied with, on a GPU
+                # Not a number, whose reciprocal a GPU would multiply with.
+                levels = torch.full_like(most, _LARGEST[pages.dtype])
                 scales.view(-1, scales.shape[-1]).index_copy_(0, slots, most / levels)
                 rows = rows.float() * (levels / most.clamp(min=1e-30))[..., None]
                 if pages.dtype is torch.int8:

@@ -32,9 +32,8 @@ class LinearFactory:
     native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: patterns of names, the first that fits
     library: Library | None = None  # None, with `native`: for sizes alone
     quantization: str = "none"  # the setting that asks for the formats in `native`
-    stored_as: Mapping[str, Storage] = field(
-        default_factory=dict
-    )  # by name, what the checkpoint does not have as floats
+    # By name, what the checkpoint does not have as floats.
+    stored_as: Mapping[str, Storage] = field(default_factory=dict)
     # Patterns of names of what torch keeps in fp8, beside what is stored so; None: nothing is.
     fp8: tuple[str, ...] | None = None
     collective: Collective | None = None  # the ranks that share the network; None: there is one
