@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config.formats import Storage
-from model.config.sharding import Index
 from model.linear.base import Linear, LinearSpec, TensorShape, softcapped
-from model.linear.scales import StoredScales
+from model.linear.scales import DequantizedWhileRead
 
 
 class FloatLinear(Linear):
@@ -26,28 +25,12 @@ class FloatLinear(Linear):
         return softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
 
 
-class DequantizedLinear(FloatLinear):
+class DequantizedLinear(DequantizedWhileRead, FloatLinear):
     """`x W^T + b` by torch, of a W that is stored as numbers times scales: multiplied as it is read."""
 
     def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, storage: Storage) -> None:
         super().__init__(spec, dtype, device)
-        self._scales: StoredScales | None = StoredScales(spec, storage, device)
-        self._stored = self._scales.tensors()
-
-    def tensors(self) -> Mapping[str, TensorShape]:
-        return {**super().tensors(), **self._stored}
-
-    def fill(self, name: str, into: Index, values: Tensor) -> None:
-        assert self._scales is not None, f"{self.spec.name} is finished"
-        if name == self._scales.name:
-            self._scales.fill(into, values)
-        elif name == self.spec.weight:
-            super().fill(name, into, self._scales.multiplied(into, values))
-        else:
-            super().fill(name, into, values)
-
-    def finish(self) -> None:
-        self._scales = None
+        self.expect(storage)
 
 
 class TiedLinear(Linear):

@@ -11,7 +11,7 @@ from torch import Tensor
 from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage
 from model.config.sharding import Index, Shape
 from model.linear.base import Linear, LinearSpec, Part, TensorShape
-from model.linear.scales import StoredScales
+from model.linear.scales import DequantizedWhileRead
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import PackedMatrix
 from model.system.huge_pages import reserve
@@ -153,7 +153,7 @@ class Int8RowsLinear(NativeLinear):
             super().fill(name, into, values)
 
 
-class DequantizedNativeLinear(NativeLinear):
+class DequantizedNativeLinear(DequantizedWhileRead, NativeLinear):
     """As `NativeLinear`, of a matrix that is stored as numbers times scales: multiplied as it is read."""
 
     def __init__(
@@ -166,24 +166,7 @@ class DequantizedNativeLinear(NativeLinear):
         group: int = 0,
     ) -> None:
         super().__init__(spec, kind, dtype, library, group)
-        self._scales: StoredScales | None = StoredScales(spec, storage, self.device)
-        self._stored = self._scales.tensors()
-
-    def tensors(self) -> Mapping[str, TensorShape]:
-        return {**super().tensors(), **self._stored}
-
-    def fill(self, name: str, into: Index, values: Tensor) -> None:
-        """Take scales, multiply and pack rows, or take values of the bias."""
-        assert self._scales is not None, f"{self.spec.name} is finished"
-        if name == self._scales.name:
-            self._scales.fill(into, values)
-        elif name == self.spec.weight:
-            super().fill(name, into, self._scales.multiplied(into, values))
-        else:
-            super().fill(name, into, values)
-
-    def finish(self) -> None:
-        self._scales = None
+        self.expect(storage)
 
 
 def packed_matrix(linear: Linear) -> PackedMatrix:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.config.formats import Storage
 from model.config.sharding import Index
-from model.linear.base import LinearSpec, TensorShape
+from model.linear.base import Linear, LinearSpec, TensorShape
 
 
 class StoredScales:
@@ -52,3 +52,34 @@ class StoredScales:
         if not self._inputs:
             return rows * scales
         return rows * scales.repeat_interleave(self._inputs, dim=1)[:, : rows.shape[1]]
+
+
+class DequantizedWhileRead(Linear):
+    """What projections share whose matrix is stored as numbers times scales, and is multiplied as it is read.
+
+    It stands before the class that keeps the products and computes with them.
+    """
+
+    _scales: StoredScales | None
+    _stored: Mapping[str, TensorShape]
+
+    def expect(self, storage: Storage) -> None:
+        """Prepare for scales and rows as `storage` has them."""
+        self._scales = StoredScales(self.spec, storage, self.device)
+        self._stored = self._scales.tensors()
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        return {**super().tensors(), **self._stored}
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Take scales, or rows, which are multiplied, or values of the bias."""
+        assert self._scales is not None, f"{self.spec.name} is finished"
+        if name == self._scales.name:
+            self._scales.fill(into, values)
+        elif name == self.spec.weight:
+            super().fill(name, into, self._scales.multiplied(into, values))
+        else:
+            super().fill(name, into, values)
+
+    def finish(self) -> None:
+        self._scales = None
