@@ -1,5 +1,8 @@
 """Reads stored tensors from safetensors or `torch.save` files, some rows at a time.
 
+What a tool packed (integers of 4 bits in words of 32) is a `DecodedTensor`: its rows are computed of stored tensors as
+they are read, so whoever reads knows nothing of packing.
+
 Files are not mapped into memory: each read goes into one buffer, which the next read overwrites, so reading takes a few
 megabytes of memory. The `safetensors` package validates the headers.
 """
@@ -14,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,19 +40,19 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor's place and format in a file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSource:
+    """A tensor of a checkpoint that can be read: its name and its format."""
 
-    path: Path
     name: str
     kind: str  # safetensors' name of the dtype
     shape: Shape
-    offset: int  # of its first byte in the file
-    strides: Shape | None = None  # in elements; None: contiguous
 
     def holds(self, numbers: NumberKind | None) -> bool:
         """Whether the tensor has these numbers, in a dtype that can be read; None: floating-point numbers."""
@@ -65,6 +69,29 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor(TensorSource):
+    """A tensor's place in a file."""
+
+    path: Path
+    offset: int  # of its first byte in the file
+    strides: Shape | None = None  # in elements; None: contiguous
+
+
+class Decoder(Protocol):
+    """Computes the rows of a tensor of what is stored. Its `repr` tells how: packed weights are found by it."""
+
+    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        """Return rows `[first, last)` as `[last - first, width]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedTensor(TensorSource):
+    """A tensor that is stored in another form."""
+
+    decoder: Decoder
+
+
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return the tensors of all files by name, from their headers; raises `CheckpointError` for an invalid file."""
     return {tensor.name: tensor for path in paths for tensor in _header(path)}
@@ -74,7 +101,9 @@ def _header(path: Path) -> Iterator[StoredTensor]:
     if path.suffix in (".bin", ".pt"):
         for saved in read_state_dict(path):
             strides = None if saved.is_contiguous else saved.strides
-            yield StoredTensor(path, saved.name, saved.kind, saved.shape, saved.offset, strides)
+            yield StoredTensor(
+                path=path, name=saved.name, kind=saved.kind, shape=saved.shape, offset=saved.offset, strides=strides
+            )
         return
     try:
         with safe_open(path, framework="numpy"):  # validates that offsets match the file and the tensors' sizes
@@ -87,13 +116,13 @@ def _header(path: Path) -> Iterator[StoredTensor]:
     for name, entry in header.items():
         if name != "__metadata__":
             begin = 8 + length + entry["data_offsets"][0]
-            yield StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), begin)
+            yield StoredTensor(path=path, name=name, kind=entry["dtype"], shape=tuple(entry["shape"]), offset=begin)
 
 
 class TensorReader:
     """Reads stored tensors; a context manager, within which files stay open."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSource]) -> None:
         self._tensors = tensors
         self._files: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -108,44 +137,60 @@ class TensorReader:
             os.close(file)
         self._files.clear()
 
-    def rows(self, name: str, width: int, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    def rows(self, tensor: str | TensorSource, width: int, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows `[first, last)` of a tensor viewed as `[*, width]` in chunks: first row, `[count, width]`.
 
-        A chunk is valid until the next one.
+        The tensor is one of the reader's by its name, or any other, as what decodes tensors reads. A chunk is valid
+        until the next one.
         """
-        stored = self._tensors[name]
-        if stored.strides is not None:
-            yield first, self._read_strided(stored, width, first, last)
-            return
-        row_bytes = width * stored.dtype.itemsize
+        source = self._source(tensor)
+        row_bytes = width * source.dtype.itemsize
         step = max(1, _part_bytes() // max(1, row_bytes))
+        if isinstance(source, DecodedTensor):
+            for begin in range(first, last, step):
+                give_way()
+                yield begin, source.decoder.rows(self, begin, min(begin + step, last))
+            return
+        assert isinstance(source, StoredTensor)
+        if source.strides is not None:
+            yield first, self._read_strided(source, width, first, last)
+            return
         for begin in range(first, last, step):
             end = min(begin + step, last)
             data = self._reserve((end - begin) * row_bytes)
-            self._read(stored, begin * row_bytes, data)
-            yield begin, data.view(stored.dtype).view(end - begin, width)
+            self._read(source, begin * row_bytes, data)
+            yield begin, data.view(source.dtype).view(end - begin, width)
 
-    def columns(self, name: str, width: int, wanted: slice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    def columns(
+        self, tensor: str | TensorSource, width: int, wanted: slice, first: int, last: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield adjacent columns of rows as `rows` does; other columns are read only where skipping saves nothing."""
-        size = self._tensors[name].dtype.itemsize
+        source = self._source(tensor)
+        size = source.dtype.itemsize
         run = (wanted.stop - wanted.start) * size
-        if run < _MIN_RUN or run == width * size or self._tensors[name].strides is not None:
-            yield from ((begin, rows[:, wanted]) for begin, rows in self.rows(name, width, first, last))
+        skips = isinstance(source, StoredTensor) and source.strides is None and _MIN_RUN <= run != width * size
+        if not skips:
+            yield from ((begin, rows[:, wanted]) for begin, rows in self.rows(source, width, first, last))
             return
+        assert isinstance(source, StoredTensor)
         step = max(1, _part_bytes() // run)
         for begin in range(first, last, step):
             end = min(begin + step, last)
             data = self._reserve((end - begin) * run).view(end - begin, run)
             for row, line in enumerate(data, begin):
-                self._read(self._tensors[name], (row * width + wanted.start) * size, line)
-            yield begin, data.view(self._tensors[name].dtype)
+                self._read(source, (row * width + wanted.start) * size, line)
+            yield begin, data.view(source.dtype)
 
-    def region(self, name: str, width: int, wanted: slice, first: int, last: int) -> Tensor:
+    def region(self, tensor: str | TensorSource, width: int, wanted: slice, first: int, last: int) -> Tensor:
         """Return columns of rows as a new tensor `[last - first, columns]`."""
-        region = torch.empty(last - first, wanted.stop - wanted.start, dtype=self._tensors[name].dtype)
-        for begin, rows in self.columns(name, width, wanted, first, last):
+        source = self._source(tensor)
+        region = torch.empty(last - first, wanted.stop - wanted.start, dtype=source.dtype)
+        for begin, rows in self.columns(source, width, wanted, first, last):
             region[begin - first : begin - first + len(rows)] = rows
         return region
+
+    def _source(self, tensor: str | TensorSource) -> TensorSource:
+        return self._tensors[tensor] if isinstance(tensor, str) else tensor
 
     def _read_strided(self, stored: StoredTensor, width: int, first: int, last: int) -> Tensor:
         """Return rows of a tensor that was saved transposed or as a view of another; reads all of it at once."""

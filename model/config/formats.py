@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,9 +20,9 @@ class NumberKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a checkpoint stores the matrix of a projection: as floats, or as numbers times scales.
+    """How a checkpoint stores the matrix of a projection: as floats, or as numbers times scales, maybe plus offsets.
 
-    One scale is for a block of `block` outputs and inputs; 0 means all of them.
+    One scale is for a block of `block` outputs and inputs; 0 means all of them. So is one offset, where there are any.
     """
 
     name: str  # for people
@@ -29,11 +30,18 @@ class Storage:
     scale: str | None = None  # the tensor beside it
     block: tuple[int, int] = (1, 0)
     passed_over: tuple[str, ...] = ()  # tensors that are not needed, as patterns: scales of activations
+    offset: str | None = None  # the tensor that is added to numbers times scales
+    bits: int = 8  # of a number: integers of 4 bits, -8 to 7, are read as INT8 too
 
     @property
     def tensors(self) -> dict[str, NumberKind | None]:
         """What is stored beside a bias; scales come first, so that rows are multiplied as they are read."""
-        return ({} if self.scale is None else {self.scale: None}) | {"weight": self.numbers}
+        return dict.fromkeys(self.factors) | {"weight": self.numbers}
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The tensors that have one number for each block."""
+        return tuple(name for name in (self.scale, self.offset) if name is not None)
 
     def scales_of(self, inputs: int) -> int:
         """Scales of one output."""
@@ -42,6 +50,31 @@ class Storage:
 
 FLOAT = Storage("floats")
 INT8_ROWS = Storage("int8 by row", NumberKind.INT8, "weight_scale")  # symmetric: compressed-tensors' "int-quantized"
+GROUPS = (32, 64, 128)  # inputs that may share a scale in C
+
+
+def integers_in_groups(bits: int, group: int, *, offsets: bool) -> Storage:
+    """Integers of 4 or 8 bits, of which `group` inputs share a scale: weight = integer * scale + offset."""
+    name = f"int{bits} in groups of {group}" + (" with offsets" if offsets else "")
+    offset = "weight_offset" if offsets else None
+    return Storage(name, NumberKind.INT8, "weight_scale", (1, group), offset=offset, bits=bits)
+
+
+def joined(storages: Collection[Storage]) -> Storage | None:
+    """What holds integers that are stored in any of these ways, exactly: for projections that are fused into one.
+
+    None if there is none, as some are not integers in groups.
+    """
+    first, *others = dict.fromkeys(storages)
+    if not others:
+        return first
+    if any(kept_as_stored(storage) is None or not storage.block[1] for storage in (first, *others)):
+        return None
+    return integers_in_groups(
+        max(storage.bits for storage in (first, *others)),
+        min(storage.block[1] for storage in (first, *others)),  # which divides the larger ones
+        offsets=any(storage.offset is not None for storage in (first, *others)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +91,16 @@ class NumberFormat:
     activation: NumberKind
     stored_as: Storage = FLOAT
     group: int = 0  # inputs that share a scale; 0: all of a row
+
+
+def kept_as_stored(storage: Storage) -> NumberFormat | None:
+    """How C keeps and multiplies what is stored so without a change; None: it cannot."""
+    if storage == INT8_ROWS:
+        return NumberFormat(NumberKind.INT8, NumberKind.INT8, storage)
+    if storage.numbers is not NumberKind.INT8 or storage.block[0] != 1 or storage.block[1] not in GROUPS:
+        return None
+    kept = NumberKind.INT4 if storage.bits == 4 else NumberKind.INT8
+    return NumberFormat(kept, NumberKind.INT8, storage, storage.block[1])
 
 
 def integers(weight: NumberKind, group: int = 0) -> NumberFormat:

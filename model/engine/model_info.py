@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 
 import torch
 
@@ -11,7 +12,8 @@ from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint
-from model.config.formats import INT8_ROWS
+from model.config.formats import NumberKind, kept_as_stored
+from model.config.model import ModelConfig
 from model.engine.cache_budget import Context, kv_bytes_per_token
 from model.engine.dtypes import choose_dtype
 from model.engine.execution.model_runner import ModelRunner
@@ -48,8 +50,8 @@ def describe_model(
         dtype, reason = spec.engine.quantization, "asked for"
     elif kept_in_fp8:
         dtype, reason = "fp8", "the checkpoint stores it so"
-    elif INT8_ROWS in stored_formats(config) and selection.library is not None:
-        dtype, reason = "int8", "the checkpoint stores it so"
+    elif selection.library is not None and (kept := _kept_as_stored(config)):
+        dtype, reason = str(kept), "the checkpoint stores it so"
     elif stored := stored_formats(config):
         reason += f"; stored as {' and '.join(storage.name for storage in stored)}"
     return ModelInfo(
@@ -79,6 +81,12 @@ def describe_model(
         memory_bytes=_memory_bytes(spec.engine, model, generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
+
+
+def _kept_as_stored(config: ModelConfig) -> NumberKind | None:
+    """The integers that C keeps of most projections as they are stored; None: of none of them."""
+    kept = Counter(one.weight for one in map(kept_as_stored, config.stored_as.values()) if one is not None)
+    return kept.most_common(1)[0][0] if kept else None
 
 
 def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:

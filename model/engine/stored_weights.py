@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from model.config.formats import INT8_ROWS, Storage
+from model.config.formats import Storage, kept_as_stored
 from model.config.model import ModelConfig
 from model.linear.factory import LinearFactory
 from model.linear.fp8 import keeps
@@ -26,7 +26,7 @@ def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
     """How stored formats are served that `linear` does not keep as they are."""
     found = []
     for storage in stored_formats(config):
-        if (storage == INT8_ROWS and linear.native) or (linear.fp8 is not None and keeps(storage)):
+        if (linear.native and kept_as_stored(storage) is not None) or (linear.fp8 is not None and keeps(storage)):
             continue
         if linear.native and linear.quantized:
             kept = f"{linear.quantization}{_QUANTIZED.get(linear.quantization, '')}"

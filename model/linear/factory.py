@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage
+from model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
@@ -18,8 +18,6 @@ from model.linear.native import native_linear
 from model.linear.parallel import Collective, ParallelLinear
 from model.native.library import Library
 
-# What C keeps and multiplies as it is stored; what is stored otherwise becomes what the network is kept in.
-_AS_STORED = {INT8_ROWS: NumberFormat(NumberKind.INT8, NumberKind.INT8, INT8_ROWS)}
 CPU = torch.device("cpu")
 
 
@@ -51,8 +49,8 @@ class LinearFactory:
         stored_as = self.stored_as.get(spec.name, FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
-                number_format = _AS_STORED.get(stored_as, replace(number_format, stored_as=stored_as))
-                return native_linear(number_format, spec, self.dtype, self.library)
+                kept = kept_as_stored(stored_as) or replace(number_format, stored_as=stored_as)
+                return native_linear(kept, spec, self.dtype, self.library)
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)

@@ -78,7 +78,7 @@ class Fp8Linear(Linear):
         """Take rows of W, quantised if they are not stored so, scales, or values of the bias."""
         if name in self._stored:
             assert self._scales is not None, f"{self.spec.name} is finished"
-            self._scales.fill(into, values)
+            self._scales.fill(name, into, values)
         elif name == self.spec.weight and self.storage == FLOAT:
             numbers, scales = quantized(values.to(self.device, self.dtype), 0)
             self.parameter(name)[into] = numbers

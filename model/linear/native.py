@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage
+from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage, kept_as_stored
 from model.config.sharding import Index, Shape
 from model.linear.base import Linear, LinearSpec, Part, TensorShape
 from model.linear.scales import DequantizedWhileRead
@@ -46,6 +46,7 @@ class NativeLinear(Linear):
         self.library = library
         self.kind = kind
         self.group = group
+        self._of_groups: tuple[str, ...] = ("scale",)  # arrays with a number for each output and group
         self._matrix = PackedMatrix(int(kind), spec.num_outputs, spec.inputs, group=group)
         self.arrays: dict[str, Tensor] = {}  # the bytes that the fields of `matrix` point to
 
@@ -119,7 +120,7 @@ class NativeLinear(Linear):
         if spec.bias:
             sizes["bias"] = 4 * outputs
         if self.group:
-            sizes["scale"] = 4 * outputs * self.num_groups
+            sizes |= dict.fromkeys(self._of_groups, 4 * outputs * self.num_groups)
         elif self.kind is Kind.INT8:
             sizes |= {"scale": 4 * outputs, "row_sums": 4 * outputs}
         return sizes
@@ -147,6 +148,36 @@ class Int8RowsLinear(NativeLinear):
         self._check(name, into, values)
         if name == f"{self.spec.name}.weight_scale":
             self._set("scale", into, values[:, 0])
+        elif name == self.spec.weight:
+            self._pack(into[0].start, values)
+        else:
+            super().fill(name, into, values)
+
+
+class GivenIntegersLinear(NativeLinear):
+    """As `NativeLinear`, of a matrix that is stored as it is kept: integers in groups, scales and maybe offsets."""
+
+    def __init__(
+        self, spec: LinearSpec, kind: Kind, dtype: torch.dtype, library: Library | None, storage: Storage
+    ) -> None:
+        super().__init__(spec, kind, dtype, library, storage.block[1])
+        arrays = {storage.scale: "scale", storage.offset: "offset"}
+        self._arrays = {f"{spec.name}.{tensor}": array for tensor, array in arrays.items() if tensor is not None}
+        self._of_groups = tuple(self._arrays.values())
+
+    def tensors(self) -> Mapping[str, TensorShape]:
+        shape = (self.spec.num_outputs, -(-self.spec.inputs // self.group))
+        factors = TensorShape(shape, outputs=0, inputs=1, block=self.group)
+        return {**super().tensors(), **dict.fromkeys(self._arrays, factors)}
+
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Pack rows of integers, or take scales, offsets or values of the bias."""
+        self._check(name, into, values)
+        if name in self._arrays:
+            self.reserve()
+            panels = self.arrays[self._arrays[name]].view(torch.float32).view(-1, self.num_groups, PANEL_WIDTH)
+            rows = torch.arange(into[0].start, into[0].stop)
+            panels[rows // PANEL_WIDTH, : values.shape[1], rows % PANEL_WIDTH] = values.float()
         elif name == self.spec.weight:
             self._pack(into[0].start, values)
         else:
@@ -183,6 +214,8 @@ def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dt
         return NativeLinear(spec, kind, dtype, library, number_format.group)
     if number_format.stored_as == INT8_ROWS:
         return Int8RowsLinear(spec, kind, dtype, library)
+    if number_format == kept_as_stored(number_format.stored_as):
+        return GivenIntegersLinear(spec, kind, dtype, library, number_format.stored_as)
     return DequantizedNativeLinear(spec, kind, dtype, library, number_format.stored_as, number_format.group)
 
 

@@ -1,4 +1,4 @@
-"""Scales of a matrix that is stored as numbers times scales, while it is read."""
+"""Scales and offsets of a matrix that is stored as numbers times scales, while it is read."""
 
 from __future__ import annotations
 
@@ -13,45 +13,60 @@ from model.linear.base import Linear, LinearSpec, TensorShape
 
 
 class StoredScales:
-    """The scales of a projection's matrix, float32 `[outputs, blocks of inputs]`, which come before its rows.
+    """The scales of a projection's matrix, and its offsets if it has any, which come before its rows.
 
-    Each output has scales of its own here, also where a checkpoint has one for several.
+    Both are float32 `[outputs, blocks of inputs]`. Each output has its own here, also where a checkpoint has one for
+    several.
     """
 
     def __init__(self, spec: LinearSpec, storage: Storage, device: torch.device) -> None:
         assert storage.scale is not None
-        self.name = f"{spec.name}.{storage.scale}"
+        self._name = f"{spec.name}.{storage.scale}"
+        self._offset_name = None if storage.offset is None else f"{spec.name}.{storage.offset}"
         self._shape = (spec.num_outputs, storage.scales_of(spec.inputs))
         self._inputs = storage.block[1]  # of a scale; 0: all
         self._device = device
         self._rows_left = spec.num_outputs  # to be multiplied
         self.values: Tensor | None = None
+        self.offsets: Tensor | None = None
 
     def tensors(self) -> Mapping[str, TensorShape]:
-        """The tensor of scales, by its name in the network."""
-        if not self._inputs:
-            return {self.name: TensorShape(self._shape, outputs=0)}
-        return {self.name: TensorShape(self._shape, outputs=0, inputs=1, block=self._inputs)}
+        """The tensors of scales and offsets, by their names in the network."""
+        inputs = 1 if self._inputs else None
+        shape = TensorShape(self._shape, outputs=0, inputs=inputs, block=self._inputs or 1)
+        return {name: shape for name in (self._name, self._offset_name) if name is not None}
 
-    def fill(self, into: Index, values: Tensor) -> None:
-        """Put scales at `into`."""
-        if self.values is None:
-            self.values = torch.full(self._shape, torch.nan, dtype=torch.float32, device=self._device)
-        self.values[into] = values.to(self.values.device, torch.float32)
+    def fill(self, name: str, into: Index, values: Tensor) -> None:
+        """Put scales or offsets at `into`."""
+        if name == self._offset_name:
+            self.offsets = self._filled(self.offsets, into, values)
+        else:
+            self.values = self._filled(self.values, into, values)
+
+    def _filled(self, kept: Tensor | None, into: Index, values: Tensor) -> Tensor:
+        if kept is None:
+            kept = torch.full(self._shape, torch.nan, dtype=torch.float32, device=self._device)
+        kept[into] = values.to(kept.device, torch.float32)
+        return kept
 
     def multiplied(self, into: Index, numbers: Tensor) -> Tensor:
-        """Numbers of rows `into`, `[count, inputs]`, times their scales, as float32; each row once.
+        """Numbers of rows `into`, `[count, inputs]`, times their scales plus their offsets, as float32; each row once.
 
-        Behind the last row the scales are dropped: those of all matrices at once would take memory of their own.
+        Behind the last row both are dropped: those of all matrices at once would take memory of their own.
         """
-        assert self.values is not None, f"{self.name} comes before the weight"
-        scales, rows = self.values[into[0]], numbers.to(self._device).float()
+        assert self.values is not None, f"{self._name} comes before the weight"
+        rows = numbers.to(self._device).float() * self._spread(self.values[into[0]], numbers.shape[1])
+        if self._offset_name is not None:
+            assert self.offsets is not None, f"{self._offset_name} comes before the weight"
+            rows += self._spread(self.offsets[into[0]], numbers.shape[1])
         self._rows_left -= len(rows)
         if self._rows_left == 0:
-            self.values = None
-        if not self._inputs:
-            return rows * scales
-        return rows * scales.repeat_interleave(self._inputs, dim=1)[:, : rows.shape[1]]
+            self.values = self.offsets = None
+        return rows
+
+    def _spread(self, factors: Tensor, width: int) -> Tensor:
+        """One for each input, or one that is broadcast."""
+        return factors.repeat_interleave(self._inputs, dim=1)[:, :width] if self._inputs else factors
 
 
 class DequantizedWhileRead(Linear):
@@ -74,8 +89,8 @@ class DequantizedWhileRead(Linear):
     def fill(self, name: str, into: Index, values: Tensor) -> None:
         """Take scales, or rows, which are multiplied, or values of the bias."""
         assert self._scales is not None, f"{self.spec.name} is finished"
-        if name == self._scales.name:
-            self._scales.fill(into, values)
+        if name in self._stored:
+            self._scales.fill(name, into, values)
         elif name == self.spec.weight:
             super().fill(name, into, self._scales.multiplied(into, values))
         else:

@@ -28,6 +28,7 @@ from model.attention.base import AttentionBackend
 from model.checkpoint.content import content_digest, signs_of
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.packed_file import ArraySpec, Table
+from model.checkpoint.tensor_files import DecodedTensor
 from model.checkpoint.weights_cache import WeightsCache
 from model.linear.base import Linear, linears
 from model.linear.factory import LinearFactory
@@ -240,7 +241,9 @@ def _layout(network: Transformer, sources: WeightSources, specs: Mapping[str, Ar
     library = linear.library.identity if linear.library is not None else "no library"
     state.update(f"{torch.__version__} {library} {_code()} {linear.dtype} {sources.table_dtype}\n".encode())
     for name, rule in sources.rules:
-        state.update(f"{name} {sources.shapes[rule.target]} {rule!r}\n".encode())
+        stored = sources.stored[name]
+        decoder = f"{stored.decoder!r} " if isinstance(stored, DecodedTensor) else ""
+        state.update(f"{name} {sources.shapes[rule.target]} {decoder}{rule!r}\n".encode())
     for zero in sources.zeros:
         state.update(f"{zero!r}\n".encode())
     for projection in linears(network):

@@ -20,7 +20,7 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.load_plan import plan_load
-from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, read_headers
+from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, read_headers
 from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
@@ -58,7 +58,7 @@ def load_weights(model: Network, checkpoint: Checkpoint) -> Network:
 class WeightSources:
     """Where the weights of a network come from, by headers alone."""
 
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, TensorSource]
     rules: Sequence[tuple[str, TensorRule]]  # which stored tensor fills what
     zeros: Sequence[ZeroRule]  # what no stored tensor fills
     shapes: Mapping[str, Shape]  # of the whole network's tensors
@@ -101,7 +101,7 @@ def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table
 
 
 def plan_tensors(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]
+    config: ModelConfig, stored: Mapping[str, TensorSource], shapes: Mapping[str, Shape]
 ) -> list[tuple[str, TensorRule]]:
     """Which stored tensor fills which parameter, from headers alone; raises `CheckpointError` if any does not fit."""
     plan = plan_load(
@@ -118,13 +118,13 @@ def plan_tensors(
     return plan
 
 
-def largest_in_flight(stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, TensorRule]]) -> int:
+def largest_in_flight(stored: Mapping[str, TensorSource], plan: Sequence[tuple[str, TensorRule]]) -> int:
     """Bytes that are read before they are put where they are kept: the buffer, or a tensor that is transposed."""
     return max([BUFFER_BYTES, *(stored[name].nbytes for name, rule in plan if rule.transpose)])
 
 
 def kept_table_dtype(
-    stored: Mapping[str, StoredTensor], plan: Sequence[tuple[str, TensorRule]], linear: LinearFactory
+    stored: Mapping[str, TensorSource], plan: Sequence[tuple[str, TensorRule]], linear: LinearFactory
 ) -> torch.dtype:
     """Of the token table: where C has its own copy, as it is stored if that takes less and loses nothing."""
     kinds = [stored[name].dtype for name, rule in plan if rule.target == TOKEN_TABLE and not rule.duplicate]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, integers_in_groups, joined
 from model.linear.base import LinearSpec, Part
-from model.linear.native import NativeLinear, packed_linear
+from model.linear.factory import LinearFactory
+from model.linear.native import GivenIntegersLinear, NativeLinear, packed_linear
 from model.native.library import Kind, Library
 from tests.model.checkpoints import native_backends
 
 KINDS = (Kind.INT4, Kind.INT8)
 GROUPS = (32, 64, 128)
+FLOATS = NumberFormat(NumberKind.FLOAT32, NumberKind.FLOAT32)
 SHAPES = [(7, 5), (100, 37), (48, 1152)]
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -36,16 +40,6 @@ def unpacked(linear: NativeLinear) -> tuple[Tensor, Tensor]:
         rows = data.view(torch.int8).view(-1, groups * group // 4, 16, 4).permute(0, 2, 1, 3)
     scales = linear.arrays["scale"].view(torch.float32).view(-1, groups, 16).transpose(1, 2)
     return rows.reshape(-1, groups, group)[:n], scales.reshape(-1, groups)[:n]
-
-
-def with_offsets(linear: NativeLinear) -> NativeLinear:
-    """The same with a random offset of each group, as a storage with zero points has; none beyond n and k."""
-    n, k, group, groups = linear.spec.num_outputs, linear.spec.inputs, linear.group, linear.num_groups
-    offsets = torch.zeros(linear.arrays["scale"].numel() // 4).view(-1, groups, 16)
-    for row in range(n):
-        offsets[row // 16, : -(-k // group), row % 16] = torch.randn(-(-k // group))
-    linear.adopt({**linear.arrays, "offset": offsets.flatten().view(torch.uint8)})
-    return linear
 
 
 def exact(linear: NativeLinear, x: Tensor) -> Tensor:
@@ -82,23 +76,53 @@ def test_products_are_exact_whatever_the_neighbours(n: int, k: int, group: int, 
     must_be_exact_and_alone(packed, torch.randn(50, k))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(7, 5), (33, 700)])
-def test_given_integers_with_offsets_are_multiplied_exactly(n: int, k: int, group: int, kind: Kind) -> None:
-    """Integers, scales and zero points of a checkpoint; rows that are all of one sign make much of the offsets."""
-    most = 8 if kind is Kind.INT4 else 127
+def test_given_integers_are_multiplied_exactly(n: int, k: int, offsets: bool, group: int, bits: int) -> None:
+    """Integers, scales and zero points of a checkpoint; rows that are all of one sign make much of the offsets.
+
+    Torch computes with the very numbers that they stand for, with scales as published ones are: of 16 bits.
+    """
+    storage, most = integers_in_groups(bits, group, offsets=offsets), 1 << (bits - 1)
+    spec, groups = LinearSpec("matrix", k, (Part(n),), bias=n % 2 == 0), -(-k // group)
     given = torch.randint(-most, most, (n, k), dtype=torch.int8)
-    linear = NativeLinear(LinearSpec("matrix", k, (Part(n),), bias=n % 2 == 0), kind, torch.float32, library(), group)
-    library().pack_rows(linear.matrix, 0, given)
-    scales = linear.arrays["scale"].view(torch.float32).view(-1, linear.num_groups, 16)
-    for row in range(n):
-        scales[row // 16, : -(-k // group), row % 16] = torch.rand(-(-k // group)) / most
+    given[n // 2] = -most
+    scales = (torch.rand(n, groups) / most).half()
+    zeros = torch.randint(-most, most, (n, groups))
+    tensors = {"weight_scale": scales, "weight_offset": -scales.float() * zeros, "weight": given}
+    factory = LinearFactory(stored_as={"matrix": storage}, library=library(), native=(("matrix", FLOATS),))
+    linear, by_torch = factory(spec), replace(factory, native=())(spec)
+    for one in (linear, by_torch):
+        assert one.tensors().keys() - {"matrix.bias"} == {f"matrix.{name}" for name in storage.tensors}
+        for name in storage.tensors:
+            for first, last in ((n // 2, n), (0, 2), (2, n // 2)):
+                one.fill(f"matrix.{name}", (slice(first, last),), tensors[name][first:last])
+        one.finish()
+    stood_for = (given - zeros.repeat_interleave(group, 1)[:, :k] * offsets) * spread(scales, group, k)
+    assert torch.equal(by_torch.parameter("matrix.weight"), stood_for)
+    assert isinstance(linear, GivenIntegersLinear)
+    assert (linear.kind, linear.group) == (Kind.INT4 if bits == 4 else Kind.INT8, group)
     assert torch.equal(unpacked(linear)[0].flatten(1)[:, :k], given)
+    assert torch.equal(unpacked(linear)[1][:, :groups], scales.float())
+    assert linear.nbytes == sum(array.nbytes for array in linear.arrays.values())
     x = torch.randn(50, k)
-    without = linear(x)
-    must_be_exact_and_alone(with_offsets(linear), torch.cat([x[:25], x[25:].abs()]))
-    assert not torch.allclose(linear(x), without)
+    must_be_exact_and_alone(linear, torch.cat([x[:25], x[25:].abs()]))
+    if not spec.bias:
+        product = linear(x)
+        assert (product - x @ stood_for.T).norm() < 0.01 * product.norm()
+
+
+def spread(factors: Tensor, group: int, k: int) -> Tensor:
+    return factors.float().repeat_interleave(group, 1)[:, :k]
+
+
+def test_integers_that_are_fused_have_the_storage_that_holds_all() -> None:
+    int4, int8 = integers_in_groups(4, 64, offsets=True), integers_in_groups(8, 128, offsets=False)
+    assert joined([int4, int4]) == int4
+    assert joined([int4, int8]) == joined([int8, int4]) == integers_in_groups(8, 64, offsets=True)
+    assert joined([int4, FLOAT]) is None and joined([INT8_ROWS, int8]) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

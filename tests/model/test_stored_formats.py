@@ -308,7 +308,7 @@ def test_other_fp8_is_refused_by_the_setting_that_differs(settings: Any, message
 
 def test_scales_are_dropped_behind_the_last_row() -> None:
     scales = StoredScales(LinearSpec("p", 8, (Part(2), Part(1))), fp8_storage((2, 4)), torch.device("cpu"))
-    scales.fill((slice(0, 3),), torch.tensor([[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]))
+    scales.fill("p.weight_scale", (slice(0, 3),), torch.tensor([[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]))
     assert scales.multiplied((slice(2, 3),), torch.ones(1, 8)).tolist() == [[3.0] * 4 + [4.0] * 4]
     assert scales.values is not None
     assert scales.multiplied((slice(0, 2),), torch.ones(2, 8)).tolist() == [[1.0] * 4 + [2.0] * 4] * 2

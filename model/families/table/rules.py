@@ -70,7 +70,7 @@ class LinearRule:
                 transpose=self.transpose and tensor == "weight",
                 interleaved=self.interleaved,
                 holds=holds,
-                repeat=storage.block[0] if tensor == storage.scale else 1,
+                repeat=storage.block[0] if tensor in storage.factors else 1,
             )
 
 
