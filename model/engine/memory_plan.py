@@ -18,7 +18,7 @@ from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import Checkpoint
-from model.checkpoint.tensor_files import read_headers
+from model.checkpoint.tensor_sources import tensor_sources
 from model.config.model import ModelConfig
 from model.engine.cache_budget import KVLayout, fit_context, least_context, max_context
 from model.engine.dtypes import choose_dtype
@@ -58,7 +58,7 @@ def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
     model = whole = build_model(config, backend, replace(linear, collective=None))
     if linear.collective is not None:
         model = build_model(config, backend, linear)
-    stored = read_headers(checkpoint.weight_files)
+    stored = tensor_sources(checkpoint)
     plan = plan_tensors(config, stored, tensor_shapes(whole))
     table = kept_table_dtype(stored, plan, linear)
     parts: Counter[str] = Counter()

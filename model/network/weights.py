@@ -20,7 +20,8 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.load_plan import plan_load
-from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, read_headers
+from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource
+from model.checkpoint.tensor_sources import tensor_sources
 from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
@@ -72,7 +73,7 @@ def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
     alone = linear.shard == WHOLE
     whole = model if alone else build_model(config, model.backend, replace(linear, collective=None))
     shapes, slices = tensor_shapes(whole), shard_slices(whole, linear.shard)
-    stored = read_headers(checkpoint.weight_files)
+    stored = tensor_sources(checkpoint)
     rules = plan_tensors(config, stored, shapes)
     zeros = FAMILIES[config.model_type].zero_rules(config)
     return WeightSources(stored, rules, zeros, shapes, slices, kept_table_dtype(stored, rules, linear))

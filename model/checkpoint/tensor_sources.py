@@ -1,0 +1,11 @@
+"""The tensors of a checkpoint by the names that its family's table has for them, from the headers of its files."""
+
+from __future__ import annotations
+
+from model.checkpoint.folder import Checkpoint
+from model.checkpoint.tensor_files import TensorSource, read_headers
+
+
+def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
+    """Return what can be read of a checkpoint, by name; raises `CheckpointError` for an invalid file."""
+    return dict(read_headers(checkpoint.weight_files))
