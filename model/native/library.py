@@ -61,7 +61,7 @@ class Library:
     """Calls the compiled functions, with a scratch buffer for each thread that calls them."""
 
     # All that a library exports: functions that return nothing, and those that return a number.
-    _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows")
+    _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows", "quantise_rows")
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
         *("features", "start_tiles", "structure_sizes"),
@@ -129,6 +129,24 @@ class Library:
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
         threads = _num_threads()
         self._functions.pack_rows(ctypes.byref(matrix), _at(rows), kind, stride, c_int64(first), count, threads)
+
+    def quantise_rows(
+        self, rows: Tensor, kind: Kind, group: int = 0, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise `rows` `[count, k]` as `pack_rows` does: integers as int8, and scales `[count, ceil(k / group)]`.
+
+        Rows are float32 or bfloat16; without a `group` each has one scale. `weights` `[k]`, for 4 bits alone, say how
+        much the squared error of each number of a row counts.
+        """
+        if weights is not None and kind is not Kind.INT4:
+            raise ValueError("weights of errors are for 4 bits")
+        count, k = rows.shape
+        integers = torch.empty(count, k, dtype=torch.int8)
+        scales = torch.empty(count, -(-k // group) if group else 1)
+        matrix = PackedMatrix(int(kind), count, k, group=group)
+        given = (ctypes.byref(matrix), _at(rows), c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(count))
+        self._functions.quantise_rows(*given, _at(weights), _at(integers), _at(scales), _num_threads())
+        return integers, scales
 
     def run_attention(
         self,

@@ -194,3 +194,37 @@ def test_an_outlier_costs_its_group_alone() -> None:
         for group in (0, 128)
     )
     assert by_group < 0.5 * by_row
+
+
+@pytest.mark.parametrize(("kind", "group"), [*((kind, group) for kind in KINDS for group in GROUPS), (Kind.INT8, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_quantised_as_they_are_packed(kind: Kind, group: int, dtype: torch.dtype) -> None:
+    n, k = 33, 200
+    weight = (torch.randn(n, k) * torch.randn(n, 1).exp()).to(dtype)
+    weight[0] = 0
+    integers, scales = library().quantise_rows(weight, kind, group)
+    packed = packed_linear(library(), weight, None, kind, group)
+    if group:
+        expected, expected_scales = unpacked(packed)
+        assert torch.equal(scales, expected_scales[:, : scales.shape[1]])
+        assert torch.equal(integers, expected.flatten(1)[:, :k])
+        return
+    given = NativeLinear(packed.spec, kind, dtype, library())
+    library().pack_rows(given.matrix, 0, integers)
+    assert torch.equal(given.arrays["data"], packed.arrays["data"])
+    assert torch.equal(scales[:, 0], packed.arrays["scale"].view(torch.float32)[:n])
+
+
+def test_errors_that_count_more_are_smaller() -> None:
+    weight, counts = torch.randn(64, 256), torch.randn(256).exp().square()
+    counts[64:128] = 0
+    losses = []
+    for weights in (None, counts, torch.ones(256)):
+        integers, scales = library().quantise_rows(weight, Kind.INT4, 64, weights)
+        error = (integers * scales.repeat_interleave(64, dim=1) - weight).square()
+        losses.append((float((error * counts).sum()), float(error.sum())))
+    plain, weighted, even = losses
+    assert weighted[0] < 0.9 * plain[0]
+    assert 0.99 * plain[1] < even[1] <= plain[1] < weighted[1]
+    with pytest.raises(ValueError, match="for 4 bits"):
+        library().quantise_rows(weight, Kind.INT8, 64, counts)

@@ -151,3 +151,51 @@ EXPORTED void pack_rows(const PackedMatrix *matrix, const void *from, int64_t ki
         if (matrix->group) pack_grouped_panel(&rows, panel);
         else pack_panel(&rows, panel);
 }
+
+/* The integers of a row whose numbers share one scale, which is returned. */
+static float whole_row_integers(const UnpackedRows *rows, int64_t row, int8_t *to) {
+    float numbers[PACK_DEPTH], scale = row_scale(rows, row);
+    int8_t integers[PACK_DEPTH];
+    int64_t length = rows->matrix->k;
+    for (int64_t k = 0; k < length; k += PACK_DEPTH) {
+        read_floats(rows, row, k, numbers);
+        quantise(numbers, scale, integers);
+        memcpy(to + k, integers, min_i64(PACK_DEPTH, length - k));
+    }
+    return scale;
+}
+
+/* The integers [k] and scales [ceil(k / group)] of a row; `weights` [k] say how much each number's error counts, or
+ * are null. */
+static void row_integers(const UnpackedRows *rows, int64_t row, const float *weights, int8_t *to, float *scales) {
+    const PackedMatrix *matrix = rows->matrix;
+    float numbers[MOST_IN_GROUP], counts[MOST_IN_GROUP];
+    int8_t integers[MOST_IN_GROUP];
+    if (!matrix->group) {
+        scales[0] = whole_row_integers(rows, row, to);
+        return;
+    }
+    for (int64_t k = 0; k < matrix->k; k += matrix->group) {
+        int64_t filled = min_i64(matrix->group, matrix->k - k);
+        if (weights) {
+            for (int64_t at = 0; at < matrix->group; at += PACK_DEPTH) read_floats(rows, row, k + at, numbers + at);
+            memset(counts, 0, sizeof counts);
+            memcpy(counts, weights + k, filled * sizeof(float));
+            scales[k / matrix->group] = quantise_weighted_group(numbers, counts, matrix->group, integers);
+        } else {
+            scales[k / matrix->group] = group_integers(rows, row, k, integers);
+        }
+        memcpy(to + k, integers, filled);
+    }
+}
+
+/* What `pack_rows` makes of floats or bf16, as they are stored in files: integers [count][k], of 4 bits a byte each,
+ * and scales [count][groups], one a row where `matrix` (its sizes alone) has no groups. In 4 bits `weights` [k] may say
+ * how much the error of each number counts. */
+EXPORTED void quantise_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t count,
+                            const float *weights, int8_t *integers, float *scales, int64_t threads) {
+    UnpackedRows rows = {matrix, from, kind, stride, 0, count};
+    int64_t k = matrix->k, groups = matrix->group ? (k + matrix->group - 1) / matrix->group : 1;
+#pragma omp parallel for schedule(static) num_threads((int)threads)
+    for (int64_t row = 0; row < count; row++) row_integers(&rows, row, weights, integers + row * k, scales + row * groups);
+}

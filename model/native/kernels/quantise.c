@@ -10,6 +10,10 @@ static const float LARGEST[] = {-8.0f,  -7.0f,  -7.25f, -7.5f, -7.75f, -8.25f, -
                                 -9.25f, -6.75f, -6.5f,  7.0f,  6.75f,  7.25f,  7.5f,  6.5f,   7.75f};
 #define TRIES ((int)(sizeof LARGEST / sizeof *LARGEST))
 
+/* The same where numbers count by weights, and the largest may count little. */
+static const float CUT_OFF[] = {-9.5f, -10.0f, -11.0f, -12.0f, -14.0f, -16.0f};
+#define WIDER ((int)(sizeof CUT_OFF / sizeof *CUT_OFF))
+
 INLINE vec whole_4_bits(vec x) { return min_vec(splat(7.0f), max_vec(splat(-8.0f), x + 12582912.0f - 12582912.0f)); }
 
 /* Of the number with the largest absolute value, with its sign; NaN if one of them is. */
@@ -53,5 +57,37 @@ float quantise_group(int64_t dtype, const float *numbers, int64_t count, int8_t 
     float scale = max_abs(numbers, count) / 127.0f;
     vec step = splat(scale < 1e-30f ? 1e-30f : scale);
     for (int64_t i = 0; i < count; i += LANES) store_int8(to + i, round_vec(load(numbers + i) / step));
+    return scale;
+}
+
+/* How much of the weighted sum of squares the integers of numbers times `inverse` explain; `scale`: their best scale. */
+static float explained_by(const float *x, const float *weights, int64_t count, float inverse, float *scale) {
+    vec products = splat(0.0f), squares = splat(0.0f);
+    for (int64_t at = 0; at < count; at += LANES) {
+        vec number = load(x + at), q = whole_4_bits(number * inverse), weighted = q * load(weights + at);
+        products = fma_vec(number, weighted, products);
+        squares = fma_vec(q, weighted, squares);
+    }
+    float product = reduce_add(products), square = reduce_add(squares);
+    *scale = square > 0.0f ? product / square : 0.0f;
+    return *scale * product;
+}
+
+float quantise_weighted_group(const float *numbers, const float *weights, int64_t count, int8_t *to) {
+    float most = largest(numbers, count), best = 0.0f, scale = 0.0f, inverse = 0.0f, tried;
+    if (!(most != 0.0f && __builtin_fabsf(most) < __builtin_inff()) || __builtin_fabsf(most) < 1e-30f)
+        return quantise_4_bits(numbers, count, to);
+    for (int i = 0; i < TRIES + WIDER; i++) {
+        float times = (i < TRIES ? LARGEST[i] : CUT_OFF[i - TRIES]) / most;
+        float explained = explained_by(numbers, weights, count, times, &tried);
+        if (explained > best) best = explained, scale = tried, inverse = times;
+    }
+    for (int round = 0; round < 4 && scale != 0.0f; round++) { /* with the best scale numbers may round otherwise */
+        float times = 1.0f / scale, explained = explained_by(numbers, weights, count, times, &tried);
+        if (!(explained > best)) break;
+        best = explained, scale = tried, inverse = times;
+    }
+    if (!(best > 0.0f)) return quantise_4_bits(numbers, count, to); /* none of them counts */
+    round_group(numbers, count, inverse, to);
     return scale;
 }

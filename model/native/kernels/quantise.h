@@ -10,4 +10,7 @@
  * scale. */
 float quantise_group(int64_t dtype, const float *numbers, int64_t count, int8_t *to);
 
+/* The same in 4 bits, where each number's squared error counts `weights` times. */
+float quantise_weighted_group(const float *numbers, const float *weights, int64_t count, int8_t *to);
+
 #endif
