@@ -1,18 +1,25 @@
 """The command `quality`, which measures the quality of the embedded models in each number format.
 
 It measures bits per byte of `code` on its held-out sample, exact match of `normalize` on held-out pairs, and the cosine
-of `embed`'s vectors with those in float32, all with the serving engine.
+of `embed`'s vectors with those in float32, all with the serving engine; with outlier channels planted into the models
+if that is asked for. llama.cpp's formats of `code` stand beside, if `llama-cpp-python` and `gguf` are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.bench.outliers import plant
+from loadtest.bench.peers import llama_cpp_formats
 from loadtest.runs import flags
 from model.api.engine_config import EngineConfig
 from model.llm import LLM
@@ -20,6 +27,7 @@ from model.pretrained import embedded_models
 from model.pretrained.training import corpus, pairs
 from model.pretrained.training.evaluate import bits_per_byte, exact_match, pieces
 
+_START = 0  # of `code`'s texts
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -36,20 +44,46 @@ FORMATS: dict[str, dict[str, Any]] = {
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("quality", help="quality of the embedded models in each number format")
     parser.add_argument("--pairs", type=flags.positive, default=1_000, help="held-out pairs for normalize")
+    parser.add_argument(
+        "--outliers",
+        type=_power_of_two,
+        metavar="TIMES",
+        help="plant outlier channels of so many times the others' size, a power of two (default: none)",
+    )
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="those of ours (all)")
     parser.set_defaults(command=run)
+
+
+def _power_of_two(text: str) -> int:
+    value = flags.positive(text)
+    if value & (value - 1):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a power of two")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure every number format, and print a table and one JSON line."""
-    paths = embedded_models()
+    with TemporaryDirectory() as folder:
+        paths = {model: Path(path) for model, path in embedded_models().items()}
+        if arguments.outliers is not None:
+            paths = {model: plant(path, Path(folder, model), arguments.outliers) for model, path in paths.items()}
+        rows = [*_ours(paths, arguments), *_peers(paths["code"], Path(folder))]
+    table = Table("format", "code, bits per byte", "normalize, exact match", "embed, least cosine", title="quality")
+    for row in rows:
+        measured = (row.get(key) for key in ("bits_per_byte", "exact_match", "least_cosine"))
+        table.add_row(str(row["format"]), *("" if value is None else f"{value:.5f}" for value in measured))
+    Console().print(table)
+    print(json.dumps({"schema": 1, "outliers": arguments.outliers, "rows": rows}))
+
+
+def _ours(paths: Mapping[str, Path], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     sample = pieces(corpus.held_out_sample())
     held_out = pairs.held_out_pairs(arguments.pairs, seed=1)
-    exact = None
+    exact = LLM(paths["embed"], EngineConfig(device="cpu", dtype="float32")).encode(sample[:64])
     rows = []
-    for name, settings in FORMATS.items():
-        models = {model: LLM(path, EngineConfig(device="cpu", **settings)) for model, path in paths.items()}
+    for name in arguments.formats:
+        models = {model: LLM(path, EngineConfig(device="cpu", **FORMATS[name])) for model, path in paths.items()}
         vectors = models["embed"].encode(sample[:64])
-        exact = vectors if exact is None else exact
         row = {
             "format": name,
             "bits_per_byte": bits_per_byte(models["code"], sample),
@@ -57,9 +91,24 @@ def run(arguments: argparse.Namespace) -> None:
             "least_cosine": float((vectors * exact).sum(axis=1).min()),
         }
         rows.append(row)
-    table = Table("format", "code, bits per byte", "normalize, exact match", "embed, least cosine", title="quality")
-    for row in rows:
-        figures = (f"{row[key]:.5f}" for key in ("bits_per_byte", "exact_match", "least_cosine"))
-        table.add_row(str(row["format"]), *figures)
-    Console().print(table)
-    print(json.dumps({"schema": 1, "rows": rows}))
+    return rows
+
+
+def _peers(code: Path, folder: Path) -> list[dict[str, Any]]:
+    """llama.cpp's formats on `code`, with the same tokens; none where it is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("llama_cpp", "gguf")):
+        return []
+    tokenizer = LLM(code, EngineConfig(device="cpu")).tokenizer
+    assert tokenizer is not None
+    texts = [(text, _without_start(tokenizer.encode(text).ids)) for text in pieces(corpus.held_out_sample())]
+    file, rows = folder / "code.gguf", []
+    llama_cpp_formats.write_gguf(code, file)
+    for name in llama_cpp_formats.FORMATS:
+        quantised = llama_cpp_formats.quantised(file, folder / f"{name}.gguf", name)
+        figure = llama_cpp_formats.bits_per_byte(quantised, _START, texts)
+        rows.append({"format": f"llama.cpp {name}", "bits_per_byte": figure})
+    return rows
+
+
+def _without_start(ids: Sequence[int]) -> Sequence[int]:
+    return ids[1:] if ids[0] == _START else ids

@@ -1,0 +1,146 @@
+"""llama.cpp's number formats on a Llama-shaped checkpoint of ours: written as GGUF, quantised by llama.cpp, scored.
+
+Token ids are given, so the file has no vocabulary. `llama-cpp-python` and `gguf` are needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from model.checkpoint.json_files import read_json
+
+FORMATS = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # by llama.cpp's numbers (enum llama_ftype)
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(folder: Path, file: Path) -> None:
+    """Write a Llama with a tied head as GGUF: in float32, queries and keys in llama.cpp's order of rotation."""
+    import gguf
+
+    raw, stored = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
+    heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads", heads)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(raw["hidden_size"] // heads)
+    writer.add_rope_freq_base(raw.get("rope_theta", 10_000.0))
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_vocab_size(raw["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for name, tensor in stored.items():
+        values = tensor.astype(np.float32)
+        for projection, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if name.endswith(f"{projection}.weight"):
+                halves = values.reshape(count, 2, -1, values.shape[1])  # of a head, one behind the other: interleaved
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    if name == "embed_tokens.weight":
+        return "token_embd.weight"
+    if name == "norm.weight":
+        return "output_norm.weight"
+    _, layer, rest = name.split(".", 2)
+    return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def quantised(file: Path, out: Path, form: str) -> Path:
+    """Let llama.cpp quantise a GGUF file of floats."""
+    import llama_cpp
+
+    _be_quiet()
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = FORMATS[form], 2
+    failed = llama_cpp.llama_model_quantize(str(file).encode(), str(out).encode(), ctypes.byref(settings))
+    if failed:
+        raise RuntimeError(f"llama.cpp could not quantise to {form}")
+    return out
+
+
+@cache
+def _be_quiet() -> Any:
+    """Say nothing on standard error; the function must stay where it is."""
+    import llama_cpp
+
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    return silent
+
+
+class Scorer:
+    """A GGUF file's model as llama.cpp computes it; close it to free it."""
+
+    def __init__(self, file: Path, longest: int) -> None:
+        """`longest` is the number of tokens of the longest text."""
+        import llama_cpp
+
+        _be_quiet()
+        settings = llama_cpp.llama_model_default_params()
+        settings.use_extra_bufts = False  # its own buffers for AMX crashed here, with Q4_0 as with Q8_0 (0.3.36)
+        self._library: Any = llama_cpp
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)
+        context = llama_cpp.llama_context_default_params()
+        context.n_ctx = context.n_batch = context.n_ubatch = longest
+        context.n_threads = context.n_threads_batch = 2
+        self._context = llama_cpp.llama_init_from_model(self._model, context)
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def close(self) -> None:
+        self._library.llama_free(self._context)
+        self._library.llama_model_free(self._model)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Logits behind each token, `[T, V]`."""
+        library, count = self._library, len(tokens)
+        library.llama_memory_clear(library.llama_get_memory(self._context), True)
+        batch = library.llama_batch_init(count, 0, 1)
+        batch.n_tokens = count
+        for at, token in enumerate(tokens):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, 1
+            batch.seq_id[at][0] = 0
+        failed = library.llama_decode(self._context, batch)
+        library.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"llama.cpp could not compute {count} tokens")
+        found = np.ctypeslib.as_array(library.llama_get_logits(self._context), (count, self._vocab))
+        return found.astype(np.float64)
+
+
+def bits_per_byte(file: Path, start: int, texts: Sequence[tuple[str, Sequence[int]]]) -> float:
+    """Compute the bits per byte of texts with their tokens, each scored alone behind the token `start`."""
+    scorer, nats = Scorer(file, 1 + max(len(tokens) for _, tokens in texts)), 0.0
+    for _, tokens in texts:
+        logits = scorer.logits([start, *tokens[:-1]])
+        most = logits.max(axis=1)
+        log_sums = most + np.log(np.exp(logits - most[:, None]).sum(axis=1))
+        nats += float((log_sums - logits[np.arange(len(tokens)), list(tokens)]).sum())
+    scorer.close()
+    return nats / math.log(2) / sum(len(text.encode()) for text, _ in texts)
