@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,18 @@ from model.checkpoint.generation_config import (
     token_id_settings,
 )
 from model.checkpoint.json_files import read_json
+from model.checkpoint.layouts import (
+    IntegerLayout,
+    Packed,
+    consumed_names,
+    find_layouts,
+    logical_names,
+    pack_projections,
+)
 from model.checkpoint.load_plan import stored_projections
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.state_dict import read_state_dict
-from model.checkpoint.stored_formats import storage_of
+from model.checkpoint.stored_formats import Quantization, quantization_of
 from model.config.formats import FLOAT
 from model.config.model import ModelConfig
 from model.errors import ConfigError
@@ -46,6 +54,7 @@ class Checkpoint:
     config: ModelConfig
     weight_files: tuple[Path, ...]
     dtype: str  # of the stored weights by config.json, else float32
+    packed: Mapping[str, Packed] = field(default_factory=dict)  # how packed projections are read, by stored name
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by fields of SamplingParams
     sentences: SentenceSettings = field(default_factory=SentenceSettings)
     images: ImageProcessing | None = None
@@ -68,14 +77,13 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     generation = generation_settings(raw, newer)
     files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
     names = tensor_names(files)
-    former = raw.pop("compression_config", None)  # as compressed-tensors once called it
-    storage = storage_of(raw.pop("quantization_config", former), names)
-    config = config_from_raw({**raw, **token_id_settings(generation)}, names)
-    if storage != FLOAT:
-        stored_as = stored_projections(FAMILIES[config.model_type], config, storage, names)
-        if not stored_as:
-            raise ConfigError(f"quantization_config says {storage.name}, but no projection has a {storage.scale}")
-        config = replace(config, stored_as=stored_as)
+    settings = _quantization_settings(path, raw)
+    quantization = quantization_of(settings, names)
+    if settings is not None and quantization == Quantization():
+        raise ConfigError(f"quantization_config says {settings['quant_method']}, but no projection is stored so")
+    layouts = find_layouts(quantization.layouts, names, files) if quantization.layouts else {}
+    config = config_from_raw({**raw, **token_id_settings(generation)}, logical_names(names, layouts))
+    config, packed = _stored_as(config, quantization, layouts, names)
     sentences = _sentences(path, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
         config = token_classifier(config, sentences.score_tokens)
@@ -89,6 +97,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         config=config,
         weight_files=files,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        packed=packed,
         sampling_defaults=sampling_defaults(generation, encoder_decoder),
         sentences=sentences,
         images=read_image_processing(read_json(path / "preprocessor_config.json"), config.image)
@@ -97,6 +106,35 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
         not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
     )
+
+
+def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:
+    """Take what says how projections are stored out of config.json; older folders have it in files of its own."""
+    former = raw.pop("compression_config", None)  # as compressed-tensors once called it
+    settings = raw.pop("quantization_config", former)
+    if settings is None and (settings := read_json(path / "quantize_config.json") or None) is not None:
+        settings = {"quant_method": "gptq", **settings}
+    if settings is None and (found := read_json(path / "quant_config.json")):
+        names = {"q_group_size": "group_size", "w_bit": "bits"}
+        settings = {"quant_method": "awq", **{names.get(name, name): value for name, value in found.items()}}
+    return settings
+
+
+def _stored_as(
+    config: ModelConfig,
+    quantization: Quantization,
+    layouts: Mapping[str, IntegerLayout],
+    names: frozenset[str],
+) -> tuple[ModelConfig, dict[str, Packed]]:
+    """Return the network with the formats of its projections, and how packed ones are read."""
+    family, storage = FAMILIES[config.model_type], quantization.storage
+    stored_as, packed = pack_projections(family, config, layouts)
+    if storage != FLOAT:
+        plain = names - consumed_names(layouts)
+        stored_as = {**stored_projections(family, config, storage, plain), **stored_as}
+        if storage not in stored_as.values():
+            raise ConfigError(f"quantization_config says {storage.name}, but no projection has a {storage.scale}")
+    return replace(config, stored_as=stored_as), packed
 
 
 def _sentences(

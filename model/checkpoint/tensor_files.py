@@ -90,6 +90,7 @@ class DecodedTensor(TensorSource):
     """A tensor that is stored in another form."""
 
     decoder: Decoder
+    least_rows: int = 1  # that are decoded at once, where fewer would be read in vain
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -147,6 +148,7 @@ class TensorReader:
         row_bytes = width * source.dtype.itemsize
         step = max(1, _part_bytes() // max(1, row_bytes))
         if isinstance(source, DecodedTensor):
+            step = max(step, source.least_rows)
             for begin in range(first, last, step):
                 give_way()
                 yield begin, source.decoder.rows(self, begin, min(begin + step, last))
@@ -218,6 +220,14 @@ class TensorReader:
             if count == 0:
                 raise CheckpointError(f"{stored.path.name} became shorter while {stored.name} was read")
             done += count
+
+
+def bytes_in_flight(tensor: TensorSource) -> int:
+    """Return the bytes that a tensor takes while it is read some rows at a time."""
+    if not isinstance(tensor, DecodedTensor):
+        return BUFFER_BYTES
+    least = min(tensor.least_rows, tensor.shape[0]) * tensor.nbytes // max(1, tensor.shape[0])
+    return BUFFER_BYTES + 3 * max(BUFFER_BYTES, least)  # as it is stored, unpacked, and as it is handed on
 
 
 def _part_bytes() -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from model.checkpoint.decoders import unpacked
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_files import TensorSource, read_headers
 
 
 def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
-    """Return what can be read of a checkpoint, by name; raises `CheckpointError` for an invalid file."""
-    return dict(read_headers(checkpoint.weight_files))
+    """Return what can be read of a checkpoint, by name; raises `CheckpointError`.
+
+    Files may be invalid, and the tensors of a packed projection may not fit each other.
+    """
+    return unpacked(read_headers(checkpoint.weight_files), checkpoint.packed)

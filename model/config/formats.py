@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -32,6 +32,8 @@ class Storage:
     passed_over: tuple[str, ...] = ()  # tensors that are not needed, as patterns: scales of activations
     offset: str | None = None  # the tensor that is added to numbers times scales
     bits: int = 8  # of a number: integers of 4 bits, -8 to 7, are read as INT8 too
+    # Bits and group that C keeps floats in which stand for fewer bits, unless another format is asked for.
+    nearest: tuple[int, int] | None = None
 
     @property
     def tensors(self) -> dict[str, NumberKind | None]:
@@ -101,6 +103,14 @@ def kept_as_stored(storage: Storage) -> NumberFormat | None:
         return None
     kept = NumberKind.INT4 if storage.bits == 4 else NumberKind.INT8
     return NumberFormat(kept, NumberKind.INT8, storage, storage.block[1])
+
+
+def nearest_kept(storage: Storage) -> NumberFormat | None:
+    """What C keeps by itself of numbers that it cannot keep as they are stored; None: the network's floats."""
+    if storage.nearest is None:
+        return None
+    bits, group = storage.nearest
+    return replace(integers(NumberKind.INT4 if bits == 4 else NumberKind.INT8, group), stored_as=storage)
 
 
 def integers(weight: NumberKind, group: int = 0) -> NumberFormat:

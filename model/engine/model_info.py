@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -12,7 +13,7 @@ from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint
-from model.config.formats import NumberKind, kept_as_stored
+from model.config.formats import NumberFormat, Storage, kept_as_stored, nearest_kept
 from model.config.model import ModelConfig
 from model.engine.cache_budget import Context, kv_bytes_per_token
 from model.engine.dtypes import choose_dtype
@@ -50,10 +51,12 @@ def describe_model(
         dtype, reason = spec.engine.quantization, "asked for"
     elif kept_in_fp8:
         dtype, reason = "fp8", "the checkpoint stores it so"
-    elif selection.library is not None and (kept := _kept_as_stored(config)):
-        dtype, reason = str(kept), "the checkpoint stores it so"
-    elif stored := stored_formats(config):
-        reason += f"; stored as {' and '.join(storage.name for storage in stored)}"
+    elif selection.library is not None and (kept := _kept(config, kept_as_stored)):
+        dtype, reason = kept, "the checkpoint stores it so"
+    elif selection.library is not None and (kept := _kept(config, nearest_kept)):
+        dtype, reason = kept, f"the nearest to {_names(config)}, as the checkpoint stores it"
+    elif config.stored_as:
+        reason += f"; stored as {_names(config)}"
     return ModelInfo(
         name=spec.name,
         form=config.form,
@@ -83,10 +86,14 @@ def describe_model(
     )
 
 
-def _kept_as_stored(config: ModelConfig) -> NumberKind | None:
-    """The integers that C keeps of most projections as they are stored; None: of none of them."""
-    kept = Counter(one.weight for one in map(kept_as_stored, config.stored_as.values()) if one is not None)
-    return kept.most_common(1)[0][0] if kept else None
+def _kept(config: ModelConfig, keep: Callable[[Storage], NumberFormat | None]) -> str | None:
+    """The integers that C keeps of most projections that are stored otherwise than as floats; None: of none of them."""
+    kept = Counter(one.weight for one in map(keep, config.stored_as.values()) if one is not None)
+    return str(kept.most_common(1)[0][0]) if kept else None
+
+
+def _names(config: ModelConfig) -> str:
+    return " and ".join(storage.name for storage in stored_formats(config))
 
 
 def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:

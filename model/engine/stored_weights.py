@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from model.config.formats import Storage, kept_as_stored
+from model.config.formats import NumberKind, Storage, kept_as_stored, nearest_kept
 from model.config.model import ModelConfig
 from model.linear.factory import LinearFactory
 from model.linear.fp8 import keeps
@@ -13,6 +13,10 @@ _ROUNDING = {
     torch.float32: "which holds them exactly",
     torch.bfloat16: "each rounded by at most 1/512 of itself",
     torch.float16: "each rounded by at most 1/4096 of itself",
+}
+_NEAREST = {
+    NumberKind.INT8: "each rounded by at most 1/254 of the largest in its group",
+    NumberKind.INT4: "each rounded by at most 1/14 of the largest in its group",
 }
 _QUANTIZED = {"int8": ", each rounded by at most 1/254 of the largest in its row"}
 
@@ -30,6 +34,8 @@ def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
             continue
         if linear.native and linear.quantized:
             kept = f"{linear.quantization}{_QUANTIZED.get(linear.quantization, '')}"
+        elif linear.native and (nearest := nearest_kept(storage)) is not None:
+            kept = f"{nearest.weight} in groups of {nearest.group}, {_NEAREST[nearest.weight]}"
         else:
             kept = f"{str(linear.dtype).removeprefix('torch.')}, {_ROUNDING[linear.dtype]}"
         count = sum(one == storage for one in config.stored_as.values())

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored
+from model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored, nearest_kept
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
@@ -49,16 +49,21 @@ class LinearFactory:
         stored_as = self.stored_as.get(spec.name, FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
-                kept = kept_as_stored(stored_as) or replace(number_format, stored_as=stored_as)
-                return native_linear(kept, spec, self.dtype, self.library)
+                return native_linear(self._kept(number_format, stored_as), spec, self.dtype, self.library)
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)
         if self._in_fp8(spec.name, stored_as):
             return Fp8Linear(spec, self.dtype, self.device, stored_as)
-        if stored_as == FLOAT:
+        if stored_as.scale is None:
             return FloatLinear(spec, self.dtype, self.device)
         return DequantizedLinear(spec, self.dtype, self.device, stored_as)
+
+    def _kept(self, number_format: NumberFormat, stored_as: Storage) -> NumberFormat:
+        """What C keeps: as it is stored if it can be, else what is asked for, else what is nearest."""
+        asked = replace(number_format, stored_as=stored_as)
+        nearest = nearest_kept(stored_as) if self.quantization == "none" else None
+        return kept_as_stored(stored_as) or nearest or asked
 
     def _in_fp8(self, name: str, stored_as: Storage) -> bool:
         if self.fp8 is None or not keeps(stored_as):

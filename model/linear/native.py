@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage, kept_as_stored
+from model.config.formats import INT8_ROWS, NumberFormat, NumberKind, Storage, kept_as_stored
 from model.config.sharding import Index, Shape
 from model.linear.base import Linear, LinearSpec, Part, TensorShape
 from model.linear.scales import DequantizedWhileRead
@@ -210,7 +210,7 @@ def packed_matrix(linear: Linear) -> PackedMatrix:
 def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dtype, library: Library | None) -> Linear:
     """A projection whose numbers are stored, kept and multiplied as `number_format` says."""
     kind = kernel_of(number_format)
-    if number_format.stored_as == FLOAT:
+    if number_format.stored_as.scale is None:
         return NativeLinear(spec, kind, dtype, library, number_format.group)
     if number_format.stored_as == INT8_ROWS:
         return Int8RowsLinear(spec, kind, dtype, library)

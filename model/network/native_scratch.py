@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from model.config.cache import pool_of_layers
-from model.config.formats import QUANTIZED_LAYERS, kept_as_stored
+from model.config.formats import QUANTIZED_LAYERS, kept_as_stored, nearest_kept
 from model.config.layer import LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import kernel_of
@@ -29,7 +29,7 @@ def planned_scratch(
     if quantization in QUANTIZED_LAYERS:
         layers = QUANTIZED_LAYERS[quantization][0]
         formats = {(kernel_of(layers), layers.group)}
-    kept = [kept_as_stored(storage) for storage in set(config.stored_as.values())]
+    kept = [kept_as_stored(storage) or nearest_kept(storage) for storage in set(config.stored_as.values())]
     formats |= {(kernel_of(one), one.group) for one in kept if one is not None}
     sizes = (_of_stack(library, stack, dtype, *form, rows, context) for stack in stacks for form in formats)
     return max(sizes, default=0) + sum(relative_bytes(stack, dtype, min(rows, context)) for stack in stacks)

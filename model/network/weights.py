@@ -20,7 +20,7 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.load_plan import plan_load
-from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource
+from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, bytes_in_flight
 from model.checkpoint.tensor_sources import tensor_sources
 from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
@@ -121,7 +121,8 @@ def plan_tensors(
 
 def largest_in_flight(stored: Mapping[str, TensorSource], plan: Sequence[tuple[str, TensorRule]]) -> int:
     """Bytes that are read before they are put where they are kept: the buffer, or a tensor that is transposed."""
-    return max([BUFFER_BYTES, *(stored[name].nbytes for name, rule in plan if rule.transpose)])
+    whole = [stored[name].nbytes for name, rule in plan if rule.transpose]
+    return max([BUFFER_BYTES, *whole, *(bytes_in_flight(stored[name]) for name, _ in plan)])
 
 
 def kept_table_dtype(

@@ -18,7 +18,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.stored_formats import fp8_storage, storage_of
+from model.checkpoint.stored_formats import fp8_storage, quantization_of
 from model.config.formats import INT8_ROWS
 from model.engine.builder import load
 from model.engine.memory_plan import plan_weights
@@ -303,7 +303,7 @@ def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_pat
 )
 def test_other_fp8_is_refused_by_the_setting_that_differs(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        storage_of(settings)
+        quantization_of(settings)
 
 
 def test_scales_are_dropped_behind_the_last_row() -> None:
@@ -356,13 +356,13 @@ def test_it_is_served_as_it_is_stored_and_takes_what_was_planned(tmp_path: Path)
     [
         (
             ("quant_method",),
-            "gptq",
-            r"quantization_config\.quant_method: 'gptq' is not served, only 'compressed-tensors' or 'fp8' or",
+            "aqlm",
+            r"quantization_config\.quant_method: 'aqlm' is not served, only 'compressed-tensors' or 'gptq' or",
         ),
         (
             ("format",),
-            "pack-quantized",
-            r"format: 'pack-quantized' is not served, only 'int-quantized' or 'float-quantized'",
+            "marlin-24",
+            r"format: 'marlin-24' is not served, only 'pack-quantized' or 'int-quantized' or 'float-quantized'",
         ),
         (("transform_config",), {"R1": {}}, r"quantization_config has unknown settings: transform_config"),
         (("config_groups",), {}, r"config_groups must be an object of groups"),
@@ -371,8 +371,12 @@ def test_it_is_served_as_it_is_stored_and_takes_what_was_planned(tmp_path: Path)
             4,
             r"group_0\.weights\.num_bits: 4 is not served, only 8",
         ),
-        (("config_groups", "group_0", "weights", "strategy"), "group", r"weights\.strategy: 'group' is not served"),
-        (("config_groups", "group_0", "weights", "symmetric"), False, r"weights\.symmetric: False is not served"),
+        (("config_groups", "group_0", "weights", "strategy"), "tensor", r"weights\.strategy: 'tensor' is not served"),
+        (
+            ("config_groups", "group_0", "weights", "strategy"),
+            "group",
+            r"weights\.group_size must be a number of inputs",
+        ),
         (("config_groups", "group_0", "input_activations", "dynamic"), False, r"input_activations\.dynamic: False"),
         (("config_groups", "group_0", "input_activations"), None, r"input_activations must be an object, found None"),
     ],

@@ -67,7 +67,7 @@ class LinearRule:
                 f"{self.source}.{tensor}",
                 f"{self.target}.{tensor}",
                 self.rows,
-                transpose=self.transpose and tensor == "weight",
+                transpose=self.transpose and storage == FLOAT and tensor == "weight",
                 interleaved=self.interleaved,
                 holds=holds,
                 repeat=storage.block[0] if tensor in storage.factors else 1,

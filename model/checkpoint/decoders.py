@@ -1,0 +1,244 @@
+"""Reads packed integers, their scales and zero points as the tensors of a storage (`model.config.formats`).
+
+weight = (integer - zero point) * scale becomes integer * scale + offset with integers around zero. Both are exact in
+float32 where scales have 16 bits, as published ones have. Rows are unpacked as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.layouts import Along, IntegerLayout, Packed
+from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
+from model.config.formats import Storage
+from model.errors import CheckpointError
+from model.families.table.rules import Shape
+
+_WORD = 32  # bits
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's numbers, in their order
+_LEAST_LINE = 1024  # words of a line that are read at once where a tensor is transposed
+_FLOATS = ("F16", "BF16", "F32")
+
+
+def unpacked(stored: Mapping[str, StoredTensor], packed: Mapping[str, Packed]) -> dict[str, TensorSource]:
+    """The tensors of a checkpoint as they are read; raises `CheckpointError` where what is packed does not fit.
+
+    `packed` says how, by projections' stored names.
+    """
+    tensors: dict[str, TensorSource] = dict(stored)
+    for stem, one in packed.items():
+        for name in one.layout.names:
+            tensors.pop(f"{stem}.{name}", None)
+        tensors |= {tensor.name: tensor for tensor in _decoded(stem, one, stored)}
+    return tensors
+
+
+def _decoded(stem: str, packed: Packed, stored: Mapping[str, StoredTensor]) -> Iterator[DecodedTensor]:
+    layout, storage = packed.layout, packed.storage
+
+    def find(name: str | None, kinds: tuple[str, ...]) -> StoredTensor | None:
+        if name is None:
+            return None
+        found = stored.get(f"{stem}.{name}")
+        if found is None or found.kind not in kinds or len(found.shape) != (1 if name == layout.order else 2):
+            told = "none" if found is None else f"{found.kind} {list(found.shape)}"
+            raise CheckpointError(f"{stem}.{name}: expected a tensor of {' or '.join(kinds)}, found {told}")
+        return found
+
+    words = ("I8",) if layout.words is None else ("I32",)
+    weight, scale = find(layout.weight, words), find(layout.scale, _FLOATS)
+    assert weight is not None and scale is not None
+    zeros = find(layout.zeros, ("I8",) if layout.zero_words is None else ("I32",))
+    matrix = _Matrix(layout, weight, scale, zeros, find(layout.order, ("I32", "I64")))
+    matrix.check(stem)
+    outputs, inputs = matrix.shape
+    least = min(outputs, _LEAST_LINE * (layout.per_word if layout.words is Along.OUTPUTS else 1))
+    least = least if layout.inputs_first else 1
+    if storage.scale is None:
+        yield DecodedTensor(
+            name=f"{stem}.weight", kind="F32", shape=(outputs, inputs), decoder=Products(matrix), least_rows=least
+        )
+        return
+    factors = (outputs, storage.scales_of(inputs))
+    yield DecodedTensor(
+        name=f"{stem}.weight", kind="I8", shape=(outputs, inputs), decoder=Integers(matrix), least_rows=least
+    )
+    yield DecodedTensor(name=f"{stem}.{storage.scale}", kind="F32", shape=factors, decoder=Scales(matrix, storage))
+    if storage.offset is not None:
+        yield DecodedTensor(
+            name=f"{stem}.{storage.offset}", kind="F32", shape=factors, decoder=Offsets(matrix, storage)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """The stored tensors of one projection."""
+
+    layout: IntegerLayout
+    weight: StoredTensor
+    scale: StoredTensor
+    zeros: StoredTensor | None
+    order: StoredTensor | None
+
+    @property
+    def shape(self) -> Shape:
+        """Outputs and inputs."""
+        layout, shape = self.layout, self.weight.shape
+        outputs, inputs = reversed(shape) if layout.inputs_first else shape
+        outputs *= layout.per_word if layout.words is Along.OUTPUTS else 1
+        inputs *= layout.per_word if layout.words is Along.INPUTS else 1
+        return outputs, inputs
+
+    @property
+    def groups(self) -> int:
+        return -(-self.shape[1] // self.layout.group) if self.layout.group else 1
+
+    def check(self, stem: str) -> None:
+        """Raise `CheckpointError` unless scales, zero points and order fit the integers."""
+        layout, (outputs, inputs), groups = self.layout, self.shape, self.groups
+        per_word = layout.per_word
+        wanted: dict[str, tuple[StoredTensor | None, Shape]] = {layout.scale: (self.scale, (outputs, groups))}
+        zeros = {
+            None: (outputs, groups),
+            Along.OUTPUTS: (-(-outputs // per_word), groups),
+            Along.INPUTS: (outputs, -(-groups // per_word)),
+        }[layout.zero_words]
+        wanted[layout.zeros or ""] = self.zeros, zeros
+        wanted[layout.order or ""] = self.order, (inputs,)
+        for name, (tensor, shape) in wanted.items():
+            shape = shape[::-1] if layout.inputs_first else shape
+            if tensor is None or tensor.shape == shape:
+                continue
+            if layout.padded_groups and tensor.shape[0] == shape[0] and tensor.shape[1] >= shape[1]:
+                continue
+            raise CheckpointError(
+                f"{stem}.{name}: found {list(tensor.shape)}, expected {list(shape)} beside {layout.weight} "
+                f"{list(self.weight.shape)} of {layout.bits} bits in groups of {layout.group or inputs}"
+            )
+
+    def integers(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        """Return rows of integers around zero, int8 `[last - first, inputs]`."""
+        layout, width = self.layout, self.weight.shape[1]
+        if not layout.inputs_first:
+            words = reader.region(self.weight, width, slice(0, width), first, last)
+            return words if layout.words is None else _around_zero(_numbers(words, layout), layout)
+        if layout.words is Along.INPUTS:
+            words = reader.region(self.weight, width, slice(first, last), 0, self.weight.shape[0])
+            return _around_zero(_numbers(words.t().contiguous(), layout), layout)
+        found = torch.empty(last - first, self.shape[1], dtype=torch.int8)
+        columns = slice(first // layout.per_word, -(-last // layout.per_word))
+        begins = columns.start * layout.per_word
+        for row, words in reader.columns(self.weight, width, columns, 0, self.weight.shape[0]):
+            numbers = _around_zero(_numbers(words, layout), layout)
+            found[:, row : row + len(words)] = numbers[:, first - begins : last - begins].t()
+        return found
+
+    def scales(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        """Return the scales of rows, float32 `[last - first, groups]`."""
+        return self._of_rows(reader, self.scale, first, last)[:, : self.groups].float()
+
+    def offsets(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        """Return what is added to the products of rows, float32 `[last - first, groups]`."""
+        scales, layout = self.scales(reader, first, last), self.layout
+        if self.zeros is None:
+            return torch.zeros_like(scales)
+        if layout.zero_words is None:
+            return -scales * self._of_rows(reader, self.zeros, first, last)
+        if layout.zero_words is Along.INPUTS:
+            zeros = _numbers(self._of_rows(reader, self.zeros, first, last), layout)[:, : self.groups]
+        else:
+            begin, end = first // layout.per_word, -(-last // layout.per_word)
+            words = self._of_rows(reader, self.zeros, begin, end).t().contiguous()  # [groups, words]
+            begins = begin * layout.per_word
+            zeros = _numbers(words, layout)[:, first - begins : last - begins].t()
+        most = (1 << layout.bits) - 1
+        return scales * (layout.midst - ((zeros.int() + layout.zeros_less) & most))
+
+    def _of_rows(self, reader: TensorReader, tensor: StoredTensor, first: int, last: int) -> Tensor:
+        if self.layout.inputs_first:
+            return reader.region(tensor, tensor.shape[1], slice(first, last), 0, tensor.shape[0]).t()
+        return reader.region(tensor, tensor.shape[1], slice(0, tensor.shape[1]), first, last)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Integers:
+    """Decodes rows of integers."""
+
+    matrix: _Matrix
+
+    def __repr__(self) -> str:
+        return f"Integers({self.matrix.layout})"
+
+    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        return self.matrix.integers(reader, first, last)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Scales:
+    """Decodes rows of scales, each as often as its group has groups of the storage."""
+
+    matrix: _Matrix
+    storage: Storage
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.matrix.layout}, {self.storage.block})"
+
+    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        return self._spread(self.matrix.scales(reader, first, last))
+
+    def _spread(self, factors: Tensor) -> Tensor:
+        group, inputs = self.storage.block[1], self.matrix.shape[1]
+        begins = torch.arange(0, inputs, group)
+        return factors[:, begins // (self.matrix.layout.group or inputs)]
+
+
+class Offsets(Scales):
+    """Decodes rows of offsets, as `Scales` does those of scales."""
+
+    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        return self._spread(self.matrix.offsets(reader, first, last))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Products:
+    """Decodes rows of the numbers that integers stand for, in float32."""
+
+    matrix: _Matrix
+
+    def __repr__(self) -> str:
+        return f"Products({self.matrix.layout})"
+
+    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        matrix = self.matrix
+        groups = self._groups(reader)
+        rows = matrix.integers(reader, first, last).float() * matrix.scales(reader, first, last)[:, groups]
+        return rows if matrix.zeros is None else rows + matrix.offsets(reader, first, last)[:, groups]
+
+    def _groups(self, reader: TensorReader) -> Tensor:
+        """The group of each input."""
+        matrix, inputs = self.matrix, self.matrix.shape[1]
+        if matrix.order is None:
+            return torch.arange(inputs) // (matrix.layout.group or inputs)
+        order = reader.region(matrix.order, 1, slice(0, 1), 0, inputs)[:, 0].long()
+        if int(order.min()) < 0 or int(order.max()) >= matrix.groups:
+            raise CheckpointError(f"{matrix.order.name} names groups beyond the {matrix.groups} that there are")
+        return order
+
+
+def _numbers(words: Tensor, layout: IntegerLayout) -> Tensor:
+    """Return the unsigned numbers of words, uint8 `[rows, numbers]`, of int32 `[rows, words]`."""
+    data = words.contiguous().view(torch.uint8)
+    if layout.bits == 4:
+        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+    if layout.interleaved:
+        data = data.view(len(data), -1, len(_AWQ_PLACES))[:, :, list(_AWQ_PLACES)].flatten(1)
+    return data
+
+
+def _around_zero(numbers: Tensor, layout: IntegerLayout) -> Tensor:
+    """Return unsigned numbers less what stands for zero, as int8."""
+    return (numbers ^ 128).view(torch.int8) if layout.bits == 8 else numbers.view(torch.int8) - layout.midst

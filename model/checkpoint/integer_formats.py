@@ -1,0 +1,155 @@
+"""The layouts of integers that GPTQ, AWQ and compressed-tensors write, by their settings. No torch.
+
+GPTQ, AWQ: `qweight`, `qzeros` and `scales`; unsigned numbers in words of 32 bits, and a zero point for each group.
+compressed-tensors: `weight_packed` in words, or `weight` in bytes, and `weight_scale`; zero points where it is not
+symmetric.
+
+Bits of fewer inputs than there are (2 or 3 bits) and other layouts (marlin, gemv_fast) are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from model.checkpoint.layouts import Along, IntegerLayout
+from model.checkpoint.quantization_settings import WHERE, expect, group_size
+from model.errors import ConfigError
+
+_BITS = (4, 8)
+_HOW = (  # it was quantised, and by whom; which kernels its makers prefer
+    *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "desc_act", "act_group_aware", "mse"),
+    *("model_name_or_path", "model_file_base_name", "meta", "sym", "lm_head", "tokenizer", "dataset", "backend"),
+    *("use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "max_input_length", "model_seqlen"),
+    *("block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize"),
+    *("batch_size", "pad_token_id", "cache_block_outputs", "method", "quantizer", "hyb_act", "dynamic"),
+    *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "zero_point"),
+)
+_WEIGHTS = {"type": "int", "num_bits": _BITS, "symmetric": (True, False), "dynamic": False, "block_structure": None}
+# Regular expressions that cannot take long: nothing is repeated but single characters, four times at most.
+_PLAIN = re.compile(r"(?:[^*+{}\[\]]*(?:\.\*|\.\+|\\d\+|\[[^\[\]]*\]\+?)){0,4}[^*+{}\[\]]*")
+_PER_TOKEN = {
+    **{"type": "int", "num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True},
+    **{"group_size": None, "block_structure": None},
+}
+
+
+def gptq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, IntegerLayout]:
+    """GPTQ as AutoGPTQ, GPTQModel and optimum write it, by stored projection; raises `ConfigError`."""
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise ConfigError(f"{WHERE}.checkpoint_format: {form!r} is not served, only 'gptq' or 'gptq_v2'")
+    expected = {"quant_method": "gptq", "bits": _BITS, "pack_dtype": ("int32", None), "is_marlin_format": False}
+    expect(WHERE, settings, expected, known=(*_HOW, "group_size", "checkpoint_format", "format"))
+    dynamic = settings.get("dynamic")
+    if dynamic and not (isinstance(dynamic, Mapping) and all(str(key).startswith("-:") for key in dynamic)):
+        raise ConfigError(f"{WHERE}.dynamic: settings for single projections are not served, only '-:' that skip them")
+    layout = IntegerLayout(
+        "GPTQ",
+        settings["bits"],
+        group_size(WHERE, settings.get("group_size", 128)),
+        "qweight",
+        "scales",
+        "qzeros",
+        "g_idx",
+        inputs_first=True,
+        zeros_less=0 if form == "gptq_v2" else 1,
+    )
+    return _of_all(layout, names)
+
+
+def awq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, IntegerLayout]:
+    """AWQ as AutoAWQ and GPTQModel write it, by stored projection; raises `ConfigError`."""
+    form = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if form not in ("gemm", "gemv"):
+        raise ConfigError(f"{WHERE}.version: {form!r} is not served, only 'gemm' or 'gemv'")
+    expected = {"quant_method": "awq", "bits": 4, "pack_dtype": ("int32", None), "backend": (None, "autoawq", "auto")}
+    expect(WHERE, settings, expected, known=(*_HOW, "group_size", "version", "format", "checkpoint_format"))
+    group = group_size(WHERE, settings.get("group_size", 128))
+    if form == "gemv":
+        layout = IntegerLayout(
+            "AWQ", 4, group, "qweight", "scales", "qzeros", zero_words=Along.INPUTS, padded_groups=True
+        )
+    else:
+        layout = IntegerLayout(
+            "AWQ", 4, group, "qweight", "scales", "qzeros", words=Along.OUTPUTS, inputs_first=True, interleaved=True
+        )
+    return _of_all(layout, names)
+
+
+def compressed(where: str, group: Mapping[str, Any], form: str) -> IntegerLayout:
+    """One of compressed-tensors' groups of integers; raises `ConfigError`."""
+    weights, activations = group.get("weights"), group.get("input_activations")
+    strategies = {"strategy": ("group", "channel")}
+    expect(f"{where}.weights", weights, {**_WEIGHTS, **strategies}, known=("group_size",))
+    assert isinstance(weights, Mapping)
+    if activations is not None:
+        expect(f"{where}.input_activations", activations, _PER_TOKEN)
+    size = 0
+    if weights["strategy"] == "group":
+        size = group_size(f"{where}.weights", weights.get("group_size"))
+    elif weights.get("group_size") not in (None, -1):
+        raise ConfigError(f"{where}.weights.group_size: {weights['group_size']!r} is not served by 'channel'")
+    zeros = None if weights.get("symmetric", True) else "weight_zero_point"
+    bits, packed = weights.get("num_bits", 8), form == "pack-quantized"
+    return IntegerLayout(
+        "compressed-tensors",
+        bits,
+        size,
+        "weight_packed" if packed else "weight",
+        "weight_scale",
+        zeros,
+        "weight_g_idx",
+        others=("weight_shape",),
+        words=Along.INPUTS if packed else None,
+        zero_words=Along.OUTPUTS if packed else None,
+    )
+
+
+def targeted(groups: Mapping[str, tuple[IntegerLayout, Any]], names: Collection[str]) -> dict[str, IntegerLayout]:
+    """The layouts of compressed-tensors' projections, of groups by name with their targets; raises `ConfigError`.
+
+    One group has all that has its tensors. Of several the one that names a projection has it, as a whole or by a
+    regular expression (`re:`), else the one that targets the class Linear.
+    """
+    found: dict[str, IntegerLayout] = {}
+    for stem in sorted({stem for layout, _ in groups.values() for stem in stems_of(layout, names)}):
+        ranked = []
+        for name, (layout, targets) in groups.items():
+            if len(groups) == 1:
+                ranked.append((0, name, layout))
+                continue
+            place = f"{WHERE}.config_groups.{name}.targets"
+            if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+                raise ConfigError(f"{place} must be a list of names, found {targets!r}")
+            ranked += [(rank, name, layout) for target in targets if (rank := _rank(place, target, stem)) is not None]
+        if not ranked:
+            raise ConfigError(f"{WHERE}.config_groups: none targets {stem}, which has tensors of integers")
+        best, name, found[stem] = min(ranked, key=lambda one: one[0])
+        rivals = {other: layout for rank, other, layout in ranked if rank == best and layout != found[stem]}
+        if rivals:
+            raise ConfigError(f"{WHERE}.config_groups: {stem} is a target of {name} and {' and '.join(rivals)}")
+    return found
+
+
+def _rank(place: str, target: str, stem: str) -> int | None:
+    """How closely a target names a projection, 0 for its name; None: not at all."""
+    if target.startswith("re:"):
+        pattern = target[3:]
+        if not _PLAIN.fullmatch(pattern):
+            raise ConfigError(f"{place}: {target!r} is not served: only names, and '.*' and '|' between them")
+        return 1 if re.match(pattern, stem) else None
+    if target == stem:
+        return 0
+    return 2 if target == "Linear" else None
+
+
+def _of_all(layout: IntegerLayout, names: Collection[str]) -> dict[str, IntegerLayout]:
+    return dict.fromkeys(stems_of(layout, names), layout)
+
+
+def stems_of(layout: IntegerLayout, names: Collection[str]) -> list[str]:
+    """The projections that have the tensors of a layout, in order."""
+    marks = tuple(f".{mark}" for mark in layout.marks)
+    return sorted({name[: -len(mark)] for mark in marks for name in names if name.endswith(mark)})

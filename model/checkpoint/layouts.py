@@ -1,0 +1,210 @@
+"""How tools lay the integers of a projection out in a folder, and which storage they are read as. No torch.
+
+A layout is found by a projection's own tensors. What it holds beyond a scale for each group is looked at before
+anything is planned: zero points that are all in the middle of the range are none, and inputs that are in the order of
+activations (`g_idx`, GPTQ's act-order) share scales in no groups that lie together, so their products are read instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from model.config.formats import FLOAT, GROUPS, Storage, integers_in_groups, joined
+from model.config.model import ModelConfig
+from model.errors import ConfigError
+from model.families.table.rules import Family, LinearRule
+
+_NEAREST = (8, 128)  # bits and group that C keeps what it cannot keep as it is stored in
+
+
+class Along(Enum):
+    """What the numbers that share a word of 32 bits run along."""
+
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerLayout:
+    """Integers of a projection [outputs, inputs] in words of 32 bits or in bytes, with scales and zero points.
+
+    weight = (integer - zero point) * scale of its group. Numbers in words are unsigned, the first in the lowest bits;
+    bytes are signed.
+    """
+
+    tool: str  # for people
+    bits: int
+    group: int  # inputs that share a scale; 0: all of them
+    weight: str  # names of the tensors
+    scale: str
+    zeros: str | None = None
+    order: str | None = None  # the group of each input, where they do not follow each other
+    others: tuple[str, ...] = ()  # tensors that say nothing new
+    words: Along | None = Along.INPUTS  # None: bytes
+    zero_words: Along | None = Along.OUTPUTS
+    inputs_first: bool = False  # tensors are transposed
+    interleaved: bool = False  # eight numbers of a word lie as 0 2 4 6 1 3 5 7 (AWQ)
+    zeros_less: int = 0  # what zero points are stored less (GPTQ's first version: 1)
+    zero_bias: bool = False  # a bias is stored that is zero, as AutoGPTQ once did for projections without one
+    padded_groups: bool = False  # scales and zero points have room for more groups than there are (AWQ's gemv)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that become others when they are read."""
+        own = (self.weight, self.scale, self.zeros, self.order, *self.others)
+        return tuple(name for name in own if name is not None)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The tensors by which a projection is known to be stored so."""
+        return tuple(name for name in (self.weight, self.scale) if name != "weight")
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.bits
+
+    @property
+    def midst(self) -> int:
+        """What stands for zero in unsigned numbers of so many bits."""
+        return 1 << (self.bits - 1)
+
+    def storage(self) -> Storage:
+        """What is read: groups that C has not are cut into smaller ones, or become the numbers that they stand for."""
+        kept = next((size for size in reversed(GROUPS) if self.group % size == 0), None)
+        if self.order is not None or kept is None:
+            return dequantised(self)
+        return integers_in_groups(self.bits, kept, offsets=self.zeros is not None)
+
+
+def dequantised(layout: IntegerLayout) -> Storage:
+    """The storage of what is read as the numbers that integers stand for, and kept in the nearest format that C has."""
+    cut = f" in groups of {layout.group}" if layout.group else " by row"
+    order = " in the order of activations" if layout.order is not None else ""
+    return Storage(f"{layout.tool} int{layout.bits}{cut}{order}", nearest=_NEAREST)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A projection's layout, and the storage that its tensors are read as: floats, or integers in groups."""
+
+    layout: IntegerLayout
+    storage: Storage
+
+
+def find_layouts(
+    layouts: Mapping[str, IntegerLayout], names: Collection[str], files: Iterable[Path]
+) -> dict[str, IntegerLayout]:
+    """The layouts of projections, by their stored names, as they really are; raises `ConfigError`.
+
+    `layouts` are what the settings say of them, `names` the stored tensors.
+    """
+    if any(file.suffix != ".safetensors" for file in files):
+        raise ConfigError("packed integers are read from safetensors alone")
+    found = {}
+    with _Peek(files) as peek:
+        for stem, layout in layouts.items():
+            missing = [f"{stem}.{name}" for name in (layout.weight, layout.scale) if f"{stem}.{name}" not in names]
+            if missing:
+                raise ConfigError(f"quantization_config says {layout.tool}, but {', '.join(missing)} is missing")
+            if layout.zeros is not None and f"{stem}.{layout.zeros}" not in names:
+                layout = replace(layout, zeros=None)
+            if layout.order is not None and _follows(peek.find(f"{stem}.{layout.order}"), layout.group):
+                layout = replace(layout, order=None, others=(*layout.others, layout.order))
+            if layout.zeros is not None and _are_midst(peek, f"{stem}.{layout.zeros}", layout):
+                layout = replace(layout, zeros=None, others=(*layout.others, layout.zeros))
+            bias = peek.find(f"{stem}.bias")
+            found[stem] = replace(layout, zero_bias=bias is not None and not bias.any())
+    return found
+
+
+def _follows(order: NDArray[Any] | None, group: int) -> bool:
+    """Whether each group's inputs follow each other; -1 is written where no order was found."""
+    if order is None or (order < 0).any():
+        return True
+    return bool(np.array_equal(order, np.arange(len(order)) // (group or len(order))))
+
+
+def _are_midst(peek: _Peek, name: str, layout: IntegerLayout) -> bool:
+    """Whether all zero points are in the middle of the range, so that weights are integers times scales."""
+    midst = 0 if layout.zero_words is None else layout.midst - layout.zeros_less
+    byte = midst | midst << 4 if layout.bits == 4 and layout.zero_words is not None else midst
+    zeros = peek.find(name)
+    return zeros is not None and bool((zeros.reshape(-1).view(np.uint8) == byte).all())
+
+
+class _Peek:
+    """Reads single small tensors; a context manager."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._open = [safe_open(file, framework="numpy") for file in files]
+        self._places: dict[str, Any] = {}
+
+    def __enter__(self) -> _Peek:
+        for tensors in self._open:
+            tensors.__enter__()
+            self._places |= dict.fromkeys(tensors.keys(), tensors)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for tensors in self._open:
+            tensors.__exit__(*error)
+
+    def find(self, name: str) -> NDArray[Any] | None:
+        """A tensor; None if there is none, or numpy has not its dtype (bfloat16)."""
+        try:
+            return self._places[name].get_tensor(name) if name in self._places else None
+        except TypeError:
+            return None
+
+
+def pack_projections(
+    family: Family, config: ModelConfig, layouts: Mapping[str, IntegerLayout]
+) -> tuple[dict[str, Storage], dict[str, Packed]]:
+    """Which storage the network's projections have, and how each stored one is read.
+
+    What is fused into one projection gets one storage: that which holds all of it, else the numbers themselves.
+    """
+    stems = {family.canonical(f"{stem}.weight").removesuffix(".weight"): stem for stem in layouts}
+    rules: dict[str, list[LinearRule]] = {}
+    for rule in family.rules(config):
+        if isinstance(rule, LinearRule):
+            rules.setdefault(rule.target, []).append(rule)
+    stored_as: dict[str, Storage] = {}
+    packed = {stem: Packed(layout, FLOAT) for stem, layout in layouts.items()}  # a table of embeddings is floats
+    for target, parts in rules.items():
+        found = [stems.get(rule.source) for rule in parts]
+        here = [stem for stem in found if stem is not None]
+        if not here:
+            continue
+        storages = {layouts[stem].storage() for stem in here}
+        storage = joined(storages) if len(here) == len(found) else None
+        if storage is None:
+            storage = next((one for one in storages if one.nearest is not None), dequantised(layouts[here[0]]))
+            if len(here) < len(found):  # beside floats
+                storage = replace(storage, nearest=None)
+        stored_as[target] = storage
+        for rule, stem in zip(parts, found, strict=True):
+            if stem is not None:
+                layout = layouts[stem]
+                if layout.zero_bias and not rule.bias:
+                    layout = replace(layout, others=(*layout.others, "bias"))
+                packed[stem] = Packed(layout, storage)
+    return stored_as, packed
+
+
+def consumed_names(layouts: Mapping[str, IntegerLayout]) -> set[str]:
+    """The stored tensors that are read as others."""
+    return {f"{stem}.{name}" for stem, layout in layouts.items() for name in layout.names}
+
+
+def logical_names(names: Collection[str], layouts: Mapping[str, IntegerLayout]) -> frozenset[str]:
+    """The stored tensors as they are read: with a weight for what is packed."""
+    return frozenset({*names} - consumed_names(layouts) | {f"{stem}.weight" for stem in layouts})

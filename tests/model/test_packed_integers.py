@@ -1,0 +1,207 @@
+"""Checkpoints of packed integers (AWQ, GPTQ, compressed-tensors): read exactly, served as they are stored, refused by
+name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.weights_cache import WeightsCache
+from model.engine.builder import load
+from model.engine.memory_plan import plan_weights
+from model.engine.model_info import weight_bytes
+from model.errors import CheckpointError, ConfigError
+from model.linear.base import linears
+from model.linear.factory import LinearFactory
+from model.linear.native import GivenIntegersLinear, NativeLinear
+from model.native.library import Kind
+from model.network.native_stack import native_linears
+from model.network.packed_weights import PackedWeights
+from model.network.weights import load_model
+from tests.model.checkpoints import load_native, native_backends
+from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders
+from tests.model.parity import decoder_logits, decoder_prompts
+from tests.parallel.ranks import on_ranks
+
+needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+PROMPTS = decoder_prompts()
+GROUPS = {"w4a16 asymmetric": 32, "w4a16": 64, "w8a8 groups": 64, "gptq": 64, "awq": 64, "awq gemv": 64}  # else 128
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_integers_become_what_they_stand_for(name: str, tmp_path: Path) -> None:
+    """By torch exactly; in C the integers, scales and offsets themselves, or 8 bits in groups where C has no such."""
+    case = CASES[name]
+    stored, plain = map(read_checkpoint, folders(case, tmp_path))
+    ours, theirs = (load_model(one, SdpaBackend()) for one in (stored, plain))
+    expected = dict(theirs.named_parameters())
+    assert ours.state_dict().keys() == expected.keys()
+    for parameter, value in ours.named_parameters():
+        assert torch.equal(value, expected[parameter]), parameter
+    if not native_backends():
+        return
+    library = native_backends()[0].library
+    packed = load_native(stored, library)
+    layers = [linear for linear in linears(packed) if ".layers." in linear.spec.name]
+    kept = case.order != "shuffled" and case.group != 16
+    for linear in layers:
+        assert isinstance(linear, NativeLinear) and isinstance(linear, GivenIntegersLinear) == kept
+        assert linear.kind is (Kind.INT4 if kept and case.bits == 4 else Kind.INT8)
+        assert linear.group == (GROUPS.get(name, 128) if kept else 128)
+        assert ("offset" in linear.arrays) == (kept and not case.symmetric)
+    assert plan_weights(stored, packed.linear).total == weight_bytes(packed)
+    exact, found = (decoder_logits(model, PROMPTS) for model in (theirs, packed))
+    assert 0 < (found - exact).pow(2).mean().sqrt() < 0.03 * exact.std()
+
+
+@needs_native
+def test_it_is_told_what_becomes_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def info(name: str, **settings: Any) -> tuple[str, str]:
+        (tmp_path / name).mkdir()
+        stored, _ = folders(CASES[name], tmp_path / name)
+        caplog.clear()
+        engine = EngineConfig(device="cpu", dtype="float32", kv_cache_memory=1 << 20, max_model_len=32, **settings)
+        loaded = load(ModelSpec("m", str(stored), engine))
+        loaded.close()
+        return loaded.info.dtype, loaded.info.dtype_reason
+
+    assert info("awq") == ("int4", "the checkpoint stores it so")
+    assert "served in" not in caplog.text
+    name = "GPTQ int4 in groups of 32 in the order of activations"
+    assert info("gptq act-order") == ("int8", f"the nearest to {name}, as the checkpoint stores it")
+    assert (
+        f"m: 4 projections are stored as {name} and served in int8 in groups of 128, "
+        "each rounded by at most 1/254 of the largest in its group"
+    ) in caplog.text
+    assert info("w8a16", attention_backend="sdpa")[1].endswith("; stored as int8 in groups of 128")
+    assert "stored as int8 in groups of 128 and served in float32, which holds them exactly" in caplog.text
+
+
+@needs_native
+def test_the_weights_cache_knows_how_they_were_packed(tmp_path: Path) -> None:
+    """The same bytes with other settings are other weights."""
+    stored, _ = folders(CASES["gptq"], tmp_path)
+
+    def layout() -> str:
+        checkpoint = read_checkpoint(stored)
+        linear = native_linears(checkpoint.config, torch.float32, native_backends()[0].library)
+        return PackedWeights(WeightsCache(tmp_path / "cache", None), checkpoint, SdpaBackend(), linear)._layout
+
+    before = layout()
+    assert layout() == before
+    describe(stored, {**GPTQ, "checkpoint_format": "gptq_v2"})
+    assert layout() != before
+
+
+@torch.inference_mode()
+def test_ranks_cut_between_groups(tmp_path: Path) -> None:
+    """Half of 192 columns is three groups of 32, and one and a half of 64."""
+
+    def logits(folder: Path) -> Any:
+        checkpoint = read_checkpoint(folder)
+
+        @torch.inference_mode()
+        def work(group: Any) -> Tensor:
+            return decoder_logits(load_model(checkpoint, SdpaBackend(), LinearFactory(collective=group)), PROMPTS)
+
+        return on_ranks(2, work)
+
+    stored, plain = folders(CASES["w4a16 asymmetric"], tmp_path)
+    for ours, theirs in zip(logits(stored), logits(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    (tmp_path / "wide").mkdir()
+    with pytest.raises(ConfigError, match=r"mlp\.down: 2 ranks cannot divide 192 inputs, of which 64 share a scale"):
+        logits(folders(CASES["awq"], tmp_path / "wide")[0])
+
+
+def describe(folder: Path, settings: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_what_is_left_out_stays_floats_within_a_fused_matrix_too(tmp_path: Path) -> None:
+    stored, plain = folders(CASES["gptq"], tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    floats = load_file(plain / "model.safetensors")[f"{name}.weight"]
+
+    def left_out(tensors: dict[str, Tensor]) -> None:
+        for tensor in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[f"{name}.{tensor}"]
+        tensors[f"{name}.weight"] = floats
+
+    edit(stored, left_out)
+    describe(stored, {**GPTQ, "dynamic": {r"-:.*\.q_proj": {}}})
+    checkpoint = read_checkpoint(stored)
+    assert checkpoint.config.stored_as["decoder.layers.0.attn.qkv"].scale is None
+    ours, theirs = (load_model(read_checkpoint(one), SdpaBackend()) for one in (stored, plain))
+    for parameter, value in ours.named_parameters():
+        assert torch.equal(value, theirs.get_parameter(parameter)), parameter
+
+
+def test_a_bias_that_the_network_has_not_may_be_stored_if_it_is_zero(tmp_path: Path) -> None:
+    """As AutoGPTQ once wrote them."""
+    stored, _ = folders(CASES["gptq"], tmp_path)
+    name = "model.layers.0.mlp.up_proj.bias"
+    expected = load_model(read_checkpoint(stored), SdpaBackend()).state_dict()
+    edit(stored, lambda tensors: tensors.update({name: torch.zeros(192, dtype=torch.float16)}))
+    found = load_model(read_checkpoint(stored), SdpaBackend()).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    edit(stored, lambda tensors: tensors[name].fill_(0.5))
+    with pytest.raises(CheckpointError, match=f"extra: {name}"):
+        load_model(read_checkpoint(stored), SdpaBackend())
+
+
+def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ once wrote them."""
+    for name, file, settings in (
+        ("gptq", "quantize_config.json", {key: GPTQ[key] for key in ("bits", "group_size", "desc_act", "sym")}),
+        ("awq", "quant_config.json", {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}),
+    ):
+        (tmp_path / name).mkdir()
+        stored, _ = folders(CASES[name], tmp_path / name)
+        expected = read_checkpoint(stored).packed
+        describe(stored, None)
+        (stored / file).write_text(json.dumps(settings))
+        assert read_checkpoint(stored).packed == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({**GPTQ, "bits": 3}, r"bits: 3 is not served, only 4 or 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, r"checkpoint_format: 'marlin' is not served, only 'gptq' or"),
+        ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, r"dynamic: settings for single projections are not"),
+        ({**GPTQ, "group_size": 0}, r"group_size must be a number of inputs or -1, found 0"),
+        ({**GPTQ, "adapter": {"name": "lora"}}, r"unknown settings: adapter"),
+        ({**GPTQ, "group_size": 128}, r"scales: found \[3, 128\], expected \[2, 128\] beside qweight \[24, 128\]"),
+        ({**AWQ, "bits": 8}, r"bits: 8 is not served, only 4"),
+        ({**AWQ, "version": "gemv_fast"}, r"version: 'gemv_fast' is not served, only 'gemm' or 'gemv'"),
+        ({**AWQ, "backend": "llm-awq"}, r"backend: 'llm-awq' is not served"),
+        (compressed(num_bits=3), r"weights\.num_bits: 3 is not served, only 4 or 8"),
+        (compressed(type="float"), r"weights\.type: 'float' is not served, only 'int'"),
+        (compressed(), r"says compressed-tensors, but no projection is stored so"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    stored, _ = folders(CASES["gptq"], tmp_path)
+    describe(stored, settings)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        load_model(read_checkpoint(stored), SdpaBackend())
