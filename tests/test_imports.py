@@ -54,10 +54,11 @@ SERVICE = """
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
     planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
     lifecycle           : model/errors model/api model/checkpoint settings sandbox core observability planning
+    chat                : model/text settings core schemas planning lifecycle
     http                : model/errors model/api settings core schemas observability planning lifecycle
-    dialects            : model/text core schemas planning/outputs planning lifecycle http
+    dialects            : model/text core schemas planning/outputs planning lifecycle chat http
     routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
-                          lifecycle http dialects
+                          lifecycle chat http dialects
     app                 : settings core observability lifecycle http routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           observability lifecycle http app

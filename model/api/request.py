@@ -72,6 +72,7 @@ class SamplingParams:
     include_stop: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: tuple[int, ...] = ()  # special tokens that have a text although others are skipped
     logprobs: int | None = None  # how many alternatives beside the chosen token
     prompt_logprobs: int | None = None
     grammar: str = ""  # the whole output must match it (`model.text.grammar`); empty: none

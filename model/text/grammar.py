@@ -24,7 +24,22 @@ class GrammarError(ValueError):
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar of JSON that the schema accepts; properties come in the schema's order."""
-    return f"{_HEADER}start: %json {json.dumps({**schema, 'x-guidance': _JSON})}\n"
+    return f"{_HEADER}start: {json_rule(schema)}\n"
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the right side of a rule for JSON that the schema accepts."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON})}"
+
+
+def rules_grammar(rules: Mapping[str, str]) -> str:
+    """Return the grammar of these rules, right sides by name, of which `start` is the first."""
+    return _HEADER + "".join(f"{name}: {right}\n" for name, right in rules.items())
+
+
+def rules_of(grammar: str, name: str) -> str:
+    """Return the rules of a grammar of this module, to be appended to another one, with `name` for its `start`."""
+    return grammar.removeprefix(_HEADER).replace("start:", f"{name}:", 1)
 
 
 def regex_grammar(pattern: str) -> str:

@@ -280,14 +280,17 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_special_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
+        """`shown_special_ids`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset()
+        self._skip_special_tokens = skip_special_tokens and not shown_special_ids  # when decoding; `_skipped` are gone
         self._min_tokens = min_tokens  # stop strings within the first ones are ignored
-        self._fixed_texts = tokenizer.fixed_texts(skip_special_tokens=skip_special_tokens)
+        self._fixed_texts = tokenizer.fixed_texts(skip_special_tokens=self._skip_special_tokens)
         self._num_tokens = 0
         # The last tokens with emitted text. New ones are decoded after them: some decoders strip or join at the start.
         self._context: list[int] = []
@@ -303,6 +306,7 @@ class Detokenizer:
             stop=params.stop,
             include_stop=params.include_stop,
             skip_special_tokens=params.skip_special_tokens,
+            shown_special_ids=params.shown_special_ids,
             min_tokens=params.min_tokens,
         )
 
@@ -338,8 +342,8 @@ class Detokenizer:
         return self._cut_at_stop(text, final)
 
     def _new_text(self, ids: Sequence[int]) -> str:
-        if self._skip_special_tokens:
-            ids = [token for token in ids if token not in self._tokenizer.special_ids]
+        if self._skipped:
+            ids = [token for token in ids if token not in self._skipped]
         fixed = None if self._held or not self._emitted or _REPLACEMENT in self._emitted else self._fixed_text(ids)
         if fixed is not None:
             return fixed

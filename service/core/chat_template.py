@@ -1,14 +1,16 @@
 """Chat templates of checkpoints, which turn a conversation into a prompt.
 
-A template comes only from the checkpoint's folder; a request can set `add_generation_prompt` and
-`continue_final_message` and nothing else. Templates are rendered in a process that can be killed
+A template comes only from the checkpoint's folder; a request can set tools, `add_generation_prompt`,
+`continue_final_message`, and variables of the template's own. Templates are rendered in a process that can be killed
 (`service.sandbox.chat_main`), the first time when the model is loaded, as a test.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,24 @@ from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 Messages = Sequence[Mapping[str, Any]]
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GIVEN = frozenset(
+    {
+        *_TOKENS,
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "dict",
+        "namespace",
+        "range",
+        "loop",
+        "cycler",
+    }
+    | {"joiner", "raise_exception", "strftime_now", "true", "false", "none", "True", "False", "None", "self", "super"}
+)  # names that no request may set
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _TEST_CONVERSATION = ({"role": "user", "content": "Hello"},)
 _TEST_SECONDS, _TEST_MAX_CHARACTERS = 5.0, 1_000_000
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether the template strips content
@@ -46,33 +66,64 @@ class ChatTemplate:
         template._check(folder.name)
         return template
 
-    def variables(self, messages: Messages, *, add_generation_prompt: bool) -> dict[str, Any]:
-        """Return the variables that the template can read."""
+    def reads(self, name: str) -> bool:
+        """Return whether the template names this variable."""
+        return name in _names_in(self.source)
+
+    def takes(self, name: str) -> bool:
+        """Return whether a request may set this variable: the template reads it, and it is not the service's."""
+        return name not in _GIVEN and self.reads(name)
+
+    def variables(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the variables that the template can read; `more` are those that a request sets."""
         return {
+            **(more or {}),
             **self.tokens,
             "messages": list(messages),
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
 
     async def render(
-        self, pool: RenderPool, messages: Messages, limit: int, *, add_generation_prompt: bool = True
+        self,
+        pool: RenderPool,
+        messages: Messages,
+        limit: int,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the prompt, of at most `limit` characters; raises `ApiError` naming `messages`."""
         try:
-            variables = self.variables(messages, add_generation_prompt=add_generation_prompt)
+            variables = self.variables(messages, add_generation_prompt=add_generation_prompt, tools=tools, more=more)
             return await pool.render(self.source, variables, limit)
         except RenderError as error:
             raise _refusal(error) from None
 
-    async def continued(self, pool: RenderPool, messages: Messages, limit: int) -> str:
+    async def continued(
+        self,
+        pool: RenderPool,
+        messages: Messages,
+        limit: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render the prompt up to the end of the last message's content, so that the model continues it."""
         content = messages[-1].get("content")
         if not isinstance(content, str):
             raise invalid("continue_final_message: the last message has no content", "continue_final_message")
         tagged = [*messages[:-1], {**messages[-1], "content": content + _TAG}]
-        text = await self.render(pool, tagged, limit + len(_TAG), add_generation_prompt=False)
+        text = await self.render(pool, tagged, limit + len(_TAG), add_generation_prompt=False, tools=tools, more=more)
         before, found, after = text.rpartition(_TAG.strip())
         if not found or content.strip() not in before:
             raise invalid(
@@ -92,6 +143,13 @@ class ChatTemplate:
                 raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
         finally:
             worker.close()
+
+
+@lru_cache(maxsize=64)
+def _names_in(source: str) -> frozenset[str]:
+    """Return the names that a template's code has, other than those of attributes."""
+    code = " ".join(_CODE.findall(source))
+    return frozenset(_NAME.findall(_TEXT.sub("''", code)))
 
 
 def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:

@@ -35,6 +35,7 @@ class Script:
     """Sets what the fake engine does; tests change it between requests."""
 
     token_ids: Sequence[int] = (1,)  # emitted repeatedly
+    end_id: int | None = None  # of the end of an output, which needs no stop id
     delay_s: float = 0.0  # before every output
     queue_full: str | None = None  # refuse all requests for this reason
     retry_after_s: float = 2.5
@@ -323,7 +324,7 @@ class FakeStream:
         output.token_ids.append(token)
         self._logprobs(sequence, output, token)
         sequence.emitted += 1
-        if token in params.stop_token_ids:
+        if token == script.end_id or token in params.stop_token_ids:
             output.stop_reason = token
             return self._finish(sequence, output, FinishReason.STOP)
         if sequence.emitted == params.max_tokens:

@@ -10,10 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from service.chat.conversation import Conversation, effort_variables
+from service.chat.tools import Tool, ToolUse, tool_use
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
-from service.dialects.openai_bodies import ChatBody, CompletionBody, Format, Message, Sampling
+from service.dialects.openai_bodies import ChatBody, CompletionBody, Format, Message, NamedTool, Sampling, ToolBody
 from service.http.json_replies import Json
 from service.schemas.bodies import GenerateBody
 
@@ -54,6 +56,37 @@ def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
 def prompt_only(body: CompletionBody) -> bool:
     """Return whether only the prompt and its log-probabilities are requested; one token is generated and not shown."""
     return body.max_tokens == 0 and bool(body.echo)
+
+
+def conversation(body: ChatBody, served: ServedModel) -> Conversation:
+    """Return what a chat body says beside how to sample; raises `ApiError`."""
+    if body.continue_final_message and body.add_generation_prompt:
+        problem = "continue_final_message and add_generation_prompt exclude each other"
+        raise invalid(problem, "continue_final_message")
+    variables: dict[str, tuple[Any, str]] = effort_variables(served.chat, body.reasoning_effort, "reasoning_effort")
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = (body.enable_thinking, "enable_thinking")
+    for name, value in (body.chat_template_kwargs or {}).items():
+        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
+    return Conversation(
+        [message(one, f"messages[{at}]") for at, one in enumerate(body.messages)],
+        _tool_use(body),
+        variables,
+        to_speak=body.add_generation_prompt is not False,
+        continues=bool(body.continue_final_message),
+    )
+
+
+def _tool_use(body: ChatBody) -> ToolUse:
+    tools = tuple(_tool(one, f"tools[{at}].function") for at, one in enumerate(body.tools or ()))
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    choice = "required" if named is not None else body.tool_choice
+    return tool_use(tools, choice, named, parallel=body.parallel_tool_calls is not False)  # type: ignore[arg-type]
+
+
+def _tool(body: ToolBody, param: str) -> Tool:
+    function = body.function
+    return Tool(function.name, function.description, function.parameters, bool(function.strict), f"{param}.parameters")
 
 
 def chat(body: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
@@ -97,6 +130,12 @@ def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
         "include_stop": body.include_stop_str_in_output,
         **_structure(body),
     }
+
+
+def is_held(body: Sampling) -> bool:
+    """Return whether a grammar holds the answer."""
+    format = body.response_format
+    return (format is not None and format.type != "text") or body.structured_outputs is not None
 
 
 def _structure(body: Sampling) -> Json:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from service.chat.tools import NAME_PATTERN
 from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
@@ -158,6 +159,48 @@ class Message(DialectBody):
     function_call: NotSupported = None
 
 
+class FunctionTool(DialectBody):
+    """A function that the client can call."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["weather"])
+    description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
+    parameters: dict[str, Any] | None = Field(
+        None,
+        description="A JSON schema of its arguments, an object. Default: no parameters.",
+        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
+    )
+    strict: bool | None = Field(
+        None, description="Hold all arguments to the schema, whatever the model wants.", examples=[True]
+    )
+
+
+class ToolBody(DialectBody):
+    type: Literal["function"] = Field("function", description="Only functions are supported.", examples=["function"])
+    function: FunctionTool = Field(description="The function.")
+
+
+class NamedFunction(DialectBody):
+    name: str = Field(description="The name of one of `tools`.", examples=["weather"])
+
+
+class NamedTool(DialectBody):
+    """Asks for calls of one tool."""
+
+    type: Literal["function"] = Field(description="Only functions are supported.", examples=["function"])
+    function: NamedFunction = Field(description="The function.")
+
+
+def _choice_shape(value: Any) -> str:
+    return "<word>" if isinstance(value, str) else "<tool>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<tool>")],
+    Discriminator(_choice_shape),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatBody(Sampling):
     """Continue a conversation, as OpenAI's chat completions do; the model's chat template makes the prompt."""
 
@@ -175,17 +218,32 @@ class ChatBody(Sampling):
     continue_final_message: bool | None = Field(
         None, description="Continue the last message instead. Not OpenAI's.", examples=[False]
     )
-    tools: Annotated[Any, Refused([])] = None
-    tool_choice: Annotated[Any, Refused("none", "auto")] = None
+    tools: list[ToolBody] | None = Field(None, description="The functions that the model may call.")
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="`auto` (default), `none`, `required` (at least one call), or the tool to call. With the last two "
+        "arguments are held to their schemas.",
+        examples=["auto", {"type": "function", "function": {"name": "weather"}}],
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls; default true.", examples=[True])
+    reasoning_effort: Effort | None = Field(
+        None, description="How much to reason, where the chat template knows it; `none`: not at all.", examples=["low"]
+    )
+    enable_thinking: bool | None = Field(
+        None, description="Whether to reason, where the chat template knows it. Not OpenAI's.", examples=[False]
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Variables of the chat template; one that it does not have is refused. Not OpenAI's.",
+        examples=[{"enable_thinking": False}],
+    )
     functions: Annotated[Any, Refused([])] = None
     function_call: Annotated[Any, Refused("none", "auto")] = None
     modalities: Annotated[Any, Refused(["text"])] = None
     audio: NotSupported = None
-    reasoning_effort: Annotated[Any, Refused("none")] = None
     verbosity: Annotated[Any, Refused("medium")] = None
     web_search_options: NotSupported = None
     echo: NotTrue = None
     chat_template: NotSupported = None
-    chat_template_kwargs: NotFilled = None
     documents: NotFilled = None
     add_special_tokens: NotTrue = None

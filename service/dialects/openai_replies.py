@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from model.text.tokenizer import Detokenizer, Tokenizer
+from service.chat.parts import Arguments, Call, Content, Part, Reasoning, WholeReply
+from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.dialects.openai import prompt_only
 from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
 from service.http.json_replies import Generation, Json
@@ -166,9 +168,15 @@ class ChatCompletions(_Rendering):
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, body: ChatBody) -> None:
+    def __init__(self, generation: Generation, body: ChatBody, format: ReplyFormat) -> None:
         super().__init__(generation, body)
         self._begun: set[int] = set()
+        self._format = format
+        self._parsers: dict[int, ReplyParser] = {}  # of choices, unless all of them are content
+
+    @property
+    def repeats(self) -> bool:  # type: ignore[override]
+        return all(parser.passes for parser in self._parsers.values())
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
         index = delta["index"]
@@ -176,18 +184,67 @@ class ChatCompletions(_Rendering):
             self._begun.add(index)
             role = {"role": "assistant", "content": ""}
             yield {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-        content = {"content": delta["text"]} if delta["text"] else {}
-        logprobs, finish_reason = _content_logprobs(delta), _finish(delta)
-        if content or logprobs or finish_reason:
-            yield {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
+        logprobs, finish_reason = _content_logprobs(delta), self._finish(delta)
+        if self._format.is_plain:
+            shown = [{"content": delta["text"]}] if delta["text"] else []
+        else:
+            parts = self._parser(index).push(delta["text"], end=finish_reason is not None)
+            shown = [_shown(part) for part in parts]
+            finish_reason = self._finish(delta)
+        if not shown and (logprobs or finish_reason):
+            shown = [{}]
+        for at, one in enumerate(shown, 1):
+            end = finish_reason if at == len(shown) else None
+            yield {"index": index, "delta": one, "logprobs": logprobs if at == 1 else None, "finish_reason": end}
 
     def _choice(self, choice: Json) -> Json:
+        if self._format.is_plain:
+            message: Json = {"content": choice["text"]}
+        else:
+            message = _message(self._parser(choice["index"]).whole(choice["text"]))
         return {
             "index": choice["index"],
-            "message": {"role": "assistant", "content": choice["text"], "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": _content_logprobs(choice),
-            "finish_reason": _finish(choice),
+            "finish_reason": self._finish(choice),
         }
+
+    def _parser(self, index: int) -> ReplyParser:
+        if index not in self._parsers:
+            self._parsers[index] = ReplyParser(self._format)
+        return self._parsers[index]
+
+    def _finish(self, choice: Json) -> str | None:
+        reason = _finish(choice)
+        parser = self._parsers.get(choice["index"])
+        return "tool_calls" if reason == "stop" and parser is not None and parser.has_calls else reason
+
+
+def _shown(part: Part) -> Json:
+    """Return the delta of a part."""
+    match part:
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case Content(text):
+            return {"content": text}
+        case Call(index, id, name):
+            return {"tool_calls": [{"index": index, **_call(id, name, "")}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(reply: WholeReply) -> Json:
+    """Return the fields of a message with these parts."""
+    message: Json = {"content": reply.content if reply.content or not reply.calls else None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in reply.calls]
+    return message
+
+
+def _call(id: str, name: str, arguments: str) -> Json:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _finish(choice: Json) -> str | None:

@@ -8,6 +8,7 @@ and its length against the context and the KV cache. An encoder-decoder's prompt
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import cast
@@ -43,6 +44,22 @@ class PromptInput:
 
     value: str | list[int]
     param: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyShape:
+    """Says what a conversation wants of its output beside what its body says."""
+
+    constrain: Callable[[OutputConstraint | None], OutputConstraint | None]  # of the body's own constraint
+    shown_special_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def put_on(self, request: Request) -> Request:
+        """Return the request with the tokens that are shown and that end its output."""
+        params = request.params
+        stop = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
+        shown = self.shown_special_ids if params.skip_special_tokens else ()
+        return replace(request, params=replace(params, stop_token_ids=stop, shown_special_ids=shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +136,19 @@ class GeneratePlanner:
         self._threads = threads
         self._grammars = grammars
 
-    async def plan(self, body: GenerateBody, request_id: str, arrival: float) -> GeneratePlan:
+    async def plan(
+        self, body: GenerateBody, request_id: str, arrival: float, shape: ReplyShape | None = None
+    ) -> GeneratePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE).for_task(body.task)
         info = loaded_info(self._client, served)
         check_generate(body, self._limits)
         constraint = constraint_of(body, self._limits)
+        if shape is not None:
+            constraint = shape.constrain(constraint)
+        if constraint is not None and body.ignore_eos:
+            message = f"ignore_eos has no meaning with {constraint.field}, which says where the output ends"
+            raise invalid(message, "ignore_eos")
         prompts = _with_prefix(prompt_inputs(body.prompt, "prompt"), body, served)
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
@@ -139,6 +163,8 @@ class GeneratePlanner:
             self._request(body, served, info, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
             for prompt, prompt_ids in zip(prompts, ids, strict=True)
         ]
+        if shape is not None:
+            requests = [shape.put_on(request) for request in requests]
         check_logprobs(body, requests, self._limits)
         return GeneratePlan(
             served=served,

@@ -10,7 +10,9 @@ import json
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar
 from service.core.errors import ApiError, invalid, scrub, unavailable
@@ -29,10 +31,19 @@ _MAX_CACHED_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """Holds a grammar and the name of the field that it comes from."""
+    """Holds a grammar and the name of the field that it comes from.
+
+    `parts` are those that it was put together of: the first one that cannot be used is named.
+    """
 
     grammar: str
     param: str
+    parts: tuple[OutputConstraint, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """The name of the body's own field, without what is in it."""
+        return self.param.partition(".")[0].partition("[")[0]
 
 
 def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None:
@@ -44,13 +55,18 @@ def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None
         return None
     if len(given) > 1:
         raise invalid(f"{given[1]} and {given[0]} exclude each other", given[1])
-    if body.ignore_eos:
-        raise invalid(f"ignore_eos has no meaning with {given[0]}, which says where the output ends", "ignore_eos")
     if body.response_format is not None and formatted:
         return _from_format(body.response_format, limits)
     if body.regex is not None:
         return _from_pattern(body.regex, limits)
     return _from_choices(body.choice or [], limits)
+
+
+def check_schema(schema: Mapping[str, Any], param: str, limits: Limits) -> None:
+    """Raise an `ApiError` that names `param` for a JSON schema that is too large."""
+    size = len(json.dumps(schema, separators=(",", ":")))
+    if size > limits.max_schema_bytes:
+        raise invalid(f"{param} has {size} bytes, more than {limits.max_schema_bytes}", param)
 
 
 def _from_format(given: ResponseFormat, limits: Limits) -> OutputConstraint:
@@ -61,9 +77,7 @@ def _from_format(given: ResponseFormat, limits: Limits) -> OutputConstraint:
     if given.json_schema is None:
         raise invalid("response_format.json_schema is required", "response_format.json_schema", "missing_field")
     schema = given.json_schema.schema_
-    size = len(json.dumps(schema, separators=(",", ":")))
-    if size > limits.max_schema_bytes:
-        raise invalid(f"{SCHEMA_PARAM} has {size} bytes, more than {limits.max_schema_bytes}", SCHEMA_PARAM)
+    check_schema(schema, SCHEMA_PARAM, limits)
     return OutputConstraint(json_grammar(schema), SCHEMA_PARAM)
 
 
@@ -102,6 +116,8 @@ class GrammarChecker:
             self._store(grammar, await self._compile(grammar, constraint.param))
         self._results.move_to_end(grammar)
         if self._results[grammar]:
+            for part in constraint.parts:
+                await self.check(part, served)
             raise invalid_grammar(constraint.param, self._results[grammar])
 
     def close(self) -> None:

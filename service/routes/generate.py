@@ -30,7 +30,7 @@ from service.http.model_use import hold_model
 from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
-from service.planning.generate import GeneratePlan
+from service.planning.generate import GeneratePlan, ReplyShape
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import GenerateBody
 from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText, SglangText
@@ -110,11 +110,13 @@ async def answer(
         return await answer_taken(request, body, render, names)
 
 
-async def answer_taken(request: Request, body: GenerateBody, render: Render, names: Mapping[str, str]) -> Response:
-    """Generate as `answer` does, inside `Service.handling`."""
+async def answer_taken(
+    request: Request, body: GenerateBody, render: Render, names: Mapping[str, str], shape: ReplyShape | None = None
+) -> Response:
+    """Generate as `answer` does, inside `Service.handling`; `shape` is a conversation's."""
     service, context = service_of(request), context_of_request()
     await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-    plan = await service.generate_planner.plan(body, context.request_id, context.started)
+    plan = await service.generate_planner.plan(body, context.request_id, context.started, shape)
     stream, job = submit(service, plan)
     generation = Generation(plan, job, service.metrics)
     rendering = render(generation)

@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import invalid
-from service.core.model_registry import ServedModel, Task
+from service.chat.conversation import take_turn
+from service.core.model_registry import Task
 from service.dialects import embeddings as embedding_dialect
 from service.dialects import openai
 from service.dialects.common import naming_errors
@@ -16,8 +16,7 @@ from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
 from service.http.bodies import read_body
 from service.http.model_use import hold_model
-from service.lifecycle.state import Service, service_of
-from service.planning.generate import check_room
+from service.lifecycle.state import service_of
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
@@ -66,11 +65,13 @@ async def chat_completions(request: Request) -> Response:
     await hold_model(request, body.model, Task.GENERATE)
     served = service.registry.resolve(body.model, Task.GENERATE)
     with service.handling():
-        prompt = await _prompt(service, served, body)  # inside, because its errors name fields of a chat
+        conversation = openai.conversation(body, served)  # outside of `naming_errors`: its errors name fields of a chat
+        turn = await take_turn(service, served, conversation, answer_is_held=openai.is_held(body))
         with naming_errors(names := openai.chat_names(body)):
-            found = openai.chat(body, served, prompt)
+            found = openai.chat(body, served, turn.ids)
+            shape = turn.shape(service.limits)
             return await generate.answer_taken(
-                request, found, lambda generation: ChatCompletions(generation, body), names
+                request, found, lambda generation: ChatCompletions(generation, body, turn.format), names, shape
             )
 
 
@@ -90,35 +91,3 @@ async def embeddings(request: Request) -> Response:
     with naming_errors(embedding_dialect.names(body)):
         asked = embedding_dialect.embedding(body)
         return await encode.answer(request, asked, embedding_dialect.embedding_reply(body))
-
-
-async def _prompt(service: Service, served: ServedModel, body: ChatBody) -> list[int]:
-    """Return the ids of the conversation; the template writes the special tokens itself."""
-    if served.chat is None:
-        message = f"model {served.name} has no chat template; /v1/completions and /generate take plain prompts"
-        raise invalid(message, "model", "no_chat_template")
-    if len(body.messages) > service.limits.max_chat_messages:
-        bound = service.limits.max_chat_messages
-        raise invalid(f"messages has {len(body.messages)} entries, more than {bound}", "messages")
-    tokenizer = served.require_tokenizer("messages")
-    check_room(service.client, served)
-    text = await _rendered(service, served, body)
-    ids = await service.threads.run(
-        served.name, len(text), lambda: tokenizer.encode(text, add_special_tokens=False).ids
-    )
-    if not ids:
-        raise invalid("messages make an empty prompt", "messages", "empty_prompt")
-    return list(ids)
-
-
-async def _rendered(service: Service, served: ServedModel, body: ChatBody) -> str:
-    assert served.chat is not None
-    messages = [openai.message(one, f"messages[{at}]") for at, one in enumerate(body.messages)]
-    limit = service.limits.prompt_characters_per_token * service.model_info(served.name).max_model_len
-    if body.continue_final_message:
-        if body.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other"
-            raise invalid(message, "continue_final_message")
-        return await served.chat.continued(service.renderers, messages, limit)
-    to_speak = body.add_generation_prompt is not False
-    return await served.chat.render(service.renderers, messages, limit, add_generation_prompt=to_speak)

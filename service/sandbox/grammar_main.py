@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import signal
 import socket
@@ -28,6 +29,7 @@ _MEMORY = 512 << 20
 _TRIAL_TOKENS = 64
 _TRIALS = 4
 _MESSAGE = 300
+_SPECIAL, _ANY_SPECIAL = re.compile(r"<\[\d+\]>"), 256  # a special token by its id
 
 
 def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
@@ -58,7 +60,7 @@ def _take(channel: socket.socket, size: int) -> bytes:
 def main() -> None:
     """Answer requests until the other side closes."""
     channel = socket.socket(fileno=0)
-    single = tuple(bytes([byte]) for byte in range(256))
+    single = (*(bytes([byte]) for byte in range(256)), b"")  # the last stands for all special tokens
     vocabulary = Vocabulary(TokenBytes(single, single))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -67,7 +69,8 @@ def main() -> None:
     while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
         request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
-        reply = json.dumps(try_grammar(request["grammar"], vocabulary)).encode()
+        grammar = _SPECIAL.sub(f"<[{_ANY_SPECIAL}]>", request["grammar"])
+        reply = json.dumps(try_grammar(grammar, vocabulary)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(_LENGTH.pack(len(reply)) + reply)
 

@@ -22,7 +22,7 @@ _PROMPT_TOKENS = Field(description="Tokens of all prompts.", examples=[5])
 _COMPLETION_TOKENS = Field(description="Tokens generated, over all choices.", examples=[16])
 _TOTAL_TOKENS = Field(description="The sum.", examples=[21])
 
-OpenAIFinish = Literal["stop", "length", "abort", "error"]
+OpenAIFinish = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
 class OpenAIPromptDetails(Reply):
@@ -83,9 +83,22 @@ class OpenAIChatLogprobs(Reply):
     refusal: None = Field(description="Always null.", examples=[None])
 
 
+class OpenAIFunctionCall(Reply):
+    name: str = Field(description="The function.", examples=["weather"])
+    arguments: str = Field(description="Its arguments, as the text of a JSON object.", examples=['{"city": "Oslo"}'])
+
+
+class OpenAIToolCall(Reply):
+    id: str = Field(description="What the tool's message refers to.", examples=["call_5f0c1d"])
+    type: Literal["function"] = Field(description="The type of the tool.", examples=["function"])
+    function: OpenAIFunctionCall = Field(description="The call.")
+
+
 class OpenAIMessage(Reply):
     role: Literal["assistant"] = Field(description="The role of the author.", examples=["assistant"])
-    content: str = Field(description="The text.", examples=["Paris."])
+    content: str | None = Field(description="The text; null beside tool calls, if there is none.", examples=["Paris."])
+    reasoning_content: str | None = Field(None, description="What the model reasoned before.", examples=["A capital."])
+    tool_calls: list[OpenAIToolCall] | None = Field(None, description="The functions that the model calls.")
     refusal: None = Field(description="Always null.", examples=[None])
 
 
@@ -102,9 +115,23 @@ class OpenAIChatCompletion(OpenAIHead):
     usage: OpenAIUsage = Field(description="Token counts.")
 
 
+class OpenAIFunctionDelta(Reply):
+    name: str | None = Field(None, description="The function, on the first event of a call.", examples=["weather"])
+    arguments: str = Field(description="The new part.", examples=['{"ci'])
+
+
+class OpenAIToolDelta(Reply):
+    index: int = Field(description="Which call of the choice.", examples=[0])
+    id: str | None = Field(None, description="On the first event of a call.", examples=["call_5f0c1d"])
+    type: Literal["function"] | None = Field(None, description="On the first event of a call.", examples=["function"])
+    function: OpenAIFunctionDelta = Field(description="The new part of the call.")
+
+
 class OpenAIDelta(Reply):
     role: Literal["assistant"] | None = Field(None, description="On the first event.", examples=["assistant"])
     content: str | None = Field(None, description="The new part.", examples=["Pa"])
+    reasoning_content: str | None = Field(None, description="The new part of the reasoning.", examples=["A ca"])
+    tool_calls: list[OpenAIToolDelta] | None = Field(None, description="The new part of a tool call.")
 
 
 class OpenAIChunkChoice(Reply):

@@ -22,7 +22,7 @@ from model.errors import ConfigError
 from service.settings.model_settings import ModelSettings
 from service.settings.parsers import boolean, byte_size, context, folder, keys, one_of, replicas, route, sources
 from service.settings.scaling import Scaling
-from service.settings.service_settings import Limits, ServiceSettings
+from service.settings.service_settings import REASONING_FORMATS, TOOL_FORMATS, Limits, ServiceSettings
 
 PREFIX = "TRIPTYCH_"
 
@@ -365,6 +365,20 @@ OPTIONS: tuple[Option, ...] = (
         "memory in which results of /encode are kept, so that the same input of the same key is computed once",
         "SIZE",
         "0: off",
+    ),
+    Option(
+        "tool_format",
+        one_of(*TOOL_FORMATS),
+        _SERVICE.tool_format,
+        "how models write their tool calls; auto: as each model's chat template does",
+        "FORMAT",
+    ),
+    Option(
+        "reasoning_format",
+        one_of(*REASONING_FORMATS),
+        _SERVICE.reasoning_format,
+        "how models mark their reasoning; auto: as each model's chat template does; none: it stays in the content",
+        "FORMAT",
     ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads"),
     Option(

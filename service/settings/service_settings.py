@@ -17,6 +17,11 @@ MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; smaller is served first
 _MAX_STREAM_INTERVAL = 10.0  # seconds
 _MAX_FRONT_PROCESSES = 64
 
+TOOL_FORMATS = (
+    *("auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_args", "gemma", "functiongemma", "harmony"),
+    *("deepseek_v3", "deepseek_v31", "json"),
+)
+REASONING_FORMATS = ("auto", "none", "think", "mistral", "seed", "gemma", "harmony")
 LogFormat = Literal["auto", "plain", "json"]
 
 
@@ -65,6 +70,7 @@ class Limits:
     stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a keep-alive comment is sent")
     max_waiting_for_load: int = _limit(64, "maximum number of requests that wait for models to be loaded (429)")
     max_chat_messages: int = _limit(1_000, "maximum number of messages in a conversation")
+    max_tools: int = _limit(256, "maximum number of tools in a conversation")
     chat_template_s: float = _limit(2.0, "seconds for rendering a chat template")
     min_priority: int = _limit(
         0, "minimum priority in requests (lower is served first): -100 to 0", minimum=MIN_PRIORITY
@@ -98,11 +104,16 @@ class ServiceSettings:
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without progress of the step loop, after which the engine is restarted
     stream_interval_s: float = 0.0  # minimum time between a stream's events; 0: each token is sent at once
+    tool_format: str = "auto"  # how models write tool calls (`service.chat.formats`); auto: as their chat template says
+    reasoning_format: str = "auto"  # how they mark reasoning; none: it is part of the content
     embed_cache_bytes: int = 0  # results of /encode that are kept, of all models together; 0: none
     vllm_metrics: bool = False  # export metrics under vLLM's names too
     otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: no traces
 
     def __post_init__(self) -> None:
+        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, found {getattr(self, name)!r}")
         if not self.host.strip():  # the system would listen on every interface
             raise ConfigError("host must be an address, found none; 0.0.0.0 is every interface")
         if not 0 <= self.port <= 65_535:

@@ -17,6 +17,10 @@ from model.api.request import FinishReason, TokenOutput
 from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar
 from model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
+from service.chat.call_grammar import reply_grammar
+from service.chat.formats import TOOL_FORMATS
+from service.chat.reply_parser import ReplyFormat, ReplyParser
+from service.chat.tools import Tool, ToolUse
 from tests.engine.support import Running, request, running
 from tests.model.checkpoints import VOCAB
 
@@ -220,6 +224,30 @@ def test_output_is_the_same_alone_in_a_batch_preempted_and_in_chunks(kind: str) 
     finish(crowd)
     assert crowd.engine.scheduler.num_preemptions
     assert {number: [crowd.ids(f"r{number}", index) for index in range(2)] for number in range(8)} == alone
+
+
+def test_tool_calls_with_special_tokens_as_marks() -> None:
+    """A whole reply through the engine: marks are ids in the grammar and in the output, and the arguments are valid."""
+    marks = {VOCAB - 1: "[TOOL_CALLS]", VOCAB - 2: "[ARGS]"}
+    ids = {text: token for token, text in marks.items()}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, "x", None]}, "b": {"type": "boolean"}}}
+    tool = Tool("ab", None, schema | {"required": ["a"], "additionalProperties": False})
+    format = ReplyFormat(calls=TOOL_FORMATS["mistral_args"], tools={"ab": tool})
+    run = engine("llama")
+    for seed in range(8):
+        use = ToolUse((tool,), "required", parallel=False)
+        grammar = reply_grammar(format, use, "", ids.get)
+        params = dict(max_tokens=60, temperature=1.0, seed=seed, ignore_eos=False)
+        run.engine.add(request("llama", f"r{seed}", 5, seed, grammar=grammar, **params))
+    finish(run)
+    for seed in range(8):
+        assert end(run.outputs, f"r{seed}").finish_reason is FinishReason.STOP
+        tokens = [token for token in run.ids(f"r{seed}") if token != EOS]
+        shown = b"".join(marks.get(token, "").encode() or FORMS[token] for token in tokens).decode()
+        reply = ReplyParser(format).whole(shown)
+        assert len(reply.calls) == 1 and not reply.content
+        for call in reply.calls:
+            jsonschema.validate(json.loads(call.arguments), tool.schema)
 
 
 def test_logprobs_are_the_models_own() -> None:

@@ -163,6 +163,10 @@ def test_special_tokens_are_shown_only_if_asked(skip: bool) -> None:
     ids = (0, *tokenizer.encode("ab").ids, 1)
     shown = "".join(stream(Detokenizer(tokenizer, skip_special_tokens=skip), ids))
     assert shown == ("ab" if skip else "<s>ab</s>")
+    for sizes in ([1], [9]):  # one token at a time, and all at once
+        some = Detokenizer(tokenizer, skip_special_tokens=skip, shown_special_ids=(1,))
+        parts = [some.push(ids[at : at + sizes[0]]) for at in range(0, len(ids), sizes[0])]
+        assert "".join([*parts, some.push((), final=True)]) == ("ab</s>" if skip else "<s>ab</s>")
 
 
 def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

@@ -181,6 +181,7 @@ def make_app(
     *extra: str | ServedModel,
     settings: ServiceSettings | None = None,
     loadable: Sequence[ModelInfo] = (),
+    max_model_len: int = 64,
     **script: Any,
 ) -> App:
     """`extra`: more models; "bare" is the one without a tokenizer. The script emits "hello " over and over.
@@ -196,7 +197,8 @@ def make_app(
     if "bare" in extra:
         found.append(served("bare", "decoder-only", None))
     found.extend(one for one in extra if isinstance(one, ServedModel))
-    infos = [info(model.name, model.config.form) for model in found]
+    room = {"max_model_len": max_model_len, "num_blocks": max(20, max_model_len // 4)}
+    infos = [info(model.name, model.config.form, **room) for model in found]
     ids = byte_level.encode("hello ", add_special_tokens=False).ids
     tokenizers = {model.name: model.tokenizer for model in found}
     client = FakeEngineClient(infos, tokenizers, Script(**{"token_ids": ids, **script}), loadable)

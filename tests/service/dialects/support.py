@@ -51,6 +51,29 @@ LINES = """{% for message in messages %}
 <|assistant|>
 {% endif %}"""
 
+CALLS = """{%- if tools %}<|turn|>tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|end|>
+{% endif %}
+{%- for message in messages %}<|turn|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ '\\n' }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|turn|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% elif effort is defined %}<think>
+{{ effort }}: {% endif %}{% endif %}"""
+
 STYLES = {"turns": TURNS, "brackets": BRACKETS, "lines": LINES}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -59,6 +82,22 @@ def talker(source: str = TURNS, name: str = "chat") -> ServedModel:
     """A decoder-only model with this template and a context of its own."""
     plain = served(name, "decoder-only", byte_tokenizer())
     return ServedModel(name, plain.checkpoint, plain.tokenizer, chat=ChatTemplate(source, TOKENS))
+
+
+def says(app: App, text: str) -> None:
+    """Make the models say this and end."""
+    ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
+    app.script.token_ids, app.script.end_id = (*ids, 256), 256
+
+
+def calling_app(**options: Any) -> App:
+    """A model `chat` that writes reasoning and tool calls as Qwen does, with room for tools."""
+    return make_app(talker(CALLS), max_model_len=8_192, **options)
+
+
+def prompt_of(app: App, at: int = -1) -> str:
+    """Return the prompt of a request that the engine got."""
+    return byte_tokenizer().decode(app.client.submitted[at].prompt_token_ids, skip_special_tokens=False)
 
 
 def chat_app(source: str = TURNS, **options: Any) -> App:

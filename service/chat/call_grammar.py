@@ -1,0 +1,137 @@
+"""Grammars that hold a reply's tool calls to the schemas of their tools, in the form that the model's family writes.
+
+A grammar covers the whole reply: its reasoning, which is free text up to its mark, then content or calls. A mark that
+is a special token is written as its id, since no text makes one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from model.text.grammar import json_rule, rules_grammar, rules_of
+from service.chat.formats import CallSyntax, ReasoningFormat
+from service.chat.reply_parser import ReplyFormat
+from service.chat.tools import ToolUse
+
+SpecialId = Callable[[str], int | None]  # the id of a text that is a special token
+
+_FREE = r"/(?s:.*)/"
+_NO_CALL = r"/(\s*[^\s\[{<`](?s:.*))?/"  # text that does not begin as calls without a mark do
+_GAP = r"/\n{0,2}/"  # between reasoning and what follows
+
+
+def reply_grammar(format: ReplyFormat, use: ToolUse, answer: str, special: SpecialId) -> str:
+    """Return the grammar of replies of this format, in which `use` says what is called.
+
+    `answer` is the grammar of an answer without calls; empty: any text.
+    """
+    return _Writer(format, use, answer, special).grammar()
+
+
+class _Writer:
+    def __init__(self, format: ReplyFormat, use: ToolUse, answer: str, special: SpecialId) -> None:
+        self._format = format
+        self._use = use
+        self._answer = answer
+        marks = (*(format.calls.marks if format.calls else ()), *(format.reasoning.marks if format.reasoning else ()))
+        marks += _HARMONY_MARKS
+        self._special = {mark: id for mark in marks if mark and (id := special(mark)) is not None}
+        self._rules = {"start": ""}
+
+    def grammar(self) -> str:
+        reasoning = self._format.reasoning
+        if reasoning is not None and reasoning.name == "harmony":
+            self._rules["start"] = self._harmony()
+        else:
+            thought = self._thought(reasoning) if reasoning is not None else ""
+            self._rules["start"] = f"{thought} {self._body()}"
+        extra = rules_of(self._answer, "answer") if self._answer else ""
+        return rules_grammar(self._rules) + extra
+
+    def _thought(self, format: ReasoningFormat) -> str:
+        """Return what matches the reasoning, which only one that the prompt has opened is sure to have."""
+        rest = f"{self._until('thought', format.closing)} {_GAP}"
+        return rest if self._format.opened else f"({self._text(format.opening)} {rest})?"
+
+    def _body(self) -> str:
+        """Return what matches the reply behind its reasoning."""
+        calls, use = self._format.calls, self._use
+        if calls is None or not use.callable:
+            return self._anything()
+        if use.choice == "required":
+            return self._calls(calls.syntax)
+        if self._answer:
+            return f"({self._calls(calls.syntax)} | answer)"
+        trigger = calls.syntax.trigger
+        if not trigger:
+            self._rules["no_call"] = "NO_CALL"
+            self._rules["NO_CALL"] = _NO_CALL
+            return f"({self._calls(calls.syntax)} | no_call)"
+        before = self._until("before", trigger)
+        block = f"{before} {self._calls(calls.syntax, without=trigger)}"
+        return f"({block} | {self._anything()})" if not use.parallel else f"({block})* {self._anything()}"
+
+    def _anything(self) -> str:
+        if self._answer:
+            return "answer"
+        self._rules["FREE"] = _FREE
+        return "FREE"
+
+    def _calls(self, syntax: CallSyntax, without: str = "") -> str:
+        """Return what matches one or more calls; `without` is a beginning that was matched already."""
+        text = self._text
+        one = " | ".join(
+            f"{text(json.dumps(tool.name)[1:-1] + syntax.between)} {self._arguments(at)} {text(syntax.after)}"
+            for at, tool in enumerate(self._use.callable)
+        )
+        self._rules["call"] = f"({one})"
+        first = (syntax.opening + syntax.before).removeprefix(without)
+        more = f"({text(syntax.separator + syntax.before)} call)*" if self._use.parallel and not syntax.one else ""
+        return f"{text(first)} call {more} {text(syntax.closing)}"
+
+    def _arguments(self, at: int) -> str:
+        name = f"arguments_{at}"
+        self._rules[name] = json_rule(self._use.callable[at].schema)
+        return name
+
+    def _harmony(self) -> str:
+        """Return what matches a reply in channels: reasoning, then the answer, or words to the user and a call."""
+        self._rules["FREE"] = _FREE
+        text, use, calls = self._text, self._use, self._format.calls
+        following = text("<|end|><|start|>assistant")
+        thought = f"({text('<|channel|>analysis<|message|>')} FREE {following})?"
+        final = f"{text('<|channel|>final<|message|>')} {self._anything()}"
+        if calls is None or not use.callable:
+            return f"{thought} {final}"
+        call = self._calls(calls.syntax)
+        if use.choice == "required":
+            return f"{thought} {call}"
+        words = f"({text('<|channel|>commentary<|message|>')} FREE {following})?"
+        return f"{thought} ({final} | {words} {call})"
+
+    def _until(self, rule: str, mark: str) -> str:
+        """Return what matches any text up to the first `mark`, with it."""
+        if mark in self._special:
+            self._rules["FREE"] = _FREE
+            return f"FREE <[{self._special[mark]}]>"
+        self._rules[f"{rule}[lazy]"] = f"/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}/"
+        return rule
+
+    def _text(self, text: str) -> str:
+        """Return what matches exactly this text, in which marks may be special tokens."""
+        if not text:
+            return ""
+        if not self._special:
+            return json.dumps(text, ensure_ascii=False)
+        pieces = re.split(f"({'|'.join(map(re.escape, self._special))})", text)
+        shown = (
+            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+            if piece
+        )
+        return " ".join(shown)
+
+
+_HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")

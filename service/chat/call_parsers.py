@@ -1,0 +1,317 @@
+"""How families write their tool calls, one parser each.
+
+A parser gives content, and calls within it, to a `PartSink`. What looks like a call but is none, is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from service.chat.json_calls import json_calls
+from service.chat.parts import PartSink
+from service.chat.reader import Reader, Steps
+from service.chat.tools import Tool
+
+CallParser: TypeAlias = Callable[[Reader, PartSink, Mapping[str, Tool]], Steps[None]]
+
+DEEPSEEK_MARKS = tuple(  # around all calls, around each, and between its name and arguments
+    f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+)
+_FENCES = ("```json\n", "```tool_code\n", "```tool_call\n", "```\n")
+_NAME_END = re.compile(r"[\[{\s]")
+_PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
+
+
+def anything(name: str) -> bool:
+    """Return True: behind a family's own mark, every name is one of a call."""
+    return bool(name)
+
+
+def hermes(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse `<tool_call>` with JSON in it, as Hermes and Qwen write it, or with what Qwen3-Coder writes."""
+    yield from _tagged(reader, sink, tools, "<tool_call>")
+
+
+def qwen3_coder(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse `<function=NAME>` with `<parameter=NAME>` in it, which is mostly, but not always, in a `<tool_call>`."""
+    yield from _tagged(reader, sink, tools, "<tool_call>", "<function=")
+
+
+def _tagged(reader: Reader, sink: PartSink, tools: Mapping[str, Tool], *markers: str) -> Steps[None]:
+    while (marker := (yield from reader.until(*markers, emit=sink.content))) is not None:
+        reader.record(marker)
+        if marker == "<tool_call>":
+            following = yield from reader.skip_spaces()
+            if following in ("{", "["):
+                if not (yield from json_calls(reader, sink, anything)):
+                    sink.content(reader.recorded())
+                    continue
+                while (yield from reader.skip_spaces()) == "{":
+                    yield from json_calls(reader, sink, anything)
+                yield from reader.accept("</tool_call>")
+                continue
+            if (yield from reader.accept("<function=")) is None:
+                sink.content(reader.recorded())
+                continue
+        yield from _xml_call(reader, sink, tools)
+        yield from reader.skip_spaces()
+        yield from reader.accept("</tool_call>")
+
+
+def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse `NAME>`, parameters and `</function>`; each value is text, or JSON where the schema wants no string."""
+    pieces: list[str] = []
+    if (yield from reader.until(">", emit=pieces.append)) is None:
+        sink.content(reader.recorded())
+        return
+    reader.forget()
+    name = "".join(pieces).strip().strip("\"'")
+    sink.call(name)
+    properties = _properties(tools.get(name))
+    before = "{"
+    while True:
+        yield from reader.skip_spaces()
+        if (yield from reader.accept("<parameter=")) is None:
+            break
+        key: list[str] = []
+        yield from reader.until(">", emit=key.append)
+        value: list[str] = []
+        yield from reader.until("</parameter>", emit=value.append)
+        text = "".join(value).removeprefix("\n").removesuffix("\n")
+        named = "".join(key).strip()
+        sink.arguments(f"{before}{json.dumps(named)}: {_xml_value(text, properties.get(named))}")
+        before = ", "
+    sink.arguments("{}" if before == "{" else "}")
+    yield from reader.accept("</function>")
+
+
+def _properties(tool: Tool | None) -> Mapping[str, Any]:
+    found = tool.schema.get("properties") if tool is not None else None
+    return found if isinstance(found, dict) else {}
+
+
+def _xml_value(text: str, schema: object) -> str:
+    """Return the JSON of a parameter's text: a string where the schema allows one and the text is no other JSON."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    if kinds != "string":
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return text
+    return json.dumps(text, ensure_ascii=False)
+
+
+def mistral(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse `[TOOL_CALLS]` with an array of calls, or with names and `[ARGS]{...}`, as later versions write it."""
+    marker = "[TOOL_CALLS]"
+    while (yield from reader.until(marker, emit=sink.content)) is not None:
+        reader.record(marker)
+        if (yield from reader.skip_spaces()) in ("[", "{"):
+            yield from json_calls(reader, sink, anything)
+        else:
+            yield from _named_call(reader, sink)
+        sink.content(reader.recorded())
+
+
+def _named_call(reader: Reader, sink: PartSink) -> Steps[bool]:
+    """Parse NAME, `[CALL_ID]` with an id, `[ARGS]`, and the object; False if there is none."""
+    while (found := _NAME_END.search(reader.text)) is None:
+        if reader.ended:
+            return False
+        yield
+    if found[0] not in "[{":
+        return False
+    name = reader.take(found.start())
+    if (yield from reader.accept("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+        yield from reader.until("[ARGS]", emit=lambda _: None)
+    if (yield from reader.skip_spaces()) != "{" or not name:
+        return False
+    reader.forget()
+    sink.call(name)
+    yield from reader.bracketed(sink.arguments)
+    return True
+
+
+def bare_json(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse a reply that is nothing but JSON, or has it behind `<|python_tag|>`, as Llama 3 writes calls.
+
+    Several stand behind each other, or in an array. A name that is of no tool makes it content.
+    """
+    reader.record()
+    while True:
+        following = yield from reader.skip_spaces()
+        if (yield from reader.accept("<|python_tag|>")) is not None:
+            following = yield from reader.skip_spaces()
+        if not (following in ("{", "[") and (yield from json_calls(reader, sink, tools.__contains__))):
+            break
+        while (yield from reader.skip_spaces()) in (";", ","):
+            reader.take(1)
+        reader.record()
+    sink.content(reader.recorded())
+    if (yield from reader.until("<|python_tag|>", emit=sink.content)) is not None:
+        reader.record("<|python_tag|>")
+        yield from reader.skip_spaces()
+        yield from json_calls(reader, sink, tools.__contains__)
+        sink.content(reader.recorded())
+        yield from reader.rest(sink.content)
+
+
+def generic(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse calls as JSON, at the beginning of the reply or in a fenced block anywhere; the name must be a tool's."""
+    reader.record()
+    following = yield from reader.skip_spaces()
+    if following in ("{", "["):
+        yield from json_calls(reader, sink, tools.__contains__)
+    sink.content(reader.recorded())
+    while (fence := (yield from reader.until(*_FENCES, emit=sink.content))) is not None:
+        reader.record(fence)
+        found = False
+        while (yield from reader.skip_spaces()) in ("{", "["):
+            if not (yield from json_calls(reader, sink, tools.__contains__)):
+                break
+            found = True
+        if found:
+            yield from reader.accept("```")
+        sink.content(reader.recorded())
+
+
+def deepseek(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse calls between DeepSeek's marks: V3 has `function` before the separator, V3.1 the name."""
+    opening, closing, begin, end, separator = DEEPSEEK_MARKS
+    while (marker := (yield from reader.until(begin, opening, closing, emit=sink.content))) is not None:
+        if marker != begin:
+            continue
+        reader.record(marker)
+        head: list[str] = []
+        if (yield from reader.until(separator, emit=head.append)) is None:
+            sink.content(reader.recorded())
+            return
+        name = "".join(head).strip()
+        if name == "function":
+            line: list[str] = []
+            yield from reader.until("\n", emit=line.append)
+            name = "".join(line).strip()
+            yield from reader.skip_spaces()
+            yield from reader.accept("```json")
+        if (yield from reader.skip_spaces()) != "{" or not name:
+            sink.content(reader.recorded())
+            continue
+        reader.forget()
+        sink.call(name)
+        yield from reader.bracketed(sink.arguments)
+        yield from reader.until(end, emit=lambda _: None)
+
+
+def gemma(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse `<|tool_call>call:NAME{...}<tool_call|>` of Gemma 4, or `<start_function_call>` of FunctionGemma.
+
+    Keys have no quotes, and strings stand between `<|"|>` or `<escape>` without escapes; JSON is taken too.
+    """
+    ends = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
+    while (marker := (yield from reader.until(*ends, emit=sink.content))) is not None:
+        reader.record(marker)
+        body: list[str] = []
+        yield from reader.until(ends[marker], emit=body.append)
+        name, bracket, rest = "".join(body).strip().removeprefix("call:").partition("{")
+        value = _gemma_object(bracket + rest)
+        if value is None or not name.strip():
+            sink.content(reader.recorded())
+            continue
+        reader.forget()
+        sink.call(name.strip())
+        sink.arguments(value)
+
+
+def _gemma_object(text: str) -> str | None:
+    """Return the JSON of an object as Gemma writes it; None if it is none."""
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value, rest = _gemma_value(text)
+    except (ValueError, RecursionError):
+        return None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) and not rest.strip() else None
+
+
+def _gemma_value(text: str) -> tuple[Any, str]:
+    """Return the first value of a text and what follows; raises `ValueError`."""
+    text = text.lstrip()
+    for quote in ('<|"|>', "<escape>"):
+        if text.startswith(quote):
+            value, closed, rest = text[len(quote) :].partition(quote)
+            if not closed:
+                raise ValueError
+            return value, rest
+    if text.startswith("{"):
+        return _gemma_items(text[1:])
+    if text.startswith("["):
+        values: list[Any] = []
+        text = text[1:].lstrip()
+        while not text.startswith("]"):
+            value, text = _gemma_value(text)
+            values.append(value)
+            text = text.lstrip().removeprefix(",").lstrip()
+        return values, text[1:]
+    if text.startswith('"'):
+        value, end = json.JSONDecoder(strict=False).raw_decode(text)
+        return value, text[end:]
+    found = re.match(r"[^,}\]]*", text)
+    assert found is not None
+    return json.loads(found[0].strip()), text[found.end() :]
+
+
+def _gemma_items(text: str) -> tuple[dict[str, Any], str]:
+    """Return the object whose bracket was taken, and what follows."""
+    items: dict[str, Any] = {}
+    text = text.lstrip()
+    while not text.startswith("}"):
+        if text.startswith(('<|"|>', "<escape>", '"')):
+            key, text = _gemma_value(text)
+        else:
+            found = _PLAIN_KEY.match(text)
+            if found is None:
+                raise ValueError
+            key, text = found[0], text[found.end() :]
+        text = text.lstrip()
+        if not text.startswith(":"):
+            raise ValueError
+        items[str(key)], text = _gemma_value(text[1:])
+        text = text.lstrip().removeprefix(",").lstrip()
+    return items, text[1:]
+
+
+def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse the messages of gpt-oss: reasoning on the channel `analysis`, calls to `functions.NAME`, content else."""
+    ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+    while True:
+        following = yield from reader.next()
+        if following == "":
+            return
+        if following not in "< ":  # no header: an answer without channels
+            yield from reader.until(*ends, emit=sink.content)
+            continue
+        reader.record()
+        head: list[str] = []
+        if (yield from reader.until("<|message|>", emit=head.append)) is None:
+            sink.content(reader.recorded())
+            return
+        reader.forget()
+        _, _, channel = "".join(head).partition("<|channel|>")
+        recipient = re.search(r"to=functions\.([^\s<]+)", "".join(head))
+        if recipient is not None and tools:
+            sink.call(recipient[1])
+            yield from reader.skip_spaces()
+            yield from reader.until(*ends, emit=sink.arguments)
+        elif channel.strip().startswith("analysis"):
+            yield from reader.until(*ends, emit=sink.reasoning)
+            sink.end_reasoning()
+        else:
+            yield from reader.until(*ends, emit=sink.content)

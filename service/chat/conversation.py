@@ -1,0 +1,182 @@
+"""A conversation becomes a prompt: its chat template is rendered and tokenised, and the reply's format is found."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from model.text.grammar import json_grammar
+from service.chat.call_grammar import reply_grammar
+from service.chat.formats import ReasoningFormat, ToolFormat, fitting_id, reasoning_format, tool_format
+from service.chat.instructions import plain_messages
+from service.chat.reply_parser import ReplyFormat
+from service.chat.tools import Json, ToolUse
+from service.core.chat_template import ChatTemplate
+from service.core.errors import invalid, shorten
+from service.core.model_registry import ServedModel
+from service.lifecycle.state import Service
+from service.planning.generate import ReplyShape, check_room
+from service.planning.response_format import OutputConstraint, check_schema
+from service.settings.service_settings import Limits
+
+_TEXT_ARGUMENTS = re.compile(r"""(\[['"]arguments['"]\]|\.arguments)\s*(\+(?!\+)|~)""")  # `arguments` joined to a text
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Holds what a request says beside how to sample, in the form that templates read.
+
+    `variables` are those of the template that the request sets, each with the field that it comes from.
+    """
+
+    messages: list[Json]
+    use: ToolUse = field(default_factory=ToolUse)
+    variables: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    param: str = "messages"
+    to_speak: bool = True  # the prompt ends at the start of the assistant's message
+    continues: bool = False  # the prompt ends within the last message
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Holds the prompt of a conversation, and what its reply will look like."""
+
+    ids: list[int]
+    format: ReplyFormat
+    use: ToolUse
+    served: ServedModel
+
+    def shape(self, limits: Limits) -> ReplyShape | None:
+        """Return what the reply is held to and which marks it shows; None for one that is all content."""
+        if self.format.is_plain:
+            return None
+        calls, reasoning = self.format.calls, self.format.reasoning
+        marks = (*(calls.marks if calls else ()), *(reasoning.marks if reasoning else ()))
+        ids = {self._special_id(mark) for mark in marks}
+        ends = {self._special_id(mark) for mark in calls.ends} if calls is not None else set()
+        return ReplyShape(
+            lambda given: self._constraint(given, limits), tuple(sorted(_known(ids))), tuple(sorted(_known(ends)))
+        )
+
+    def _special_id(self, text: str) -> int | None:
+        tokenizer = self.served.require_tokenizer("messages")
+        found = tokenizer.special_token_id(text) if text else None
+        return found if found in tokenizer.special_ids else None
+
+    def _constraint(self, given: OutputConstraint | None, limits: Limits) -> OutputConstraint | None:
+        """Return the constraint of the whole reply, with `given` as that of an answer."""
+        if given is None and not self.use.is_held:
+            return None
+        parts: list[OutputConstraint] = [] if given is None else [given]
+        for tool in self.use.callable:
+            check_schema(tool.schema, tool.param, limits)
+            parts.append(OutputConstraint(json_grammar(tool.schema), tool.param))
+        answer = "" if given is None else given.grammar
+        grammar = reply_grammar(self.format, self.use, answer, self._special_id)
+        return OutputConstraint(grammar, parts[0].param if len(parts) == 1 else "tools", tuple(parts))
+
+
+def _known(ids: set[int | None]) -> set[int]:
+    return {id for id in ids if id is not None}
+
+
+async def take_turn(service: Service, served: ServedModel, conversation: Conversation, *, answer_is_held: bool) -> Turn:
+    """Render and tokenise a conversation; raises `ApiError` that names its fields.
+
+    `answer_is_held`: a grammar holds the answer, and so the whole reply.
+    """
+    param = conversation.param
+    if served.chat is None:
+        message = f"model {served.name} has no chat template; /v1/completions and /generate take plain prompts"
+        raise invalid(message, "model", "no_chat_template")
+    if len(conversation.messages) > service.limits.max_chat_messages:
+        bound = service.limits.max_chat_messages
+        raise invalid(f"{param} has {len(conversation.messages)} entries, more than {bound}", param)
+    if len(conversation.use.tools) > service.limits.max_tools:
+        raise invalid(f"tools has {len(conversation.use.tools)} entries, more than {service.limits.max_tools}", "tools")
+    tokenizer = served.require_tokenizer(param)
+    check_room(service.client, served)
+    calls, reasoning = _formats(service, served.chat)
+    text = await _rendered(service, served, served.chat, conversation, calls)
+    ids = await service.threads.run(
+        served.name, len(text), lambda: tokenizer.encode(text, add_special_tokens=False).ids
+    )
+    if not ids:
+        raise invalid(f"{param} make an empty prompt", param, "empty_prompt")
+    use = conversation.use
+    format = ReplyFormat(
+        reasoning,
+        opened=reasoning is not None and bool(reasoning.opening) and text.rstrip().endswith(reasoning.opening.strip()),
+        calls=calls if use.callable else None,
+        tools={tool.name: tool for tool in use.callable},
+        one_call=not use.parallel,
+        is_held=use.is_held or (answer_is_held and bool(use.callable)),
+    )
+    return Turn(list(ids), format, use, served)
+
+
+def effort_variables(chat: ChatTemplate | None, effort: str | None, param: str) -> dict[str, tuple[Any, str]]:
+    """Return the template's variables for how much to reason; `none` is also what a template without reasoning does."""
+    if effort is None or chat is None:
+        return {}
+    if effort == "none" and not chat.takes("reasoning_effort"):
+        return {"enable_thinking": (False, param)} if chat.takes("enable_thinking") else {}
+    return {"reasoning_effort": (effort, param)}
+
+
+def _formats(service: Service, chat: ChatTemplate) -> tuple[ToolFormat, ReasoningFormat | None]:
+    settings = service.settings
+    calls = tool_format(chat.source if chat.reads("tools") else "", settings.tool_format)
+    return calls, reasoning_format(chat.source, settings.reasoning_format)
+
+
+async def _rendered(
+    service: Service, served: ServedModel, chat: ChatTemplate, conversation: Conversation, calls: ToolFormat
+) -> str:
+    for name, (_, param) in conversation.variables.items():
+        if not chat.takes(name):
+            raise invalid(
+                f"{param}: the chat template of model {served.name} has no variable {shorten(name)}",
+                param,
+                "not_supported",
+            )
+    tools = conversation.use.tools if conversation.use.choice != "none" else ()
+    messages = conversation.messages
+    if chat.reads("tools") or (not tools and "tool_calls" in chat.source):
+        messages = [_fitted(message, chat, calls) for message in messages]
+    elif tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        messages = plain_messages(messages, tools)
+    if "developer" not in chat.source:
+        messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
+    more = {name: value for name, (value, _) in conversation.variables.items()}
+    limit = service.limits.prompt_characters_per_token * service.model_info(served.name).max_model_len
+    shown = [tool.shown() for tool in tools]
+    if conversation.continues:
+        return await chat.continued(service.renderers, messages, limit, tools=shown, more=more)
+    return await chat.render(
+        service.renderers, messages, limit, add_generation_prompt=conversation.to_speak, tools=shown, more=more
+    )
+
+
+def _fitted(message: Json, chat: ChatTemplate, calls: ToolFormat) -> Json:
+    """Return a message with ids and arguments of calls in the form that the template takes."""
+    found = dict(message)
+    if "tool_call_id" in found:
+        found["tool_call_id"] = fitting_id(calls, found["tool_call_id"])
+    if "tool_calls" in found:
+        as_text = _TEXT_ARGUMENTS.search(chat.source) is not None
+        found["tool_calls"] = [_fitted_call(call, calls, as_text=as_text) for call in found["tool_calls"]]
+    return found
+
+
+def _fitted_call(call: Json, calls: ToolFormat, *, as_text: bool) -> Json:
+    found = dict(call)
+    if found.get("id"):
+        found["id"] = fitting_id(calls, found["id"])
+    arguments = call["function"]["arguments"]
+    if as_text and not isinstance(arguments, str):
+        found["function"] = call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return found

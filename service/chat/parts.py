@@ -1,0 +1,160 @@
+"""The parts of a reply: reasoning, content and tool calls, each as a piece of what streams."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+_ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The beginning of a tool call; its arguments follow."""
+
+    index: int  # among the reply's calls
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Part: TypeAlias = Reasoning | Content | Call | Arguments
+
+
+@dataclass(slots=True)
+class WholeCall:
+    """A tool call with all its arguments."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class WholeReply:
+    """All parts of a reply joined."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[WholeCall] = field(default_factory=list)
+
+    def add(self, parts: list[Part]) -> None:
+        """Add the next parts."""
+        for part in parts:
+            match part:
+                case Reasoning(text):
+                    self.reasoning += text
+                case Content(text):
+                    self.content += text
+                case Call(_, id, name):
+                    self.calls.append(WholeCall(id, name))
+                case Arguments(index, text):
+                    self.calls[index].arguments += text
+
+
+def call_id() -> str:
+    """Return a new id for a tool call."""
+    return f"call_{secrets.token_hex(_ID_BYTES)}"
+
+
+class PartSink:
+    """Collects the parts that a parser finds.
+
+    White space between a block (reasoning, a call) and content, and between blocks, belongs to neither: templates write
+    their own there, and a conversation that is sent back would otherwise not have the tokens that were generated.
+    """
+
+    def __init__(self, *, holds_spaces: bool, one_call: bool, new_id: Callable[[], str]) -> None:
+        """`holds_spaces`: calls may follow content; `one_call`: calls behind the first are left out."""
+        self._holds_spaces = holds_spaces
+        self._one_call = one_call
+        self._new_id = new_id
+        self._parts: list[Part] = []
+        self._spaces = ""  # behind content, or reasoning, so far
+        self._behind_block = False  # no content has come since reasoning or a call
+        self._reasoning_began = False
+        self._drops = False  # the current call is left out
+        self.calls = 0
+
+    def take(self) -> list[Part]:
+        """Return the parts since the last time, with pieces of one kind joined."""
+        parts, self._parts = self._parts, []
+        joined: list[Part] = []
+        for part in parts:
+            last = joined[-1] if joined else None
+            if isinstance(part, Reasoning | Content) and type(part) is type(last):
+                joined[-1] = type(part)(last.text + part.text)
+            elif isinstance(part, Arguments) and isinstance(last, Arguments) and part.index == last.index:
+                joined[-1] = Arguments(part.index, last.text + part.text)
+            else:
+                joined.append(part)
+        return joined
+
+    def content(self, text: str) -> None:
+        if self._behind_block:
+            text = text.lstrip()
+        if not text:
+            return
+        self._behind_block = False
+        text = self._spaces + text
+        kept = text.rstrip() if self._holds_spaces else text
+        self._spaces = text[len(kept) :]
+        if kept:
+            self._parts.append(Content(kept))
+
+    def reasoning(self, text: str) -> None:
+        if not self._reasoning_began:
+            text = text.lstrip()
+        if not text:
+            return
+        self._reasoning_began = True
+        text = self._spaces + text
+        kept = text.rstrip()
+        self._spaces = text[len(kept) :]
+        if kept:
+            self._parts.append(Reasoning(kept))
+
+    def end_reasoning(self) -> None:
+        """Drop the white space behind the reasoning, and before what follows."""
+        self._spaces, self._behind_block, self._reasoning_began = "", True, False
+
+    def call(self, name: str) -> None:
+        """Begin a call."""
+        self._spaces, self._behind_block = "", True
+        self._drops = self._one_call and self.calls > 0
+        if not self._drops:
+            self._parts.append(Call(self.calls, self._new_id(), name))
+            self.calls += 1
+
+    def arguments(self, text: str) -> None:
+        if text and not self._drops:
+            self._parts.append(Arguments(self.calls - 1, text))
+
+    def end(self) -> None:
+        """Give out the white space at the end of content."""
+        if self._spaces and not self._behind_block and not self._reasoning_began:
+            self._parts.append(Content(self._spaces))
+        self._spaces = ""

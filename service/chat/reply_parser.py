@@ -1,0 +1,99 @@
+"""Parting of a reply's text, while it is generated, into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from service.chat.call_parsers import harmony
+from service.chat.formats import ReasoningFormat, ToolFormat, id_maker
+from service.chat.parts import Content, Part, PartSink, WholeReply, call_id
+from service.chat.reader import Reader, Steps
+from service.chat.tools import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """Says what the text of a reply is parted into."""
+
+    reasoning: ReasoningFormat | None = None
+    opened: bool = False  # the prompt ends within the reasoning
+    calls: ToolFormat | None = None  # None: no tool may be called
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    one_call: bool = False
+    is_held: bool = False  # a grammar holds the calls
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole reply is content."""
+        return self.reasoning is None and self.calls is None
+
+
+class ReplyParser:
+    """Parts one reply. The parts, joined, do not depend on how its text is cut."""
+
+    def __init__(self, format: ReplyFormat) -> None:
+        self._format = format
+        self._reader = Reader()
+        new_id = call_id if format.calls is None else id_maker(format.calls)
+        self._sink = PartSink(holds_spaces=format.calls is not None, one_call=format.one_call, new_id=new_id)
+        self._steps = self._parse()
+        self.is_reasoning = False
+        self.passes = False  # all further text is content
+        self._advance()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._sink.calls > 0
+
+    def push(self, text: str, *, end: bool = False) -> list[Part]:
+        """Add text and return the parts that are certain by now; with `end`, all that are left."""
+        if self.passes:
+            return [Content(text)] if text else []
+        self._reader.text += text
+        self._reader.ended = end
+        self._advance()
+        if end:
+            self._sink.end()
+        return self._sink.take()
+
+    def whole(self, text: str) -> WholeReply:
+        """Return the parts of a complete reply, of which nothing was pushed before."""
+        found = WholeReply()
+        found.add(self.push(text, end=True))
+        return found
+
+    def _advance(self) -> None:
+        next(self._steps, None)
+
+    def _parse(self) -> Steps[None]:
+        reader, sink, format = self._reader, self._sink, self._format
+        if format.reasoning is not None and format.reasoning.name == "harmony":
+            yield from harmony(reader, sink, format.tools)
+            return
+        if format.reasoning is not None:
+            yield from self._reasoning(format.reasoning)
+        if format.calls is not None:
+            held = format.calls.held_parse if format.is_held else None
+            yield from (held or format.calls.parse)(reader, sink, format.tools)
+            return
+        while not (reader.text.strip() or reader.ended):
+            yield  # white space behind the reasoning
+        sink.content(reader.take(len(reader.text)))
+        self.passes = True
+
+    def _reasoning(self, format: ReasoningFormat) -> Steps[None]:
+        """Take the reasoning, if the reply begins with any."""
+        reader = self._reader
+        if not self._format.opened:
+            reader.record()
+            yield from reader.skip_spaces()
+            if (yield from reader.accept(format.opening)) is None:
+                reader.text = reader.recorded() + reader.text
+                return
+            reader.forget()
+        self.is_reasoning = True
+        yield from reader.until(format.closing, emit=self._sink.reasoning)
+        self._sink.end_reasoning()
+        self.is_reasoning = False

@@ -1,0 +1,78 @@
+"""The tools that a reply may call, whatever protocol they came in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from service.core.errors import invalid, shorten
+
+Json = dict[str, Any]
+Choice = Literal["none", "auto", "required"]
+
+NAME_PATTERN = r"^[A-Za-z0-9_.:\-]{1,128}$"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the client can call. `param` names its place in the body, for errors."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any] | None  # a JSON schema; None: no parameters
+    strict: bool = False
+    param: str = "tools"
+
+    @property
+    def schema(self) -> Json:
+        """The JSON schema of the arguments, which are always an object."""
+        schema = dict(self.parameters or {})
+        return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
+
+    def shown(self) -> Json:
+        """Return the tool as templates expect it, in OpenAI's form."""
+        function: Json = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = dict(self.parameters) if self.parameters else {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and which of them the reply may or must call.
+
+    With `required` the reply has at least one call; `only` names the one tool that it may call.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "auto"
+    only: str | None = None
+    parallel: bool = True
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that the reply may call."""
+        if self.choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if self.only in (None, tool.name))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a grammar holds the calls to the schemas of their tools."""
+        return bool(self.callable) and (self.choice == "required" or any(tool.strict for tool in self.callable))
+
+
+def tool_use(tools: tuple[Tool, ...], choice: Choice | None, only: str | None, *, parallel: bool) -> ToolUse:
+    """Return the checked use of tools; raises `ApiError` for names that are there twice, or not at all."""
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise invalid(f"tools has two of the name {shorten(tool.name)}", "tools")
+        names.add(tool.name)
+    if only is not None and only not in names:
+        raise invalid(f"tool_choice: tools has none of the name {shorten(only)}", "tool_choice")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice: there are no tools to call", "tool_choice")
+    return ToolUse(tools, choice or "auto", only, parallel)

@@ -1,0 +1,339 @@
+"""Replies parted into reasoning, content and calls, however they are cut, and grammars that hold calls to schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+
+from model.text.grammar import json_grammar
+from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
+from model.text.token_bytes import TokenBytes
+from service.chat.call_grammar import reply_grammar
+from service.chat.call_parsers import DEEPSEEK_MARKS
+from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id, reasoning_format, tool_format
+from service.chat.instructions import plain_messages
+from service.chat.parts import WholeReply
+from service.chat.reply_parser import ReplyFormat, ReplyParser
+from service.chat.tools import Tool, ToolUse
+from service.settings import service_settings
+
+WEATHER = Tool("weather", "Tells it.", {"type": "object", "properties": {"city": {"type": "string"}, "n": {}}})
+TOOLS = {"weather": WEATHER, "f": Tool("f", None, None)}
+A = '{"city": "Zü \\"x\\" {]", "n": [1, {"a": null}]}'
+OPEN, CLOSE, BEGIN, END, SEPARATOR = DEEPSEEK_MARKS
+W, F = ("weather", A), ("f", "{}")
+
+# Format, text, and what it is parted into: reasoning, content, calls.
+REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
+    ("hermes", " just text <tool_cal \n\n", ("", " just text <tool_cal \n\n", [])),
+    (
+        "hermes",
+        f'<think>\nhm <b>\n</think>\n\nSee.\n<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {}, "name": "f"}\n</tool_call>\n',
+        ("hm <b>", "See.", [W, F]),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [F])),
+    ("hermes", "<tool_call> no </tool_call> x <tool", ("", "<tool_call> no </tool_call> x <tool", [])),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"ci', ("", "", [("weather", '{"ci')])),
+    ("hermes", '<tool_call>{"name": "f", "argum', ("", '<tool_call>{"name": "f", "argum', [])),
+    ("hermes", "\n<think>never closed\n", ("never closed", "", [])),
+    ("hermes", "a <think>b</think>", ("", "a <think>b</think>", [])),
+    (
+        "qwen3_coder",
+        "hi\n<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<function=f>\n</function>",
+        ("", "hi", [("weather", '{"city": "7", "n": 3}'), F]),
+    ),
+    ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {A}}}, {{"name": "f"}}]', ("", "", [W, F])),
+    ("mistral_args", f"ok[TOOL_CALLS]weather[ARGS]{A}[TOOL_CALLS]f[CALL_ID]ab[ARGS]{{}}", ("", "ok", [W, F])),
+    ("mistral_args", f"[TOOL_CALLS]weather{A} [1] {{}}", ("", "[1] {}", [W])),
+    ("mistral", "[TOOL_CALLS]no call", ("", "[TOOL_CALLS]no call", [])),
+    ("llama3", f'{{"name": "weather", "parameters": {A}}}; {{"name": "f", "parameters": {{}}}}', ("", "", [W, F])),
+    ("llama3", '<|python_tag|>{"type": "function", "name": "f", "parameters": null}', ("", "", [F])),
+    ("llama3", '{"name": "other", "parameters": {}} and', ("", '{"name": "other", "parameters": {}} and', [])),
+    ("llama3", '{"x": 1}', ("", '{"x": 1}', [])),
+    ("json", f'```json\n[{{"name": "weather", "arguments": {A}}}]\n```', ("", "", [W])),
+    ("json", 'So:\n```tool_code\n{"name": "f", "parameters": "{}"}\n```', ("", "So:", [F])),
+    ("json", '```json\n{"x": 1}\n```\n done', ("", '```json\n{"x": 1}\n```\n done', [])),
+    ("json", '[{"name": "f"}, {"type": "function", "function": {"name": "f", "arguments": {}}}]', ("", "", [F, F])),
+    (
+        "deepseek_v3",
+        f"{OPEN}{BEGIN}function{SEPARATOR}weather\n```json\n{A}\n```{END}\n{BEGIN}function{SEPARATOR}f\n```json\n{{}}\n"
+        f"```{END}{CLOSE}",
+        ("", "", [W, F]),
+    ),
+    ("deepseek_v31", f"x{OPEN}{BEGIN}weather{SEPARATOR}{A}{END}{CLOSE}", ("", "x", [W])),
+    (
+        "gemma",
+        'ok<|tool_call>call:weather{city:<|"|>O, "no"<|"|>,n:[1,{a:null}]}<tool_call|><|tool_call>call:f{}<tool_call|>',
+        ("", "ok", [("weather", '{"city": "O, \\"no\\"", "n": [1, {"a": null}]}'), F]),
+    ),
+    ("gemma", f"<|tool_call>call:weather{A}<tool_call|>", ("", "", [W])),
+    ("gemma", "<|tool_call>no{<tool_call|>", ("", "<|tool_call>no{<tool_call|>", [])),
+    ("functiongemma", "<start_function_call>call:f{}<end_function_call>", ("", "", [F])),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>See.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{A}",
+        ("hm", "See.", [W]),
+    ),
+    ("harmony", " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [F])),
+    ("harmony", "<|channel|>final<|message|>Hello", ("", "Hello", [])),
+    ("harmony", "Hello", ("", "Hello", [])),
+]
+
+
+def format_of(name: str, **fields: Any) -> ReplyFormat:
+    reasoning = REASONING_FORMATS["harmony" if name == "harmony" else "think"]
+    return ReplyFormat(reasoning, calls=TOOL_FORMATS[name], tools=TOOLS, **fields)
+
+
+def parted(reply: WholeReply) -> tuple[str, str, list[tuple[str, str]]]:
+    return reply.reasoning, reply.content, [(call.name, call.arguments) for call in reply.calls]
+
+
+def streamed(format: ReplyFormat, pieces: list[str]) -> WholeReply:
+    parser, reply = ReplyParser(format), WholeReply()
+    for piece in pieces:
+        reply.add(parser.push(piece))
+    reply.add(parser.push("", end=True))
+    return reply
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    yield list(text)
+    yield from ([text[:at], text[at:]] for at in range(len(text)))
+    generator = random.Random(text)
+    for _ in range(5):
+        places = sorted(generator.sample(range(len(text) + 1), min(len(text), 4)))
+        yield [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), REPLIES, ids=lambda value: value if len(value) < 13 else "")
+def test_a_reply_is_parted_however_it_is_cut(name: str, text: str, expected: Any) -> None:
+    assert parted(ReplyParser(format_of(name)).whole(text)) == expected
+    for pieces in cuts(text):
+        assert parted(streamed(format_of(name), pieces)) == expected, pieces
+
+
+def test_every_format_is_tried_and_can_be_set() -> None:
+    assert {name for name, _, _ in REPLIES} == TOOL_FORMATS.keys()
+    assert set(service_settings.TOOL_FORMATS) == {"auto", *TOOL_FORMATS}
+    assert set(service_settings.REASONING_FORMATS) == {"auto", "none", *REASONING_FORMATS}
+
+
+def test_parts_come_as_soon_as_they_are_certain() -> None:
+    """Content, the name, and each piece of arguments; a mark's beginning and white space before a call wait."""
+    parser = ReplyParser(format_of("hermes"))
+    taken = [
+        parser.push(one) for one in ("Hi", " \n<", "tool_call>", '{"name": "f", ', '"arguments": {', '"a"', ": 1}}")
+    ]
+    kinds = [[type(part).__name__ for part in parts] for parts in taken]
+    assert kinds == [["Content"], [], [], [], ["Call", "Arguments"], ["Arguments"], ["Arguments"]]
+    content = ReplyParser(ReplyFormat(REASONING_FORMATS["think"]))
+    assert [content.push(one)[0].text for one in ("<think>a", "</think>b", " c ")] == ["a", "b", " c "]  # type: ignore[union-attr]
+    assert content.passes
+
+
+def test_an_opened_reasoning_one_call_and_no_tools() -> None:
+    opened = ReplyFormat(REASONING_FORMATS["think"], opened=True)
+    assert parted(ReplyParser(opened).whole("so\n</think>\n\n yes ")) == ("so", "yes ", [])
+    two = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "weather"}</tool_call>'
+    assert parted(ReplyParser(format_of("hermes", one_call=True)).whole(two)) == ("", "", [F])
+    plain = ReplyFormat(REASONING_FORMATS["harmony"])
+    text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{}"
+    assert parted(ReplyParser(plain).whole(text)) == ("a", "{}", [])
+
+
+# Lines as published templates have them.
+TEMPLATES = {
+    "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name }}{{ tools | tojson }}',
+    "qwen3_coder": "<tool_call>\n<function={{ call.name }}>",
+    "mistral": "{{ '[TOOL_CALLS][' }}",
+    "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+    "llama3": "{{ '<|python_tag|>' + call.name }}",
+    "deepseek_v3": f"{BEGIN}' + tool['type'] + '{SEPARATOR}' + name + '\\n' + '```json'",
+    "deepseek_v31": f"{{{{'{BEGIN}' + name + '{SEPARATOR}'}}}}",
+    "gemma": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
+    "functiongemma": "<start_function_call>call:",
+    "harmony": "{{- \"<|channel|>analysis<|message|>\" }}{{ ' to=functions.' + name }}",
+    "json": "{{ tools }}",
+}
+
+
+def test_formats_are_found_in_templates() -> None:
+    assert {name: tool_format(source).name for name, source in TEMPLATES.items()} == {name: name for name in TEMPLATES}
+    assert tool_format("<tool_call>", "llama3").name == "llama3"
+    marks = {"</think>": "think", "[/THINK]": "mistral", "<|channel|>analysis": "harmony", "</seed:think>": "seed"}
+    assert {mark: found.name for mark in marks if (found := reasoning_format(mark))} == marks
+    assert reasoning_format("no mark") is None and reasoning_format("</think>", "none") is None
+    assert fitting_id(TOOL_FORMATS["mistral"], "abcdefghi") == "abcdefghi"
+    assert len(fitting_id(TOOL_FORMATS["mistral"], "call_1")) == 9
+    assert fitting_id(TOOL_FORMATS["hermes"], "call_1") == "call_1"
+
+
+def test_tools_said_in_plain_messages() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hm", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "c"},
+        {"role": "tool", "content": "8"},
+        {"role": "user", "content": "So?"},
+    ]
+    found = plain_messages(messages, [WEATHER])
+    assert [one["role"] for one in found] == ["user", "assistant", "user"]
+    assert '"name": "weather"' in found[0]["content"] and found[0]["content"].endswith("\n\nHi")
+    assert found[1] == {"role": "assistant", "content": 'Hm\n[{"name": "f", "arguments": {}}]'}
+    assert found[2]["content"] == "Result of f:\n7\nResult:\n8\nSo?"
+    system = plain_messages([{"role": "system", "content": "Rules."}, messages[0]], [WEATHER])
+    assert system[0]["content"].startswith("Rules.\n\nYou can call") and system[1] == messages[0]
+
+
+# -- grammars
+
+SPECIALS = {
+    mark: 300 + at
+    for at, mark in enumerate(
+        dict.fromkeys(mark for one in TOOL_FORMATS.values() for mark in one.marks if "tool_call>" not in mark)
+    )
+}
+PIECES = [b'{"name": "', b'", "arguments": ', b'": ', b'", "', b"true", b"</tool_call>", b"</think>", b"<tool_call>"]
+
+
+@cache
+def vocabulary() -> tuple[Vocabulary, tuple[bytes, ...]]:
+    """Bytes, some longer pieces, and each family's special tokens; also what they show."""
+    bytes_ = [bytes([byte]) for byte in range(256)]
+    forms = (*bytes_, *PIECES, *[b""] * (300 - 256 - len(PIECES)), *[b""] * len(SPECIALS))
+    return Vocabulary(TokenBytes(forms, forms)), (*forms[:300], *(mark.encode() for mark in SPECIALS))
+
+
+def walk(matcher: Matcher, generator: random.Random, most: int = 90) -> str:
+    """Return a random text that the grammar allows; after `most` tokens it ends as soon as it can."""
+    _, texts = vocabulary()
+    matcher, text = matcher.fork(), b""
+    for step in range(12 * most):
+        allowed = matcher.tokens.nonzero()[0].tolist()
+        if not allowed or (matcher.is_complete and (step > most or generator.random() < 0.3)):
+            break
+        if step > most:
+            marks = [token for token in allowed if token >= 300] or [token for token in allowed if token == _CLOSING]
+            ending = sorted(allowed, key=lambda token: _ENDING.find(texts[token][:1]) % 99)
+            allowed = (marks[:1] if generator.random() < 0.5 else []) or ending[:1]
+        elif generator.random() < 0.3:
+            allowed = [token for token in allowed if token >= 256] or allowed
+        token = generator.choice(allowed)
+        matcher.accept(token)
+        text += texts[token]
+    assert matcher.is_complete, text
+    return text.decode()
+
+
+_CLOSING = 256 + PIECES.index(b"</think>")
+_ENDING = b'"}],:\n10'
+
+
+def schema(generator: random.Random, depth: int = 2) -> dict[str, Any]:
+    """Return a random schema of a value."""
+    leaves: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 6},
+        {"type": "string", "pattern": "^[a-c]{2,4}$"},
+        {"type": "string", "format": "date"},
+        {"type": "integer", "minimum": -5, "maximum": generator.randint(0, 3000)},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 9},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["a b", 'q"uo', 3, None]},
+        {"const": {"k": [1]}},
+        {"anyOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "string", "enum": ["x", "</tool_call>"]}]},
+    ]
+    if depth == 0 or generator.random() < 0.5:
+        return generator.choice(leaves)
+    if generator.random() < 0.4:
+        low = generator.randint(0, 2)
+        return {"type": "array", "items": schema(generator, depth - 1), "minItems": low, "maxItems": low + 2}
+    return objects(generator, depth - 1)
+
+
+def objects(generator: random.Random, depth: int = 2, *, root: bool = False) -> dict[str, Any]:
+    """Return a random schema of an object; that of the root may have definitions."""
+    names = generator.sample(["city", "n", "a-b", "with space", 'quo"te', "é", "list"], generator.randint(0, 4))
+    found: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: schema(generator, depth) for name in names},
+        "required": [name for name in names if generator.random() < 0.6],
+        "additionalProperties": False,
+    }
+    if root and generator.random() < 0.3:
+        found["$defs"] = {"d": schema(generator, 0)}
+        found["properties"]["ref"] = {"$ref": "#/$defs/d"}
+    return found
+
+
+def held(use: ToolUse, name: str, answer: str = "", **fields: Any) -> tuple[ReplyFormat, Matcher]:
+    """Return the format of replies and the matcher of their grammar."""
+    reasoning = REASONING_FORMATS["harmony" if name == "harmony" else "think"]
+    tools = {tool.name: tool for tool in use.callable}
+    format = ReplyFormat(reasoning, calls=TOOL_FORMATS[name], tools=tools, is_held=True, **fields)
+    return format, compile_grammar(reply_grammar(format, use, answer, SPECIALS.get), vocabulary()[0])
+
+
+def check(reply: WholeReply, use: ToolUse) -> None:
+    """Check that all calls are of tools that may be called, with arguments of their schemas."""
+    schemas = {tool.name: tool.schema for tool in use.callable}
+    for call in reply.calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_calls_are_held_to_500_schemas(name: str) -> None:
+    """Random texts of the grammar, in each family's form: all are calls, and all arguments are valid."""
+    generator = random.Random(name)
+    for at in range(23):  # of two tools on average, for eleven formats
+        tools = tuple(Tool(f"t{index}", None, objects(generator, root=True)) for index in range(1 + at % 3))
+        use = ToolUse(tools, "required", only="t0" if at % 4 == 0 else None, parallel=at % 2 == 0)
+        format, matcher = held(use, name, opened=at % 5 == 0 and name != "harmony")
+        text = walk(matcher, generator, 60)
+        reply = ReplyParser(format).whole(text)
+        assert reply.calls and not reply.content and (use.parallel or len(reply.calls) == 1), text
+        check(reply, use)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_strict_tools_are_held_wherever_they_are_called(name: str) -> None:
+    """Random texts in which a call may come: none is without a call that is, or with one that is not, held."""
+    generator = random.Random(name)
+    called = talked = 0
+    for parallel in (True, False):
+        use = ToolUse((Tool("t", None, objects(generator, 1), strict=True),), parallel=parallel)
+        format, matcher = held(use, name)
+        for _ in range(12):
+            reply = ReplyParser(format).whole(walk(matcher, generator, 40))
+            check(reply, use)
+            called, talked = called + bool(reply.calls), talked + (not reply.calls)
+    assert talked and (called or name not in ("mistral", "harmony", "deepseek_v31")), (called, talked)
+
+
+@pytest.mark.parametrize("name", ["hermes", "json", "harmony"])
+def test_an_answer_is_json_or_calls(name: str) -> None:
+    """`response_format` beside tools, behind reasoning."""
+    generator = random.Random(name)
+    answer = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}, "required": ["x"]}
+    use = ToolUse((Tool("t", None, {"properties": {"n": {"type": "boolean"}}, "additionalProperties": False}),))
+    format, matcher = held(use, name, json_grammar(answer | {"additionalProperties": False}))
+    kinds = set()
+    for _ in range(25):
+        reply = ReplyParser(format).whole(walk(matcher, generator, 40))
+        check(reply, use)
+        if not reply.calls:
+            jsonschema.validate(json.loads(reply.content), answer)
+        kinds.add((bool(reply.calls), bool(reply.reasoning)))
+    assert {calls for calls, _ in kinds} == {True, False}
+    assert any(reasoned for _, reasoned in kinds)
