@@ -20,7 +20,6 @@ from model.native.library import Kind, Library
 from model.network.transformer import Transformer
 from tests.model.checkpoints import load_native, native_backends, saved
 from tests.model.parity import ours_and_theirs
-from tests.model.test_native_groups import with_offsets
 from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc, needs_vectors, real, temporary_folder
 
 SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
@@ -71,6 +70,16 @@ def test_int8_products_have_the_bits_of_the_vectors(n: int, k: int, threads: Non
     for rows in ROWS:
         x = torch.randn(rows, k)
         assert torch.equal(tiles(x), vectors(x))
+
+
+def with_offsets(linear: NativeLinear) -> NativeLinear:
+    """The same with a random offset of each group, as a checkpoint with zero points has; none beyond n and k."""
+    n, k, group, groups = linear.spec.num_outputs, linear.spec.inputs, linear.group, linear.num_groups
+    offsets = torch.zeros(linear.arrays["scale"].numel() // 4).view(-1, groups, 16)
+    for row in range(n):
+        offsets[row // 16, : -(-k // group), row % 16] = torch.randn(-(-k // group))
+    linear.adopt({**linear.arrays, "offset": offsets.flatten().view(torch.uint8)})
+    return linear
 
 
 @pytest.mark.parametrize("make", [emulated, with_real_tiles])
