@@ -164,6 +164,14 @@ class DistanceBias(ScoreBias, Protocol):
         """`[H, 2 R + 1]`, for a key R before the query to R behind it; beyond R it is as at R. None: not this one."""
 
 
+@runtime_checkable
+class SlopedBias(ScoreBias, Protocol):
+    """One that is a slope of each head times how far a key is behind the query, which no table need hold (ALiBi)."""
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """`[H]` float32."""
+
+
 def distance_table(bias: ScoreBias) -> Tensor | None:
     """The bias by distance, None where it depends on more."""
     return bias.by_distance() if isinstance(bias, DistanceBias) else None

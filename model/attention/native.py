@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients
+from model.attention.base import AttentionMetadata, ScoreBias, SlopedBias, distance_table, given, refuse_gradients
 from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig, XLNetRelativeConfig
@@ -56,8 +56,13 @@ class NativeBackend:
             stride = config.kv_size
             pages = KVPages(Kind.F32, key.data_ptr(), value.data_ptr(), None, None, stride, stride)
         out = torch.empty(query.shape, dtype=torch.float32)
-        table = None if bias is None else _bias_table(bias, max(metadata.kv_lens))
-        described = None if table is None else BiasTable(table.data_ptr(), table.shape[1])
+        table, described = None, None
+        if isinstance(bias, SlopedBias):
+            table = bias.slopes(query.device)
+            described = BiasTable(slopes=table.data_ptr())
+        elif bias is not None:
+            table = _bias_table(bias, max(metadata.kv_lens))
+            described = BiasTable(table.data_ptr(), table.shape[1])
         self.library.run_attention(shape, segments, pages, given(rows[0]), rows[1], rows[2], out, described)
         del kept, table  # the description pointed into them
         return out.to(query.dtype)

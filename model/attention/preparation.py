@@ -28,6 +28,7 @@ class Preparation:
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None  # there is either none of these norms or both
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [T, 1, R] for the first R of a head's dimensions
+    interleaved: bool = False  # pairs that turn are neighbours, not a half of R apart
 
 
 class PreparingBackend:

@@ -18,13 +18,14 @@ from model.attention.base import (
     AttentionMetadata,
     DeviceLengths,
     ScoreBias,
+    SlopedBias,
     distance_table,
     given,
     refuse_gradients,
 )
 from model.attention.preparation import Preparation, PreparingBackend
 from model.attention.triton_heads import prepare
-from model.attention.triton_kernels import INTERPRETED, attend, combine, write_pages
+from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
 from model.cache.paged import LayerCache
 from model.config.cache import SCALED_KINDS, PagedSpec
 from model.config.layer import AttentionConfig, DisentangledConfig, XLNetRelativeConfig
@@ -81,7 +82,7 @@ class TritonBackend(PreparingBackend):
         bias: ScoreBias | None = None,
     ) -> Tensor:
         refuse_gradients(self, query)
-        table = _table(bias)
+        table = _table(bias, query.device)
         if len(query) == 0:
             return query
         with torch.cuda.device_of(query):  # Triton launches on the current device; nothing happens for a CPU's tensor
@@ -114,7 +115,7 @@ class TritonBackend(PreparingBackend):
                 query, key = prepare(query, key, value, preparation, None, None)
                 return self.forward(query, key, value, cache, metadata, config, bias)
             query, _ = prepare(query, key, value, preparation, cache, slots)
-            return self._attend(query, cache, tables, metadata, config, _table(bias))
+            return self._attend(query, cache, tables, metadata, config, _table(bias, query.device))
 
     def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
         """For segments of up to `rows` queries times heads of a group."""
@@ -192,7 +193,9 @@ class TritonBackend(PreparingBackend):
     ) -> None:
         """The segments of `lengths`, whose queries are the rows of `out` from `begin` on."""
         group, dim, paged = config.num_heads // config.num_kv_heads, config.head_dim, tables is not None
-        tiles = self.tiles(group * lengths.max_q_len, dim, query.dtype, biased=bias is not None, paged=paged)
+        by_table = bias is not None and bias.dim() == 2
+        biased = 0 if bias is None else TABLE.value if by_table else SLOPES.value
+        tiles = self.tiles(group * lengths.max_q_len, dim, query.dtype, biased=by_table, paged=paged)
         num_segments, single = len(lengths.kv_lens), lengths.max_q_len == 1
         num_tiles = num_segments if single else (len(out) - begin) // (tiles.rows // group) + num_segments
         parts = self._parts_of(lengths, num_tiles, config, query.device)
@@ -205,14 +208,14 @@ class TritonBackend(PreparingBackend):
             tables, lengths.cu_seqlens_q, None if paged else _packed_starts(lengths), lengths.kv_lens,
             bias, mixed, weight, config.scale, num_segments,
             tables.stride(0) if tables is not None else 0,
-            bias.shape[1] // 2 if bias is not None else 0,
+            bias.shape[1] // 2 if bias is not None and by_table else 0,
             _MIN_PART if lengths.uneven else 0,
             *query.stride()[:2], *memory.keys.stride()[-3:-1], *memory.values.stride()[-3:-1],
             HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, DIM=dim,
             BLOCK_SIZE=memory.keys.shape[1] if paged else 1,
             BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_D=_block_dim(config),
             WINDOW=config.window or 0, SOFTCAP=config.softcap or 0.0, CAUSAL=causal,
-            PAGED=paged, QUANTIZED=memory.scales is not None, BIASED=bias is not None, SINGLE=single, SPLIT=parts > 1,
+            PAGED=paged, QUANTIZED=memory.scales is not None, BIASED=biased, SINGLE=single, SPLIT=parts > 1,
             FACTOR=tl.float32 if INTERPRETED else _TYPES[query.dtype],
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -273,8 +276,11 @@ def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, 
     return Tiles(128, keys, 8, stages)
 
 
-def _table(bias: ScoreBias | None) -> Tensor | None:
-    """What a bias adds by distance; raises `ValueError` for one that depends on more."""
+def _table(bias: ScoreBias | None, device: torch.device) -> Tensor | None:
+    """What a bias adds by distance, `[H, 2 R + 1]`, or its slopes `[H]`; raises `ValueError` for one that depends on
+    more."""
+    if isinstance(bias, SlopedBias):
+        return bias.slopes(device)
     table = None if bias is None else distance_table(bias)
     if bias is not None and table is None:
         raise ValueError("the Triton kernels add no bias that depends on more than the distance")

@@ -42,6 +42,7 @@ def _prepared(
     eps,
     DIM: tl.constexpr,
     TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
 ):
@@ -61,27 +62,32 @@ def _prepared(
         x = _normed(x, gain, bias, dims, inside, mean, factor, NORM)
     if TURNED > 0:
         turns = dims < TURNED
-        partner = tl.where(dims < HALF, dims + HALF, tl.where(turns, dims - HALF, dims))
+        if INTERLEAVED:
+            first = dims % 2 == 0
+            partner = tl.where(turns, dims ^ 1, dims)
+        else:
+            first = dims < HALF
+            partner = tl.where(first, dims + HALF, tl.where(turns, dims - HALF, dims))
         y = tl.load(rows + partner[None, :], mask=mask, other=0.0).to(tl.float32)
         if NORM > 0:
             y = _normed(y, gain, bias, partner, inside, mean, factor, NORM)
         c = tl.load(cos + row * TURNED + dims, mask=turns, other=1.0).to(tl.float32)
         s = tl.load(sin + row * TURNED + dims, mask=turns, other=0.0).to(tl.float32)
-        x = x * c[None, :] + y * tl.where(dims < HALF, -s, s)[None, :]
+        x = x * c[None, :] + y * tl.where(first, -s, s)[None, :]
     return x
 
 
 @triton.jit
 def _store_queries(
     query, prepared, row, block, cos, sin, gain, bias, eps, query_row, query_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Prepare a block of a token's query heads."""
     heads, dims = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     there = heads < HEADS
     rows = query + row * query_row + heads[:, None] * query_head
-    q = _prepared(rows, there, row, cos, sin, gain, bias, eps, DIM, TURNED, BLOCK_D, NORM)
+    q = _prepared(rows, there, row, cos, sin, gain, bias, eps, DIM, TURNED, INTERLEAVED, BLOCK_D, NORM)
     to = prepared + (row * HEADS + heads[:, None]) * DIM + dims[None, :]
     tl.store(to, q.to(prepared.dtype.element_ty), mask=there[:, None] & (dims < DIM)[None, :])
 
@@ -90,8 +96,8 @@ def _store_queries(
 def _store_keys(
     key, value, keys, values, key_scales, value_scales, slots, row, block, cos, sin, gain, bias, eps,
     key_row, key_head, value_row, value_head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, NORM: tl.constexpr, PAGED: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Prepare a block of a token's key heads; with pages write them there, and the values."""
     heads, dims = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
@@ -101,7 +107,7 @@ def _store_keys(
         slot = tl.load(slots + row).to(tl.int64)
         there = there & (slot >= 0)
     k_at = key + row * key_row + heads[:, None] * key_head
-    k = _prepared(k_at, there, row, cos, sin, gain, bias, eps, DIM, TURNED, BLOCK_D, NORM)
+    k = _prepared(k_at, there, row, cos, sin, gain, bias, eps, DIM, TURNED, INTERLEAVED, BLOCK_D, NORM)
     stored = there[:, None] & (dims < DIM)[None, :]
     at = slot * KV_HEADS + heads
     to = at[:, None] * DIM + dims[None, :]
@@ -146,6 +152,7 @@ def prepare_heads(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TURNED: tl.constexpr,  # the first so many dimensions turn; 0: none
+    INTERLEAVED: tl.constexpr,  # pairs are neighbours, not a half of TURNED apart
     BLOCK_Q: tl.constexpr,  # heads of a program
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -159,13 +166,13 @@ def prepare_heads(
     if block < QUERY_BLOCKS:
         _store_queries(
             query, prepared, row, block, cos, sin, query_gain, query_bias, query_eps, query_row, query_head,
-            HEADS, DIM, TURNED, BLOCK_Q, BLOCK_D, NORM,
+            HEADS, DIM, TURNED, INTERLEAVED, BLOCK_Q, BLOCK_D, NORM,
         )  # fmt: skip
     else:
         _store_keys(
             key, value, keys, values, key_scales, value_scales, slots, row, block - QUERY_BLOCKS,
             cos, sin, key_gain, key_bias, key_eps, key_row, key_head, value_row, value_head,
-            KV_HEADS, DIM, TURNED, BLOCK_K, BLOCK_D, NORM, PAGED, QUANTIZED,
+            KV_HEADS, DIM, TURNED, INTERLEAVED, BLOCK_K, BLOCK_D, NORM, PAGED, QUANTIZED,
         )  # fmt: skip
 
 
@@ -212,6 +219,7 @@ def prepare(
         KV_HEADS=num_kv_heads,
         DIM=dim,
         TURNED=cos.shape[-1] if cos is not None else 0,
+        INTERLEAVED=preparation.interleaved,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         BLOCK_D=block_dim,

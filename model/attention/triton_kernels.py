@@ -12,6 +12,7 @@ from triton import language as tl
 
 from model.system.float8_kernels import to_float8
 
+TABLE, SLOPES = tl.constexpr(1), tl.constexpr(2)  # values of BIASED; 0: nothing is added to scores
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as the hardware has them
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and taken off again is a whole number
 
@@ -158,7 +159,10 @@ def _walk(
         if SOFTCAP > 0.0:  # tanh x = 1 - 2 / (exp(2 x) + 1)
             power = tl.exp2(scores * (2.0 * LOG2E / SOFTCAP))
             scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (power + 1.0))
-        if BIASED:
+        if BIASED == SLOPES:
+            away = (n[None, :] - position[:, None]).to(tl.float32)
+            scores += away * tl.load(bias + head).to(tl.float32)[:, None] * LOG2E
+        elif BIASED == TABLE:
             distance = tl.minimum(tl.maximum(n[None, :] - position[:, None], -reach), reach)
             bias_at = bias + head[:, None] * (2 * reach + 1) + reach + distance
             scores += tl.load(bias_at).to(tl.float32) * LOG2E
@@ -206,7 +210,7 @@ def attend(
     cu_seqlens_q,  # [B + 1], unless SINGLE
     cu_seqlens_k,  # [B + 1], unless PAGED
     kv_lens,  # [B], as the other lengths of 32 or 64 bits
-    bias,  # [HEADS, 2 * reach + 1] to add by distance, where BIASED
+    bias,  # where BIASED [HEADS, 2 * reach + 1] to add by distance, or [HEADS] slopes, times the distance
     out,  # [T, HEADS, DIM]; where SPLIT [T, HEADS, splits, DIM] float32
     weight,  # [T, HEADS, splits] float32, where SPLIT: the base-2 logarithm of what each part's sum is of the whole
     scale,

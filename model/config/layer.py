@@ -27,6 +27,14 @@ class RopeScaling(StrEnum):
     YARN = "yarn"  # a ramp between stretched and not (Peng et al. 2023)
 
 
+class NormSpan(StrEnum):
+    """What a norm of queries and keys is taken over, and how many gains it has."""
+
+    HEAD = "head"  # each head, all with the same gains (Qwen3, Gemma 3)
+    OWN_GAINS = "own gains"  # each head, with gains of its own (Cohere, StableLM)
+    ALL_HEADS = "all heads"  # all heads of a token together (OLMo 2)
+
+
 class Activation(StrEnum):
     RELU = "relu"
     GELU = "gelu"
@@ -65,6 +73,7 @@ class RotaryConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # of cosine and sine
+    interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
 
     def __post_init__(self) -> None:
         require_positive(self, dim=self.dim)
@@ -72,6 +81,25 @@ class RotaryConfig:
             raise ConfigError(f"rotary dimensions come in pairs, found {self.dim}")
         if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
             raise ConfigError(f"rope scaling {self.scaling} needs the original context")
+
+
+@dataclass(frozen=True, slots=True)
+class AlibiConfig:
+    """Scores fall linearly with the distance: `-slope * (i - j)` of a query at i and a key at j (Press et al. 2022)."""
+
+    slopes: tuple[float, ...]  # of each head
+
+    @classmethod
+    def of_heads(cls, num_heads: int, max_bias: float = 8.0) -> AlibiConfig:
+        """Make the slopes `2^(-max_bias k / n)` for k = 1 to n; of a number of heads that is no power of two, those
+        of the power below it, then every second one of twice that power, from the first on (section 3 and the
+        authors' code)."""
+        below = 1 << (num_heads.bit_length() - 1)
+        steps = [2 * k for k in range(1, below + 1)] + [2 * k + 1 for k in range(num_heads - below)]
+        return cls(tuple(2.0 ** (-max_bias * step / (2 * below)) for step in steps))
+
+    def __post_init__(self) -> None:
+        require_positive(self, slopes=min(self.slopes, default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +159,11 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     # None: none of its own
-    position: RotaryConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig | None = None
+    position: RotaryConfig | AlibiConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig | None = None
     window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, as many behind it
     softcap: float | None = None  # scores stay between -softcap and softcap
-    qk_norm: NormConfig | None = None  # of each head's query and key (Qwen3, Gemma 3)
+    qk_norm: NormConfig | None = None  # of queries and of keys, before they turn
+    qk_norm_span: NormSpan = NormSpan.HEAD
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
 
     def __post_init__(self) -> None:
@@ -147,6 +176,8 @@ class AttentionConfig:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:
             raise ConfigError(f"{self.position.dim} rotary dimensions are more than the {self.head_dim} of a head")
+        if isinstance(self.position, AlibiConfig) and len(self.position.slopes) != self.num_heads:
+            raise ConfigError(f"{len(self.position.slopes)} slopes are not one for each of {self.num_heads} heads")
 
     @property
     def query_size(self) -> int:
@@ -164,7 +195,7 @@ class AttentionConfig:
     @property
     def has_score_bias(self) -> bool:
         """Whether positions are added to the scores."""
-        return isinstance(self.position, BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig)
+        return isinstance(self.position, AlibiConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +228,8 @@ class LayerConfig:
     """One layer: a token mixer, in decoders of two stacks cross attention, then a feed-forward.
 
     Each is a sublayer with a residual sum and `Norms` of its own. Of a `parallel` layer both sublayers read the same x:
-    `x + output(mixer(pre(x))) + output(feed_forward(pre(x)))` (GPT-NeoX).
+    `x + output(mixer(pre(x))) + output(feed_forward(pre(x)))` (GPT-NeoX); with `one_norm` they read the same norm of
+    it, the mixer's (GPT-J).
     """
 
     mixer: AttentionConfig
@@ -205,6 +237,8 @@ class LayerConfig:
     norms: tuple[Norms, ...]  # one a sublayer, in their order
     cross: AttentionConfig | None = None
     parallel: bool = False
+    one_norm: bool = False  # of a parallel layer
+    residual_scale: float = 1.0  # of what each sublayer adds to x (Granite)
     shares_weights_with: int | None = None  # the earlier layer that has this one's weights (ALBERT); None: its own
 
     def __post_init__(self) -> None:
@@ -215,3 +249,7 @@ class LayerConfig:
             raise ConfigError("cross attention has neither positions nor a window")
         if self.parallel and (self.cross is not None or any(norms.post for norms in self.norms)):
             raise ConfigError("a parallel layer has neither cross attention nor norms behind its sum")
+        if self.one_norm and not (self.parallel and self.norms[0].pre and not self.norms[1].pre):
+            raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
+        if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
+            raise ConfigError("a layer with output norms scales nothing behind them")

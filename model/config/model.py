@@ -13,6 +13,7 @@ from enum import StrEnum
 from model.config.formats import Storage
 from model.config.layer import (
     Activation,
+    AlibiConfig,
     BucketBiasConfig,
     DisentangledConfig,
     LayerConfig,
@@ -128,6 +129,8 @@ class StackConfig:
         require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
         for index, layer in enumerate(self.layers):
             self._check_sharing(index, layer)
+        if not self.causal and any(isinstance(layer.mixer.position, AlibiConfig) for layer in self.layers):
+            raise ConfigError("slopes of scores are of causal stacks")
         if len({layer.cross is None for layer in self.layers}) > 1:
             raise ConfigError("cross attention is in all layers of a stack or in none")
         biased = [layer.mixer for layer in self.layers if _has_shared_bias(layer)]

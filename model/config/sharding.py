@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.layer import AttentionConfig, LayerConfig
+from model.config.layer import AlibiConfig, AttentionConfig, LayerConfig, NormSpan
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 
@@ -26,6 +26,8 @@ Index = tuple[slice, ...]
 # Parameters that ranks divide beside the projections: the dimension that is split, and the things along it.
 _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.attn.offset", 0, "heads"),
+    ("*.attn.q_norm.weight", 0, "normed heads"),
+    ("*.attn.k_norm.weight", 0, "normed key heads"),
     ("*.bias.weight", 1, "heads"),  # T5's buckets
     ("*.relative.*_offset", 0, "heads"),
     ("*.relative.segments", 1, "heads"),
@@ -92,7 +94,11 @@ class Shard:
         dim, things = found
         if things == "vocabulary":
             return ShardSlice(dim, (self.shard_range(config.embedding.vocab_size),))
-        return ShardSlice(dim, (self.shard_range(_layer_of(config, name).mixer.num_heads),))
+        mixer = _layer_of(config, name).mixer
+        if things != "heads" and mixer.qk_norm_span is NormSpan.HEAD:
+            return None  # one gain for all of them
+        heads = mixer.num_kv_heads if things == "normed key heads" else mixer.num_heads
+        return ShardSlice(dim, (self.shard_range(heads),))
 
     def _layer(self, layer: LayerConfig) -> LayerConfig:
         first, last = self.shard_range(layer.feed_forward.intermediate_size)
@@ -105,7 +111,11 @@ class Shard:
 
     def _attention(self, attention: AttentionConfig) -> AttentionConfig:
         queries, keys = self.shard_range(attention.num_heads), self.shard_range(attention.num_kv_heads)
-        return replace(attention, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
+        position = attention.position
+        if isinstance(position, AlibiConfig):
+            position = AlibiConfig(position.slopes[queries[0] : queries[1]])
+        heads, kv_heads = queries[1] - queries[0], keys[1] - keys[0]
+        return replace(attention, num_heads=heads, num_kv_heads=kv_heads, position=position)
 
 
 WHOLE = Shard()

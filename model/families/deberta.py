@@ -33,7 +33,7 @@ from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.masked_heads import masked_head, masked_head_rules
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule, ZeroRule
+from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule, ZeroRule
 
 _KINDS = {"c2p", "p2c"}
 
@@ -140,7 +140,8 @@ def _classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfi
 def _attention(config: AttentionConfig, here: str, there: str) -> Iterator[Rule]:
     """The first version stores queries, keys and values head by head, and no bias of keys."""
     size = config.query_size
-    yield LinearRule(f"{here}.self.in_proj", f"{there}.attn.qkv", bias=False, interleaved=(config.num_heads, 3))
+    stored = Interleaved(config.num_heads)
+    yield LinearRule(f"{here}.self.in_proj", f"{there}.attn.qkv", bias=False, interleaved=stored)
     yield TensorRule(f"{here}.self.q_bias", f"{there}.attn.qkv.bias", rows=(0, size))
     yield ZeroRule(f"{there}.attn.qkv.bias", rows=(size, 2 * size))
     yield TensorRule(f"{here}.self.v_bias", f"{there}.attn.qkv.bias", rows=(2 * size, 3 * size))

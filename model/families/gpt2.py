@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, decoder_head, ids, refuse_unless, repeat, split_width
+from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.families.table.classifiers import classifier_rules
+from model.families.table.decoders import decoder_model
+from model.families.table.helpers import activation, affine, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -30,18 +31,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         position=PositionConfig(PositionKind.LEARNED, max_positions=raw["n_positions"]),
         final_norm=norm,
     )
-    labels = classifier(raw, names)
-    return ModelConfig(
-        model_type="gpt2",
-        embedding=EmbeddingConfig(raw["vocab_size"], size),
-        decoder=decoder,
-        head=None if labels else decoder_head(raw, names),
-        classifier=labels,
-        max_positions=raw["n_positions"],
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=ids(raw.get("eos_token_id")),
-        pad_token_id=raw.get("pad_token_id"),
-    )
+    return decoder_model(raw, names, decoder, raw["n_positions"])
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:

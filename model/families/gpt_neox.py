@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, decoder_head, ids, repeat, split_width
+from model.config.model import ModelConfig, StackConfig
+from model.families.table.classifiers import classifier_rules
+from model.families.table.decoders import decoder_model
+from model.families.table.helpers import activation, affine, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 _HEAD = "embed_out.weight"
 
@@ -28,18 +29,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         parallel=raw.get("use_parallel_residual", True),
     )
     decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
-    labels = classifier(raw, names)
-    return ModelConfig(
-        model_type="gpt_neox",
-        embedding=EmbeddingConfig(raw["vocab_size"], size),
-        decoder=decoder,
-        head=None if labels else decoder_head(raw.otherwise(tie_word_embeddings=False), names, _HEAD),
-        classifier=labels,
-        max_positions=raw.get("max_position_embeddings", 2048),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=ids(raw.get("eos_token_id")),
-        pad_token_id=raw.get("pad_token_id"),
-    )
+    raw = raw.otherwise(tie_word_embeddings=False)
+    return decoder_model(raw, names, decoder, raw.get("max_position_embeddings", 2048), head=_HEAD)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -50,7 +41,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
         qkv = f"{here}.attention.query_key_value"
-        yield LinearRule(qkv, f"{there}.attn.qkv", attention.qkv_bias, interleaved=(attention.num_heads, 3))
+        yield LinearRule(qkv, f"{there}.attn.qkv", attention.qkv_bias, interleaved=Interleaved(attention.num_heads))
         yield LinearRule(f"{here}.attention.dense", f"{there}.attn.out", bias=attention.out_bias)
         yield from affine(f"{here}.post_attention_layernorm", f"{there}.mlp_norms.pre")
         yield LinearRule(f"{here}.mlp.dense_h_to_4h", f"{there}.mlp.up")

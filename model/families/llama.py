@@ -7,19 +7,18 @@ Llama (Touvron et al. 2023), Mistral (a sliding window), Qwen2 (biases of q, k, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
+from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
 from model.families.table.bidirectional import either_way
-from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.classifiers import classifier_rules
+from model.families.table.decoders import decoder_model, with_attention
 from model.families.table.helpers import (
     activation,
-    decoder_head,
+    affine,
     fused,
-    ids,
+    heads_norm,
     refuse_unless,
     repeat,
     self_attention,
@@ -32,12 +31,15 @@ from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 
 
-def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+def config(
+    raw: Settings, names: Collection[str] | None, *, norm: NormConfig | None = None, head_scale: float = 1.0
+) -> ModelConfig:
+    """Build the configuration; without a `norm` all are RMS norms."""
     refuse_unless(raw, mlp_bias=False, pretraining_tp=1)
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = raw.get("head_dim") or split_width(size, heads)
     bias = bool(raw.get("attention_bias", False))
-    norm = NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6))
+    norm = norm or NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6))
     layer = LayerConfig(
         mixer=AttentionConfig(
             num_heads=heads,
@@ -52,29 +54,12 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         norms=(Norms(pre=norm),) * 2,
     )
     decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
-    labels = classifier(raw, names)
-    return ModelConfig(
-        model_type=raw["model_type"],
-        embedding=EmbeddingConfig(raw["vocab_size"], size),
-        decoder=decoder,
-        head=None if labels else decoder_head(raw, names),
-        classifier=labels,
-        max_positions=raw.get("max_position_embeddings", 2048),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=ids(raw.get("eos_token_id")),
-        pad_token_id=raw.get("pad_token_id"),
-    )
-
-
-def _with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
-    assert config.decoder is not None
-    changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, **changes)))
-    return replace(config, decoder=changed)
+    return decoder_model(raw, names, decoder, raw.get("max_position_embeddings", 2048), head_scale=head_scale)
 
 
 def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(sliding_window=4096, max_position_embeddings=131_072, num_key_value_heads=8)
-    return _with_attention(config(raw, names), window=raw.get("sliding_window"))
+    return with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
 def _full_attention(raw: Settings) -> None:
@@ -89,20 +74,20 @@ def _full_attention(raw: Settings) -> None:
 def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     _full_attention(raw)
     raw = raw.otherwise(max_position_embeddings=32_768)
-    return _with_attention(config(raw, names), qkv_bias=True, out_bias=False)
+    return with_attention(config(raw, names), qkv_bias=True, out_bias=False)
 
 
 def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     _full_attention(raw)
     base = config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names)
     assert base.decoder is not None
-    return _with_attention(base, qk_norm=base.decoder.final_norm)
+    return with_attention(base, qk_norm=base.decoder.final_norm)
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw.get("original_max_position_embeddings")  # only used by rope types that `rotary` refuses
     raw = raw.otherwise(max_position_embeddings=4096, rms_norm_eps=1e-5)
-    return _with_attention(config(raw, names), window=raw.get("sliding_window"))
+    return with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
 def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterator[Rule]:
@@ -114,12 +99,10 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterato
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(attention, f"{there}.attn", *names)
-        if attention.qk_norm:
-            yield TensorRule(f"{here}.self_attn.q_norm.weight", f"{there}.attn.q_norm.weight")
-            yield TensorRule(f"{here}.self_attn.k_norm.weight", f"{there}.attn.k_norm.weight")
+        yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
         gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
         yield from fused(gated, f"{there}.mlp.up", bias=False)
-        yield from _rest(here, there, norms)
+        yield from _rest(config, here, there, norms)
 
 
 def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -130,18 +113,24 @@ def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule(f"{here}.self_attn.qkv_proj", f"{there}.attn.qkv", bias=False)
         yield LinearRule(f"{here}.self_attn.o_proj", f"{there}.attn.out", bias=False)
         yield LinearRule(f"{here}.mlp.gate_up_proj", f"{there}.mlp.up", bias=False)
-        yield from _rest(here, there, _PRE_NORMS)
+        yield from _rest(config, here, there, _PRE_NORMS)
 
 
-def _rest(here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
+def _rest(config: ModelConfig, here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
     yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
     for stored, norm in norms.items():
-        yield TensorRule(f"{here}.{stored}.weight", f"{there}.{norm}.weight")
+        yield from affine(f"{here}.{stored}", f"{there}.{norm}", bias=_shifts(config))
+
+
+def _shifts(config: ModelConfig) -> bool:
+    """Whether the norms, which are all of one kind, have a bias."""
+    norm = config.decoder.final_norm if config.decoder is not None else None
+    return norm is not None and norm.kind is NormKind.LAYER and norm.bias
 
 
 def _outside(config: ModelConfig) -> Iterator[Rule]:
     yield TensorRule("embed_tokens.weight", "tokens.weight")
-    yield TensorRule("norm.weight", "decoder.final_norm.weight")
+    yield from affine("norm", "decoder.final_norm", bias=_shifts(config))
     yield from classifier_rules(config)
     if config.head is not None and not config.head.tied:
         yield LinearRule("lm_head", "head", bias=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from model.config.cache import cached_elements
 from model.config.layer import (
+    AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
@@ -25,6 +26,7 @@ from model.network.parameter_counts import parameters_by_part
 
 _POSITIONS = {
     RotaryConfig: "rotary",
+    AlibiConfig: "slopes of scores",
     BucketBiasConfig: "t5 buckets",
     XLNetRelativeConfig: "xlnet relative",
     DisentangledConfig: "disentangled",
@@ -172,6 +174,8 @@ def _positions(config: StackConfig, layer: LayerConfig) -> str:
     if position is None:
         return config.position.kind.value
     words = _POSITIONS[type(position)]
+    if isinstance(position, RotaryConfig) and position.interleaved:
+        words += " of neighbours"
     if isinstance(position, RotaryConfig) and len(config.rotaries) > 1:
         words += f" of base {position.theta:g}"
     return words
@@ -183,7 +187,7 @@ def _norms(layer: LayerConfig) -> str:
         name: norm for norms in layer.norms for name in ("pre", "output", "post") if (norm := getattr(norms, name))
     }
     kinds = " and ".join(dict.fromkeys(norm.kind.value for norm in slots.values()))
-    return f"{kinds} {' and '.join(slots)}-norm"
+    return f"{kinds} {' and '.join(slots)}-norm" + " for both sublayers" * layer.one_norm
 
 
 def _mlp(mlp: MLPConfig) -> str:

@@ -63,7 +63,7 @@ class AttentionShape(ctypes.Structure):
 
 
 class ScoreBias(ctypes.Structure):
-    _fields_ = (("values", c_void_p), ("width", c_int64))
+    _fields_ = (("values", c_void_p), ("width", c_int64), ("slopes", c_void_p))
 
 
 class RelativePositions(ctypes.Structure):
@@ -96,12 +96,14 @@ class AttentionLayer(ctypes.Structure):
         ("shape", AttentionShape),
         ("q_norm", Norm),
         ("k_norm", Norm),
+        ("norm_span", c_int64),
         ("input", PackedMatrix),
         ("output", PackedMatrix),
         ("segments", c_int64),
         ("rotary", c_int64),
         ("score_bias", c_int64),
         ("relative", c_int64),
+        ("scale", c_float),
     )
 
 
@@ -112,6 +114,7 @@ class MLPLayer(ctypes.Structure):
         ("down", PackedMatrix),
         ("gated", c_int64),
         ("activation", c_int64),
+        ("scale", c_float),
     )
 
 
@@ -137,7 +140,7 @@ class Stack(ctypes.Structure):
 
 
 class RotaryTable(ctypes.Structure):
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64))
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64), ("interleaved", c_int64))
 
 
 class Step(ctypes.Structure):

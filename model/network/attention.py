@@ -9,11 +9,11 @@ from model.attention.base import ScoreBias
 from model.attention.per_layer import backend_of
 from model.attention.preparation import Preparation, PreparingBackend
 from model.cache.paged import LayerCache
-from model.config.layer import AttentionConfig, RotaryConfig
+from model.config.layer import AttentionConfig, NormSpan, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import rotate_both
-from model.network.norms import build_norm, head_norm
+from model.network.norms import build_heads_norm, head_norm
 from model.network.step_context import StepContext
 
 
@@ -28,8 +28,11 @@ class SelfAttention(nn.Module):
         self.out = linear(_output(config, hidden_size))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
         if config.qk_norm is not None:
-            self.q_norm = build_norm(config.qk_norm, config.head_dim)
-            self.k_norm = build_norm(config.qk_norm, config.head_dim)
+            norm, span, dim = config.qk_norm, config.qk_norm_span, config.head_dim
+            self.q_norm = build_heads_norm(norm, span, config.num_heads, dim, linear.collective)
+            self.k_norm = build_heads_norm(norm, span, config.num_kv_heads, dim, linear.collective)
+        # Norms of each head with the same gains are what a backend can do itself.
+        self.norms_first = config.qk_norm is not None and config.qk_norm_span is not NormSpan.HEAD
 
     def forward(
         self,
@@ -43,29 +46,34 @@ class SelfAttention(nn.Module):
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        if self.norms_first:
+            q, k = self.q_norm(q), self.k_norm(k)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
         if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
             mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias)
             return step.project(self.out, mixed.flatten(1))
-        if config.qk_norm is not None:
+        if config.qk_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
             q = q + self.offset
         if isinstance(config.position, RotaryConfig):
-            q, k = rotate_both(q, k, *step.rotary(config.position))
+            q, k = rotate_both(q, k, *step.rotary(config.position), config.position.interleaved)
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
         return step.project(self.out, backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
 
     def _preparation(self, step: StepContext) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""
-        config = self.config
-        rotary = step.rotary(config.position) if isinstance(config.position, RotaryConfig) else None
-        if self.offset is not None or step.inputs.read_rows is not None or (rotary is None and config.qk_norm is None):
+        config, position = self.config, self.config.position
+        turns = isinstance(position, RotaryConfig)
+        norms = config.qk_norm is not None and not self.norms_first
+        if self.offset is not None or step.inputs.read_rows is not None or not (turns or norms):
             return None
-        if config.qk_norm is None:
-            return Preparation(rotary=rotary)
-        return Preparation(head_norm(self.q_norm), head_norm(self.k_norm), rotary)
+        rotary = step.rotary(position) if isinstance(position, RotaryConfig) else None
+        interleaved = isinstance(position, RotaryConfig) and position.interleaved
+        if not norms:
+            return Preparation(rotary=rotary, interleaved=interleaved)
+        return Preparation(head_norm(self.q_norm), head_norm(self.k_norm), rotary, interleaved)
 
 
 class CrossAttention(nn.Module):

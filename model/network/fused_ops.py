@@ -125,9 +125,9 @@ def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @fused
-def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Queries and keys `[T, heads, D]` turned by their positions."""
-    return rotate(q, (cos, sin)), rotate(k, (cos, sin))
+    return rotate(q, (cos, sin), interleaved=interleaved), rotate(k, (cos, sin), interleaved=interleaved)
 
 
 _turns = fused(turns)
@@ -135,4 +135,5 @@ _turns = fused(turns)
 
 def rotary_tables(config: RotaryConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.rotary.rotate`."""
-    return _turns(positions, rotary_frequencies(config, positions.device), config.attention_factor, dtype)
+    frequencies = rotary_frequencies(config, positions.device)
+    return _turns(positions, frequencies, config.attention_factor, dtype, config.interleaved)

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.paged import LayerCache
-from model.config.layer import BucketBiasConfig, DisentangledConfig, LayerConfig, XLNetRelativeConfig
+from model.config.layer import AlibiConfig, BucketBiasConfig, DisentangledConfig, LayerConfig, XLNetRelativeConfig
 from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
 from model.network.disentangled import DisentangledBias
 from model.network.fused_ops import add_norm
 from model.network.mlp import MLP
 from model.network.norms import SublayerNorms
-from model.network.score_bias import BucketBias, RelativeBias
+from model.network.score_bias import AlibiBias, BucketBias, RelativeBias
 from model.network.step_context import StepContext
 
 
@@ -57,9 +57,11 @@ class Layer(nn.Module):
         position = config.mixer.position
         self.attn_norms = SublayerNorms(next(norms), hidden_size)
         self.attn = SelfAttention(config.mixer, hidden_size, linear.within("attn"))
-        self.bias: BucketBias | None = None  # of this layer alone
+        self.bias: BucketBias | AlibiBias | None = None  # of this layer alone
         if isinstance(position, BucketBiasConfig) and not position.shared:
             self.bias = BucketBias(position, config.mixer.num_heads, bidirectional=not causal)
+        if isinstance(position, AlibiConfig):
+            self.bias = AlibiBias(position)
         self.shares_bias = isinstance(position, BucketBiasConfig) and position.shared
         self.relative: RelativeBias | DisentangledBias | None = None
         if isinstance(position, XLNetRelativeConfig):
@@ -80,19 +82,25 @@ class Layer(nn.Module):
         """As `forward`, but with sums left open: whatever norm comes next is computed with them."""
         attn, mlp = self.attn_norms, self.mlp_norms
         x, read = residual.normed(attn.pre)
-        mixed = self.attn(read, step, cache, self._score_bias(step))
+        mixed = self._scaled(self.attn(read, step, cache, self._score_bias(step)))
         if self.config.parallel:
             mixed = attn.output(mixed) if attn.has_output else mixed
-            return Residual(x + mixed, Update(self.mlp(mlp.pre(x), step), mlp.output if mlp.has_output else None))
+            inner = self._scaled(self.mlp(read if self.config.one_norm else mlp.pre(x), step))
+            return Residual(x + mixed, Update(inner, mlp.output if mlp.has_output else None))
         if self.cross is None:
             x, read = _join(x, mixed, attn, mlp.pre)
         else:
             x, read = _join(x, mixed, attn, self.cross_norms.pre)
-            x, read = _join(x, self.cross(read, step, cache), self.cross_norms, mlp.pre)
-        last = Update(self.mlp(read, step), mlp.output if mlp.has_output else None)
+            x, read = _join(x, self._scaled(self.cross(read, step, cache)), self.cross_norms, mlp.pre)
+        last = Update(self._scaled(self.mlp(read, step)), mlp.output if mlp.has_output else None)
         if isinstance(mlp.post, nn.Identity):
             return Residual(x, last)
         return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        """What a sublayer adds to the residual stream."""
+        scale = self.config.residual_scale
+        return rows if scale == 1.0 else rows * scale
 
     def _score_bias(self, step: StepContext) -> ScoreBias | None:
         """What the layer's positions add to its scores."""

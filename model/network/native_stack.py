@@ -20,11 +20,13 @@ from model.cache.paged import KVCache
 from model.config.cache import pool_of_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
 from model.config.layer import (
+    AlibiConfig,
     BucketBiasConfig,
     DisentangledConfig,
     LayerConfig,
     NormConfig,
     NormKind,
+    NormSpan,
     RotaryConfig,
     XLNetRelativeConfig,
 )
@@ -47,7 +49,8 @@ from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
 from model.network.native_relative import NativePositions
-from model.network.norms import OffsetRMSNorm
+from model.network.norms import HeadsNorm, OffsetRMSNorm
+from model.network.score_bias import AlibiBias, BucketBias
 
 if TYPE_CHECKING:
     from model.network.inputs import CrossInput
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
+_SPANS = {NormSpan.HEAD: 0, NormSpan.OWN_GAINS: 1, NormSpan.ALL_HEADS: 2}
 _NONE = -1  # of rotary tables, score biases and relative positions
 
 
@@ -105,8 +109,10 @@ class NativeStack:
         self._num_pools = max(pool_of_layers(stack.config)) + 1
         self._kept: list[Tensor] = []
         self._pages: tuple[KVCache, ctypes.Array[KVPages]] | None = None
-        self._bias_tables = [] if stack.bias is None else [stack.bias]  # T5's, of the stack or of layers
-        self._biases: list[Tensor] = []  # `[H, width]` of each table
+        # Of the stack or of layers.
+        self._score_biases: list[BucketBias | AlibiBias] = [] if stack.bias is None else [stack.bias]
+        self._bias_arrays: list[Tensor] = []  # of each: `[H, width]`, or slopes `[H]`
+        self._bias_width = 0
         dtype = stack.distinct_layers[0].mlp.up.dtype
         self._relative = NativePositions(stack, library, dtype)
         self._layers = [self._layer(layer) for layer in stack.distinct_layers]
@@ -151,12 +157,14 @@ class NativeStack:
         if self._rotaries:
             pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in self._rotaries]
             kept += (table for pair in pairs for table in pair)
-            tables = (RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in pairs)
-            step.rotary = (RotaryTable * len(pairs))(*tables)
-        if self._bias_tables:
-            self._make_biases(max(inputs.metadata.kv_lens))
-            biases = (ScoreBias(bias.data_ptr(), bias.shape[1]) for bias in self._biases)
-            step.score_biases = (ScoreBias * len(self._biases))(*biases)
+            step.rotary = (RotaryTable * len(pairs))(
+                *(
+                    RotaryTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1], rotary.interleaved)
+                    for rotary, (cos, sin) in zip(self._rotaries, pairs, strict=True)
+                )
+            )
+        if self._score_biases:
+            step.score_biases = self._make_biases(max(inputs.metadata.kv_lens))
         if self._relative:
             step.relative = self._relative.structures(max(inputs.metadata.kv_lens))
         self._run(step, x, inputs.metadata)
@@ -179,9 +187,9 @@ class NativeStack:
         if layer.config.mixer.qk_norm is not None:
             attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
         attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
-        if layer.bias is not None:  # a table of its own
-            attn.score_bias = len(self._bias_tables)
-            self._bias_tables.append(layer.bias)
+        if layer.bias is not None:  # of its own
+            attn.score_bias = len(self._score_biases)
+            self._score_biases.append(layer.bias)
         if isinstance(layer.relative, DisentangledBias):
             attn.relative = self._relative.of_layer(layer)
         if layer.cross is not None:
@@ -189,6 +197,8 @@ class NativeStack:
             data.cross.input = packed_matrix(layer.cross.q)
             data.cross.output = packed_matrix(layer.cross.out)
         mlp.norms = self._norms(layer.mlp_norms)
+        if layer.config.one_norm:
+            mlp.norms.pre = attn.norms.pre
         mlp.up, mlp.down = packed_matrix(layer.mlp.up), packed_matrix(layer.mlp.down)
         return data
 
@@ -198,10 +208,10 @@ class NativeStack:
     def _norm(self, module: nn.Module) -> Norm:
         if isinstance(module, nn.Identity):
             return Norm()
-        assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm)
+        assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm | HeadsNorm)
         gain = module.weight.detach().float()
         self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
-        kind = _NORM_KINDS[NormKind.LAYER if isinstance(module, nn.LayerNorm) else NormKind.RMS]
+        kind = _NORM_KINDS[module.kind if isinstance(module, HeadsNorm) else _kind_of(module)]
         norm = Norm(kind=kind, eps=module.eps, weight=self._kept[-1].data_ptr())
         shift = getattr(module, "bias", None)
         if shift is not None:
@@ -214,13 +224,27 @@ class NativeStack:
             self._pages = (cache, (KVPages * len(cache.layers))(*map(kv_pages, cache.layers)))
         return self._pages[1]
 
-    def _make_biases(self, longest: int) -> None:
-        """By distance `[H, width]`, `key - query` at `width / 2 + key - query`, for keys up to `longest`."""
+    def _make_biases(self, longest: int) -> ctypes.Array[ScoreBias]:
+        """What is added to scores, for keys up to `longest`.
+
+        Tables are by distance `[H, width]`, `key - query` at `width / 2 + key - query`.
+        """
         width = bias_width(longest)
-        if self._biases and self._biases[0].shape[1] >= width:
-            return
-        distances = torch.arange(-width // 2, width // 2)
-        self._biases = [table.weight[table.bucket(distances)].float().T.contiguous() for table in self._bias_tables]
+        if self._bias_width < width:
+            distances, self._bias_width = torch.arange(-width // 2, width // 2), width
+            self._bias_arrays = [
+                bias.weight[bias.bucket(distances)].float().T.contiguous()
+                if isinstance(bias, BucketBias)
+                else bias.slopes(distances.device)
+                for bias in self._score_biases
+            ]
+        found = (ScoreBias * len(self._score_biases))()
+        for place, (bias, array) in enumerate(zip(self._score_biases, self._bias_arrays, strict=True)):
+            if isinstance(bias, BucketBias):
+                found[place] = ScoreBias(array.data_ptr(), array.shape[1])
+            else:
+                found[place] = ScoreBias(slopes=array.data_ptr())
+        return found
 
 
 def unsupported_layer(layer: LayerConfig) -> str | None:
@@ -240,8 +264,9 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE, relative=_NONE)
     if isinstance(attention.position, RotaryConfig):
         attn.rotary = stack.rotaries.index(attention.position)
-    if isinstance(attention.position, BucketBiasConfig):
+    if isinstance(attention.position, BucketBiasConfig | AlibiConfig):
         attn.score_bias = 0  # the table of the stack
+    attn.norm_span = _SPANS[attention.qk_norm_span]
     if isinstance(attention.position, DisentangledConfig):
         attn.relative = 0  # of whichever layer
     layer = LayerData(mlp=MLPLayer(gated=mlp.gated, activation=ACTIVATIONS[mlp.activation]))
@@ -252,8 +277,15 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
         )
     sublayers = (layer.self, layer.mlp) if cross is None else (layer.self, layer.cross, layer.mlp)
     for sublayer, norms in zip(sublayers, config.norms, strict=True):
+        sublayer.scale = config.residual_scale
         sublayer.norms = SublayerNorms(*(Norm(kind=_kind(norm)) for norm in (norms.pre, norms.output, norms.post)))
+    if config.one_norm:
+        layer.mlp.norms.pre = layer.self.norms.pre
     return layer
+
+
+def _kind_of(module: nn.Module) -> NormKind:
+    return NormKind.LAYER if isinstance(module, nn.LayerNorm) else NormKind.RMS
 
 
 def _kind(norm: NormConfig | None) -> int:

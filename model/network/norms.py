@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.preparation import HeadNorm
-from model.config.layer import NormConfig, NormKind, Norms
+from model.config.layer import NormConfig, NormKind, Norms, NormSpan
+from model.errors import ConfigError
+from model.linear.parallel import Collective
 
 
 class OffsetRMSNorm(nn.Module):
@@ -31,6 +33,42 @@ class OffsetRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x.float(), self.weight.shape, self.gain, self.eps).to(x.dtype)
+
+
+class HeadsNorm(nn.Module):
+    """Norm of a token's queries or keys with gains `[heads, D]`: of each head, or of all heads together.
+
+    Of all heads over several ranks the sum of squares is the ranks' together.
+    """
+
+    def __init__(
+        self, config: NormConfig, span: NormSpan, num_heads: int, head_dim: int, collective: Collective | None
+    ) -> None:
+        super().__init__()
+        if config.unit_offset or (span is NormSpan.ALL_HEADS and config.kind is not NormKind.RMS):
+            raise ConfigError(f"a norm of {span} is RMS, or a LayerNorm of each head, with gains as they are stored")
+        self.kind, self.span, self.eps = config.kind, span, config.eps
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.collective = collective if span is NormSpan.ALL_HEADS else None
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, heads, D] -> [T, heads, D]
+        wide = x.float()
+        if self.kind is NormKind.LAYER:
+            wide = wide - wide.mean(dim=-1, keepdim=True)
+        squares = wide.pow(2)
+        squares = squares.mean(dim=(1, 2), keepdim=True) if self.span is NormSpan.ALL_HEADS else squares.mean(-1, True)
+        if self.collective is not None:
+            squares = self.collective.sum(squares) / self.collective.shard.size
+        return (wide * torch.rsqrt(squares + self.eps) * self.weight.float()).to(x.dtype)
+
+
+def build_heads_norm(
+    config: NormConfig, span: NormSpan, num_heads: int, head_dim: int, collective: Collective | None
+) -> nn.Module:
+    """The norm of a token's queries or keys `[T, heads, D]`."""
+    if span is NormSpan.HEAD:
+        return build_norm(config, head_dim)
+    return HeadsNorm(config, span, num_heads, head_dim, collective)
 
 
 def build_norm(config: NormConfig | None, size: int) -> nn.Module:

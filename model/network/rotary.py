@@ -65,22 +65,31 @@ def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
     return stretched * plain / config.factor + (1 - stretched) * plain
 
 
-def turns(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def turns(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position `[T]` for `rotate` (Su et al. 2021; halves rotated as Llama does).
 
-    Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` `[R / 2]`, to be broadcast over heads.
+    Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` `[R / 2]`, to be broadcast over heads; with
+    `interleaved` pairs are neighbours.
     """
     angles = positions[:, None].float() * frequencies  # [T, R / 2]
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    angles = angles[:, None]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
     """`x` `[T, H, D]` turned by its positions: scores then depend on differences of positions only."""
     cos, sin = rotary
     turning, still = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
+    if interleaved:
+        first, second = turning.unflatten(-1, (-1, 2)).unbind(-1)
+        across = torch.stack((-second, first), dim=-1).flatten(-2)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    turned = turning * cos + across * sin
     return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup, distance_table
 from model.config.layer import (
+    AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
 )
@@ -52,6 +54,26 @@ class BucketBias(nn.Module):
         ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = (exact + (ratio * (count - exact)).long()).clamp(max=count - 1)
         return offset + torch.where(distance < exact, distance, far)
+
+
+class AlibiBias:
+    """A slope of each head times `key - query`, which is negative for what came before (Press et al. 2022)."""
+
+    def __init__(self, config: AlibiConfig) -> None:
+        self.config = config
+
+    def __call__(self, query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
+        distance = group.k_positions[None, None, :] - group.q_positions[:, :, None]  # [B, Q, S]
+        return distance[:, None] * self.slopes(distance.device)[:, None, None]  # [B, H, Q, S]
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """`[H]` float32."""
+        return _slopes(self.config, device)
+
+
+@lru_cache(maxsize=64)
+def _slopes(config: AlibiConfig, device: torch.device) -> Tensor:
+    return torch.tensor(config.slopes, device=device)
 
 
 class StepBias:

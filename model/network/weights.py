@@ -200,8 +200,7 @@ def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         if rule.rows is not None:
             tensor = tensor[rule.rows[0] : rule.rows[1]]
         if rule.interleaved is not None:
-            heads, parts = rule.interleaved
-            tensor = _swap_rows(tensor, parts, heads)
+            tensor = _as_stored(tensor, rule.interleaved.stored_heads())
         tensor = (tensor.t() if rule.transpose else tensor).contiguous()
         if rule.part is not None:
             pieces.setdefault(rule.source, []).append((rule.part[0], tensor))
@@ -211,9 +210,10 @@ def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.cat([tensor for _, tensor in sorted(found, key=lambda shard_slice: shard_slice[0])])
 
 
-def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
-    """Rows `[outer, inner, ...]` in the order `[inner, outer, ...]`."""
-    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+def _as_stored(tensor: Tensor, stored_heads: list[int]) -> Tensor:
+    """Rows of heads in the order in which they are stored, of which each head's place is given."""
+    heads = tensor.unflatten(0, (len(stored_heads), -1))
+    return torch.empty_like(heads).index_copy_(0, torch.tensor(stored_heads), heads).flatten(0, 1)
 
 
 def _fill(
@@ -272,10 +272,9 @@ def _runs(rule: TensorRule, total: int, first: int, last: int) -> Iterator[tuple
         start = rule.part[0] if rule.part is not None else 0
         yield start + first, start + last, 0
         return
-    heads, parts = rule.interleaved
-    dim = total // (heads * parts)
-    for block in range(first // dim, -(-last // dim)):
-        part, head = divmod(block, heads)
-        begin, end = max(first, block * dim), min(last, (block + 1) * dim)
-        start = (head * parts + part) * dim + begin - block * dim
+    heads = rule.interleaved.stored_heads()
+    dim = total // len(heads)
+    for head in range(first // dim, -(-last // dim)):
+        begin, end = max(first, head * dim), min(last, (head + 1) * dim)
+        start = heads[head] * dim + begin - head * dim
         yield start, start + end - begin, begin - first

@@ -11,6 +11,7 @@ from model.attention.sdpa import SdpaBackend
 from tests.engine.scripted import source_ids
 from tests.engine.support import Running, add_all, mixed, request, running
 from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
+from tests.model.decoder_rows import DENSE_DECODERS
 
 KINDS = (
     *(
@@ -80,9 +81,14 @@ def test_preemption_and_recomputation(kind: str) -> None:
     assert worst(kind, run, requests) < CLOSE
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3"])
-def test_windows_through_chunks_prefix_hits_and_preemption(kind: str, backend: AttentionBackend) -> None:
+WAYS = [
+    *((kind, backend) for kind in ("mistral", "gemma2", "gemma3") for backend in BACKENDS),
+    *((kind, BACKENDS[-1]) for kind in DENSE_DECODERS),
+]
+
+
+@pytest.mark.parametrize(("kind", "backend"), WAYS, ids=lambda part: getattr(part, "name", part))
+def test_chunks_prefix_hits_and_preemption(kind: str, backend: AttentionBackend) -> None:
     run = running(kind, backend=backend, num_blocks=22, budget=7, max_num_seqs=4)
     requests = [request(kind, f"r{i}", 21, i % 2, max_tokens=20) for i in range(4)]
     add_all(run, requests)

@@ -18,7 +18,10 @@ from tests.model.checkpoints import DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
-KINDS = ("llama-mqa-head-dim", "mistral", "qwen3", "gpt-neox", "gemma2", "gemma3", "t5-relu", "umt5", "bart")
+KINDS = (
+    *("llama-mqa-head-dim", "mistral", "qwen3", "gpt-neox", "gemma2", "gemma3", "cohere", "bloom"),
+    *("t5-relu", "umt5", "bart"),
+)
 
 
 class Counting(TritonBackend):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import LayerCache
-from model.config.layer import AttentionConfig, BucketBiasConfig
-from model.network.score_bias import BucketBias
+from model.config.layer import AlibiConfig, AttentionConfig, BucketBiasConfig
+from model.network.score_bias import AlibiBias, BucketBias
 
 NAN = float("nan")
 
@@ -34,11 +34,12 @@ class Case:
     int8: bool = False
     buckets: bool = False  # T5's bias
     fp8: bool = False
+    slopes: bool = False  # ALiBi's bias
 
     def __str__(self) -> str:
         lens = "_".join(f"{q}of{k}" for q, k in self.segments[:3]) + ("_and_more" if len(self.segments) > 3 else "")
         named = ("causal", "paged", "writes", "int8", "buckets")
-        named += ("fp8",) * self.fp8
+        named += ("fp8",) * self.fp8 + ("slopes",) * self.slopes
         flags = [name if getattr(self, name) else f"no-{name}" for name in named]
         shape = f"{self.heads}x{self.kv_heads}x{self.dim}-window{self.window}-block{self.block_size}"
         shape += f"-softcap{self.softcap}" * (self.softcap is not None)
@@ -60,7 +61,7 @@ class Problem:
     value: Tensor | None
     cache: LayerCache | None
     metadata: AttentionMetadata
-    bias: BucketBias | None
+    bias: BucketBias | AlibiBias | None
     expected: Tensor  # [T, H, D] float64
     untouched: Tensor  # [slots] of bool: what no write may change
 
@@ -72,7 +73,7 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
     query = _row_views(num_queries, case.heads, case)
     keys = [_row_views(kv_len, case.kv_heads, case) for _, kv_len in case.segments]
     values = [_row_views(kv_len, case.kv_heads, case) for _, kv_len in case.segments]
-    bias = _t5_bias(case) if case.buckets else None
+    bias = _t5_bias(case) if case.buckets else AlibiBias(AlibiConfig.of_heads(case.heads)) if case.slopes else None
     cache, tables, slots = _pages(case, keys, values) if case.paged else (None, None, None)
     known = [_dequantised(rows, case) if case.int8 or case.fp8 else rows.double() for rows in (*keys, *values)]
     expected = torch.empty(0)
@@ -99,7 +100,7 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
     if cache is not None:
         scales = None if cache.scales is None else tuple(scale.to(device) for scale in cache.scales)
         cache = LayerCache(cache.keys.to(device), cache.values.to(device), scales)  # type: ignore[arg-type]
-    if bias is not None:
+    if isinstance(bias, BucketBias):
         bias = bias.to(device)
     return Problem(
         case, query.to(device), _to(key, device), _to(value, device), cache, metadata, bias, expected, untouched
@@ -107,7 +108,7 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
 
 
 def exact_attention(
-    case: Case, query: Tensor, keys: list[Tensor], values: list[Tensor], bias: BucketBias | None
+    case: Case, query: Tensor, keys: list[Tensor], values: list[Tensor], bias: BucketBias | AlibiBias | None
 ) -> Tensor:
     """Compute attention by the definition, one query, head and key at a time; a query without keys gets zeros."""
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -125,7 +126,9 @@ def exact_attention(
                 scores = k[seen, head // group] @ query[row, head] * case.config.scale
                 if case.softcap is not None:
                     scores = case.softcap * (scores / case.softcap).tanh()
-                if bias is not None:
+                if isinstance(bias, AlibiBias):
+                    scores = scores - bias.config.slopes[head] * (position - torch.tensor(seen)).double()
+                elif bias is not None:
                     buckets = bias.bucket(torch.tensor(seen) - position)
                     scores = scores + bias.weight[buckets, head].double()
                 out[row, head] = scores.softmax(0) @ v[seen, head // group]

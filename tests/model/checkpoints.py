@@ -34,10 +34,10 @@ from model.network.build import plain_parameters
 from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
+from tests.model.decoder_rows import BLOOM, DENSE_DECODERS, LLAMA, SIZES, VOCAB, Rows, random_model
 
 torch.set_num_threads(1)
 
-VOCAB = 97
 START = 0  # decoder_start_token_id of the encoder-decoders
 CPU = torch.device("cpu")
 
@@ -50,27 +50,12 @@ class Saved:
     reference: Any
 
 
-def _model(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
-    """How to make a random model of `transformers`' class `architecture`."""
-
-    def make() -> Any:
-        import transformers
-
-        model_class = getattr(transformers, architecture)
-        model = model_class(model_class.config_class(**{**settings, **changes}))
-        if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.normal_()
-        return model
-
-    return make
-
-
 def _marian(**changes: Any) -> Callable[[], Any]:
     """With a head of its own the library also unties the stacks' tables, which no published folder does."""
 
     def make() -> Any:
         silu = dict(decoder_vocab_size=VOCAB, activation_function="silu")
-        model = _model("MarianMTModel", {**BART, **silu}, **changes)()
+        model = random_model("MarianMTModel", {**BART, **silu}, **changes)()
         model.model.encoder.embed_tokens.weight = model.model.decoder.embed_tokens.weight = model.model.shared.weight
         return model
 
@@ -81,7 +66,7 @@ def _t5_untied(architecture: str, **changes: Any) -> Callable[[], Any]:
     """The library ties whatever the configuration says; published untied folders hold a matrix of their own."""
 
     def make() -> Any:
-        model = _model(architecture, T5, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **changes)()
+        model = random_model(architecture, T5, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **changes)()
         model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, 32))
         return model
 
@@ -92,16 +77,6 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=1000.0, **settings))
 
 
-_SIZES = dict(vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=48)
-LLAMA = dict(
-    **_SIZES,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-    tie_word_embeddings=False,
-)
 # Windows that prompts cross, a scale that is not the head's, heads that are not a share of the width.
 GEMMA: dict[str, Any] = {
     **LLAMA,
@@ -115,13 +90,13 @@ _GEMMA3: dict[str, Any] = dict(
         sliding_attention=dict(rope_type="default", rope_theta=300.0),
     ),
 )
-NEOX = dict(**_SIZES, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+NEOX = dict(**SIZES, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 GPT2 = dict(
     vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
 )
-BERT = dict(**_SIZES, max_position_embeddings=64, type_vocab_size=2)
-ROBERTA = dict(**_SIZES, max_position_embeddings=66, type_vocab_size=1)  # two rows are no position's
-MPNET = dict(**_SIZES, max_position_embeddings=66, pad_token_id=1)
+BERT = dict(**SIZES, max_position_embeddings=64, type_vocab_size=2)
+ROBERTA = dict(**SIZES, max_position_embeddings=66, type_vocab_size=1)  # two rows are no position's
+MPNET = dict(**SIZES, max_position_embeddings=66, pad_token_id=1)
 # Buckets narrower than the inputs, so that some are logarithmic, and inputs beyond their longest distance.
 DEBERTA: dict[str, Any] = dict(**BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16)
 DEBERTA_V2: dict[str, Any] = {
@@ -133,7 +108,7 @@ _UNSHARED = dict(share_att_key=False, type_vocab_size=2, position_biased_input=T
 _CONVOLVED = dict(conv_kernel_size=3, conv_act="gelu", num_hidden_layers=3, attention_head_size=8)
 # Windows that texts cross on both sides, and each kind of layer twice.
 MODERNBERT: dict[str, Any] = {
-    **_SIZES,
+    **SIZES,
     **dict(num_hidden_layers=5, max_position_embeddings=64, local_attention=6, pad_token_id=0),
 }
 _MODERNBERT_ROPES = dict(
@@ -175,157 +150,165 @@ T5 = dict(
     pad_token_id=START,
 )
 
-Rows = dict[str, Callable[[], Any]]
 _DECODERS: Rows = {
-    "llama": _model("LlamaForCausalLM", LLAMA, num_key_value_heads=4),
-    "llama-tied": _model("LlamaForCausalLM", LLAMA, tie_word_embeddings=True),
-    "llama-gqa": _model("LlamaForCausalLM", LLAMA, rope_theta=500.0),
-    "llama-mqa-head-dim": _model("LlamaForCausalLM", LLAMA, num_key_value_heads=1, head_dim=12),
-    "llama-bias": _model("LlamaForCausalLM", LLAMA, attention_bias=True),
-    "llama-sharded": _model("LlamaForCausalLM", LLAMA, num_key_value_heads=4, num_hidden_layers=3),
-    "llama-linear": _model("LlamaForCausalLM", LLAMA, **_rope("linear", factor=4.0)),
-    "llama-dynamic": _model("LlamaForCausalLM", LLAMA, **_rope("dynamic", factor=2.0)),
-    "llama-llama3": _model(
+    "llama": random_model("LlamaForCausalLM", LLAMA, num_key_value_heads=4),
+    "llama-tied": random_model("LlamaForCausalLM", LLAMA, tie_word_embeddings=True),
+    "llama-gqa": random_model("LlamaForCausalLM", LLAMA, rope_theta=500.0),
+    "llama-mqa-head-dim": random_model("LlamaForCausalLM", LLAMA, num_key_value_heads=1, head_dim=12),
+    "llama-bias": random_model("LlamaForCausalLM", LLAMA, attention_bias=True),
+    "llama-sharded": random_model("LlamaForCausalLM", LLAMA, num_key_value_heads=4, num_hidden_layers=3),
+    "llama-linear": random_model("LlamaForCausalLM", LLAMA, **_rope("linear", factor=4.0)),
+    "llama-dynamic": random_model("LlamaForCausalLM", LLAMA, **_rope("dynamic", factor=2.0)),
+    "llama-llama3": random_model(
         "LlamaForCausalLM",
         LLAMA,
         **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
     ),
-    "llama-yarn": _model("LlamaForCausalLM", LLAMA, **_rope("yarn", factor=4.0, original_max_position_embeddings=16)),
-    "mistral": _model("MistralForCausalLM", LLAMA, sliding_window=4),
-    "qwen2": _model("Qwen2ForCausalLM", LLAMA),
-    "qwen3": _model("Qwen3ForCausalLM", LLAMA, head_dim=12),
-    "phi3": _model("Phi3ForCausalLM", LLAMA, partial_rotary_factor=0.5),
-    "gemma": _model("GemmaForCausalLM", LLAMA, head_dim=16, tie_word_embeddings=True),
-    "gemma2": _model("Gemma2ForCausalLM", GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0),
-    "gemma3": _model("Gemma3ForCausalLM", GEMMA, num_hidden_layers=5, **_GEMMA3),
-    "gpt2": _model("GPT2LMHeadModel", GPT2),
-    "gpt-neox": _model("GPTNeoXForCausalLM", NEOX, rotary_pct=0.5),
-    "gpt-neox-sequential": _model("GPTNeoXForCausalLM", NEOX, use_parallel_residual=False, attention_bias=False),
+    "llama-yarn": random_model(
+        "LlamaForCausalLM", LLAMA, **_rope("yarn", factor=4.0, original_max_position_embeddings=16)
+    ),
+    "mistral": random_model("MistralForCausalLM", LLAMA, sliding_window=4),
+    "qwen2": random_model("Qwen2ForCausalLM", LLAMA),
+    "qwen3": random_model("Qwen3ForCausalLM", LLAMA, head_dim=12),
+    "phi3": random_model("Phi3ForCausalLM", LLAMA, partial_rotary_factor=0.5),
+    "gemma": random_model("GemmaForCausalLM", LLAMA, head_dim=16, tie_word_embeddings=True),
+    "gemma2": random_model("Gemma2ForCausalLM", GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0),
+    "gemma3": random_model("Gemma3ForCausalLM", GEMMA, num_hidden_layers=5, **_GEMMA3),
+    "gpt2": random_model("GPT2LMHeadModel", GPT2),
+    "gpt-neox": random_model("GPTNeoXForCausalLM", NEOX, rotary_pct=0.5),
+    "gpt-neox-sequential": random_model("GPTNeoXForCausalLM", NEOX, use_parallel_residual=False, attention_bias=False),
+    **DENSE_DECODERS,
 }
 _ENCODER_DECODERS: Rows = {
     "marian": _marian(),
     "marian-unscaled-relu": _marian(scale_embedding=False, activation_function="relu"),
     "marian-untied": _marian(tie_word_embeddings=False),
-    "bart": _model("BartForConditionalGeneration", BART, scale_embedding=False),
-    "mbart": _model("MBartForConditionalGeneration", BART),
-    "m2m-100": _model("M2M100ForConditionalGeneration", BART),
-    "m2m-100-other-pad": _model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),
-    "pegasus": _model("PegasusForConditionalGeneration", BART),
-    "t5-relu": _model("T5ForConditionalGeneration", T5),
+    "bart": random_model("BartForConditionalGeneration", BART, scale_embedding=False),
+    "mbart": random_model("MBartForConditionalGeneration", BART),
+    "m2m-100": random_model("M2M100ForConditionalGeneration", BART),
+    "m2m-100-other-pad": random_model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),
+    "pegasus": random_model("PegasusForConditionalGeneration", BART),
+    "t5-relu": random_model("T5ForConditionalGeneration", T5),
     "t5-gated-untied": _t5_untied("T5ForConditionalGeneration", num_decoder_layers=3),
     "mt5": _t5_untied("MT5ForConditionalGeneration"),
-    "mt5-tied": _model("MT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
+    "mt5-tied": random_model("MT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
     "umt5": _t5_untied("UMT5ForConditionalGeneration"),
-    "umt5-tied": _model("UMT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
+    "umt5-tied": random_model("UMT5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu"),
 }
 _ENCODERS: Rows = {
-    "t5-encoder": _model("T5EncoderModel", T5),
-    "bert": _model("BertModel", BERT),
-    "bert-no-pooler": _model("BertForMaskedLM", BERT),
-    "roberta": _model("RobertaModel", ROBERTA),
-    "xlm-roberta": _model("XLMRobertaModel", ROBERTA),
-    "camembert": _model("CamembertModel", ROBERTA),
-    "xlm-roberta-xl": _model("XLMRobertaXLModel", ROBERTA),
-    "mpnet": _model("MPNetModel", MPNET),
-    "modernbert": _model("ModernBertModel", MODERNBERT, rope_parameters=_MODERNBERT_ROPES),
-    "modernbert-biases": _model(
+    "t5-encoder": random_model("T5EncoderModel", T5),
+    "bert": random_model("BertModel", BERT),
+    "bert-no-pooler": random_model("BertForMaskedLM", BERT),
+    "roberta": random_model("RobertaModel", ROBERTA),
+    "xlm-roberta": random_model("XLMRobertaModel", ROBERTA),
+    "camembert": random_model("CamembertModel", ROBERTA),
+    "xlm-roberta-xl": random_model("XLMRobertaXLModel", ROBERTA),
+    "mpnet": random_model("MPNetModel", MPNET),
+    "modernbert": random_model("ModernBertModel", MODERNBERT, rope_parameters=_MODERNBERT_ROPES),
+    "modernbert-biases": random_model(
         "ModernBertForMaskedLM",
         MODERNBERT,
         **dict(local_attention=9, norm_bias=True, attention_bias=True, mlp_bias=True),
         layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
     ),
-    "eurobert": _model("EuroBertModel", LLAMA),
-    "nomic-bert": _model("NomicBertModel", BERT),
-    "gte": _model("GteModel", BERT, pad_token_id=0),
-    "gte-no-types": _model("GteForMaskedLM", BERT, pad_token_id=0, type_vocab_size=0),
-    "jina-v3": _model("JinaEmbeddingsV3Model", ROBERTA),
-    "distilbert": _model("DistilBertModel", DISTILBERT),
-    "albert": _model("AlbertModel", BERT, embedding_size=12),
-    "electra": _model("ElectraModel", BERT, embedding_size=12),
-    "xlnet": _model("XLNetModel", XLNET),
-    "gemma3-both-ways": _model(
+    "eurobert": random_model("EuroBertModel", LLAMA),
+    "nomic-bert": random_model("NomicBertModel", BERT),
+    "gte": random_model("GteModel", BERT, pad_token_id=0),
+    "gte-no-types": random_model("GteForMaskedLM", BERT, pad_token_id=0, type_vocab_size=0),
+    "jina-v3": random_model("JinaEmbeddingsV3Model", ROBERTA),
+    "distilbert": random_model("DistilBertModel", DISTILBERT),
+    "albert": random_model("AlbertModel", BERT, embedding_size=12),
+    "electra": random_model("ElectraModel", BERT, embedding_size=12),
+    "xlnet": random_model("XLNetModel", XLNET),
+    "gemma3-both-ways": random_model(
         "Gemma3TextModel", GEMMA, num_hidden_layers=5, use_bidirectional_attention=True, **_GEMMA3
     ),
-    "qwen2-both-ways": _model("Qwen2Model", LLAMA, is_causal=False, attn_implementation="eager"),
-    "mistral-both-ways": _model("MistralModel", LLAMA, is_causal=False, sliding_window=4, attn_implementation="eager"),
-    "deberta": _model("DebertaModel", DEBERTA),
-    "deberta-p2c": _model("DebertaModel", DEBERTA, pos_att_type=["p2c"], max_relative_positions=-1),
-    "deberta-v2": _model("DebertaV2Model", DEBERTA_V2),
-    "deberta-v2-convolution": _model("DebertaV2Model", DEBERTA_V2, **_CONVOLVED, pos_att_type="c2p"),
-    "deberta-v2-unshared": _model("DebertaV2Model", DEBERTA_V2, **_UNSHARED),
-    "vit": _model("ViTModel", VIT),
+    "qwen2-both-ways": random_model("Qwen2Model", LLAMA, is_causal=False, attn_implementation="eager"),
+    "mistral-both-ways": random_model(
+        "MistralModel", LLAMA, is_causal=False, sliding_window=4, attn_implementation="eager"
+    ),
+    "deberta": random_model("DebertaModel", DEBERTA),
+    "deberta-p2c": random_model("DebertaModel", DEBERTA, pos_att_type=["p2c"], max_relative_positions=-1),
+    "deberta-v2": random_model("DebertaV2Model", DEBERTA_V2),
+    "deberta-v2-convolution": random_model("DebertaV2Model", DEBERTA_V2, **_CONVOLVED, pos_att_type="c2p"),
+    "deberta-v2-unshared": random_model("DebertaV2Model", DEBERTA_V2, **_UNSHARED),
+    "vit": random_model("ViTModel", VIT),
 }
 _LABELS = dict(num_labels=3)
 _CLASSIFIERS: Rows = {
-    "bert-sequence": _model("BertForSequenceClassification", BERT, **_LABELS),
-    "bert-token": _model("BertForTokenClassification", BERT, **_LABELS),
-    "roberta-sequence": _model("RobertaForSequenceClassification", ROBERTA, **_LABELS),
-    "roberta-token": _model("RobertaForTokenClassification", ROBERTA, **_LABELS),
-    "xlm-roberta-xl-sequence": _model("XLMRobertaXLForSequenceClassification", ROBERTA, **_LABELS),
-    "mpnet-sequence": _model("MPNetForSequenceClassification", MPNET, **_LABELS),
-    "modernbert-sequence": _model("ModernBertForSequenceClassification", MODERNBERT, **_LABELS),
-    "modernbert-sequence-mean": _model(
+    "bert-sequence": random_model("BertForSequenceClassification", BERT, **_LABELS),
+    "bert-token": random_model("BertForTokenClassification", BERT, **_LABELS),
+    "roberta-sequence": random_model("RobertaForSequenceClassification", ROBERTA, **_LABELS),
+    "roberta-token": random_model("RobertaForTokenClassification", ROBERTA, **_LABELS),
+    "xlm-roberta-xl-sequence": random_model("XLMRobertaXLForSequenceClassification", ROBERTA, **_LABELS),
+    "mpnet-sequence": random_model("MPNetForSequenceClassification", MPNET, **_LABELS),
+    "modernbert-sequence": random_model("ModernBertForSequenceClassification", MODERNBERT, **_LABELS),
+    "modernbert-sequence-mean": random_model(
         "ModernBertForSequenceClassification",
         MODERNBERT,
         **dict(classifier_pooling="mean", classifier_bias=True, classifier_activation="silu", norm_bias=True),
         **_LABELS,
     ),
-    "modernbert-token": _model("ModernBertForTokenClassification", MODERNBERT, **_LABELS),
-    "eurobert-sequence": _model("EuroBertForSequenceClassification", LLAMA, **_LABELS),
-    "eurobert-sequence-mean": _model("EuroBertForSequenceClassification", LLAMA, classifier_pooling="mean", **_LABELS),
-    "nomic-bert-sequence": _model("NomicBertForSequenceClassification", BERT, **_LABELS),
-    "gte-sequence": _model("GteForSequenceClassification", BERT, pad_token_id=0, **_LABELS),
-    "jina-v3-sequence": _model("JinaEmbeddingsV3ForSequenceClassification", ROBERTA, **_LABELS),
-    "distilbert-sequence": _model("DistilBertForSequenceClassification", DISTILBERT, **_LABELS),
-    "distilbert-token": _model("DistilBertForTokenClassification", DISTILBERT, **_LABELS),
-    "albert-sequence": _model("AlbertForSequenceClassification", BERT, embedding_size=12, **_LABELS),
-    "albert-token": _model("AlbertForTokenClassification", BERT, embedding_size=12, **_LABELS),
-    "electra-sequence": _model("ElectraForSequenceClassification", BERT, embedding_size=12, **_LABELS),
-    "electra-token": _model("ElectraForTokenClassification", BERT, embedding_size=12, **_LABELS),
-    "deberta-sequence": _model("DebertaForSequenceClassification", DEBERTA, **_LABELS),
-    "deberta-v2-sequence": _model(
+    "modernbert-token": random_model("ModernBertForTokenClassification", MODERNBERT, **_LABELS),
+    "eurobert-sequence": random_model("EuroBertForSequenceClassification", LLAMA, **_LABELS),
+    "eurobert-sequence-mean": random_model(
+        "EuroBertForSequenceClassification", LLAMA, classifier_pooling="mean", **_LABELS
+    ),
+    "nomic-bert-sequence": random_model("NomicBertForSequenceClassification", BERT, **_LABELS),
+    "gte-sequence": random_model("GteForSequenceClassification", BERT, pad_token_id=0, **_LABELS),
+    "jina-v3-sequence": random_model("JinaEmbeddingsV3ForSequenceClassification", ROBERTA, **_LABELS),
+    "distilbert-sequence": random_model("DistilBertForSequenceClassification", DISTILBERT, **_LABELS),
+    "distilbert-token": random_model("DistilBertForTokenClassification", DISTILBERT, **_LABELS),
+    "albert-sequence": random_model("AlbertForSequenceClassification", BERT, embedding_size=12, **_LABELS),
+    "albert-token": random_model("AlbertForTokenClassification", BERT, embedding_size=12, **_LABELS),
+    "electra-sequence": random_model("ElectraForSequenceClassification", BERT, embedding_size=12, **_LABELS),
+    "electra-token": random_model("ElectraForTokenClassification", BERT, embedding_size=12, **_LABELS),
+    "deberta-sequence": random_model("DebertaForSequenceClassification", DEBERTA, **_LABELS),
+    "deberta-v2-sequence": random_model(
         "DebertaV2ForSequenceClassification", DEBERTA_V2, pooler_hidden_act="tanh", **_LABELS
     ),
-    "deberta-v2-token": _model("DebertaV2ForTokenClassification", DEBERTA_V2, **_LABELS),
-    "xlnet-sequence": _model("XLNetForSequenceClassification", XLNET, **_LABELS),
-    "llama-sequence": _model("LlamaForSequenceClassification", LLAMA, **_LABELS),
-    "llama-token": _model("LlamaForTokenClassification", LLAMA, **_LABELS),
-    "gpt2-sequence": _model("GPT2ForSequenceClassification", GPT2, **_LABELS),
-    "gpt2-token": _model("GPT2ForTokenClassification", GPT2, **_LABELS),
-    "gpt-neox-token": _model("GPTNeoXForTokenClassification", NEOX, **_LABELS),
-    "vit-image": _model("ViTForImageClassification", VIT, **_LABELS),
+    "deberta-v2-token": random_model("DebertaV2ForTokenClassification", DEBERTA_V2, **_LABELS),
+    "xlnet-sequence": random_model("XLNetForSequenceClassification", XLNET, **_LABELS),
+    "llama-sequence": random_model("LlamaForSequenceClassification", LLAMA, **_LABELS),
+    "llama-token": random_model("LlamaForTokenClassification", LLAMA, **_LABELS),
+    "gpt2-sequence": random_model("GPT2ForSequenceClassification", GPT2, **_LABELS),
+    "gpt2-token": random_model("GPT2ForTokenClassification", GPT2, **_LABELS),
+    "gpt-neox-token": random_model("GPTNeoXForTokenClassification", NEOX, **_LABELS),
+    "phi-sequence": random_model("PhiForSequenceClassification", LLAMA, num_key_value_heads=4, **_LABELS),
+    "bloom-token": random_model("BloomForTokenClassification", BLOOM, **_LABELS),
+    "vit-image": random_model("ViTForImageClassification", VIT, **_LABELS),
 }
 _VERDICTS = ("contradiction", "neutral", "ENTAILMENT")
 _NLI = dict(id2label=dict(enumerate(_VERDICTS)), label2id={name: at for at, name in enumerate(_VERDICTS)})
 _NER = dict(id2label=dict(enumerate(("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))))
 # Heads that only tests of their outputs read; the networks below them are those of `KINDS`.
 HEADS: Rows = {
-    "bert-masked": _model("BertForMaskedLM", BERT),
-    "bert-masked-untied": _model("BertForMaskedLM", BERT, tie_word_embeddings=False),
-    "roberta-masked": _model("RobertaForMaskedLM", ROBERTA),
-    "xlm-roberta-masked": _model("XLMRobertaForMaskedLM", ROBERTA),
-    "distilbert-masked": _model("DistilBertForMaskedLM", DISTILBERT),
-    "albert-masked": _model("AlbertForMaskedLM", BERT, embedding_size=12),
-    "electra-masked": _model("ElectraForMaskedLM", BERT, embedding_size=12),
-    "mpnet-masked": _model("MPNetForMaskedLM", MPNET),
-    "modernbert-masked": _model("ModernBertForMaskedLM", MODERNBERT),
-    "eurobert-masked": _model("EuroBertForMaskedLM", LLAMA),
-    "eurobert-masked-tied": _model("EuroBertForMaskedLM", LLAMA, tie_word_embeddings=True),
-    "nomic-bert-masked": _model("NomicBertForMaskedLM", BERT),
-    "gte-masked": _model("GteForMaskedLM", BERT, pad_token_id=0),
-    "jina-v3-masked": _model("JinaEmbeddingsV3ForMaskedLM", ROBERTA),
-    "deberta-v2-masked": _model("DebertaV2ForMaskedLM", DEBERTA_V2),
-    "deberta-masked-not-legacy": _model("DebertaForMaskedLM", DEBERTA, legacy=False),
-    "bert-entities": _model("BertForTokenClassification", BERT, **_NER),
-    "bert-answers": _model("BertForQuestionAnswering", BERT),
-    "roberta-answers": _model("RobertaForQuestionAnswering", ROBERTA),
-    "distilbert-answers": _model("DistilBertForQuestionAnswering", DISTILBERT),
-    "albert-answers": _model("AlbertForQuestionAnswering", BERT, embedding_size=12),
-    "electra-answers": _model("ElectraForQuestionAnswering", BERT, embedding_size=12),
-    "modernbert-answers": _model("ModernBertForQuestionAnswering", MODERNBERT),
-    "deberta-v2-answers": _model("DebertaV2ForQuestionAnswering", DEBERTA_V2),
-    "bert-nli": _model("BertForSequenceClassification", BERT, **_NLI),
-    "bart-nli": _model("BartForSequenceClassification", BART, scale_embedding=False, **_NLI),
+    "bert-masked": random_model("BertForMaskedLM", BERT),
+    "bert-masked-untied": random_model("BertForMaskedLM", BERT, tie_word_embeddings=False),
+    "roberta-masked": random_model("RobertaForMaskedLM", ROBERTA),
+    "xlm-roberta-masked": random_model("XLMRobertaForMaskedLM", ROBERTA),
+    "distilbert-masked": random_model("DistilBertForMaskedLM", DISTILBERT),
+    "albert-masked": random_model("AlbertForMaskedLM", BERT, embedding_size=12),
+    "electra-masked": random_model("ElectraForMaskedLM", BERT, embedding_size=12),
+    "mpnet-masked": random_model("MPNetForMaskedLM", MPNET),
+    "modernbert-masked": random_model("ModernBertForMaskedLM", MODERNBERT),
+    "eurobert-masked": random_model("EuroBertForMaskedLM", LLAMA),
+    "eurobert-masked-tied": random_model("EuroBertForMaskedLM", LLAMA, tie_word_embeddings=True),
+    "nomic-bert-masked": random_model("NomicBertForMaskedLM", BERT),
+    "gte-masked": random_model("GteForMaskedLM", BERT, pad_token_id=0),
+    "jina-v3-masked": random_model("JinaEmbeddingsV3ForMaskedLM", ROBERTA),
+    "deberta-v2-masked": random_model("DebertaV2ForMaskedLM", DEBERTA_V2),
+    "deberta-masked-not-legacy": random_model("DebertaForMaskedLM", DEBERTA, legacy=False),
+    "bert-entities": random_model("BertForTokenClassification", BERT, **_NER),
+    "bert-answers": random_model("BertForQuestionAnswering", BERT),
+    "roberta-answers": random_model("RobertaForQuestionAnswering", ROBERTA),
+    "distilbert-answers": random_model("DistilBertForQuestionAnswering", DISTILBERT),
+    "albert-answers": random_model("AlbertForQuestionAnswering", BERT, embedding_size=12),
+    "electra-answers": random_model("ElectraForQuestionAnswering", BERT, embedding_size=12),
+    "modernbert-answers": random_model("ModernBertForQuestionAnswering", MODERNBERT),
+    "deberta-v2-answers": random_model("DebertaV2ForQuestionAnswering", DEBERTA_V2),
+    "bert-nli": random_model("BertForSequenceClassification", BERT, **_NLI),
+    "bart-nli": random_model("BartForSequenceClassification", BART, scale_embedding=False, **_NLI),
 }
 KINDS: Rows = {**_DECODERS, **_ENCODER_DECODERS, **_ENCODERS, **_CLASSIFIERS}
 DECODERS, ENCODER_DECODERS, ENCODERS, CLASSIFIERS = map(tuple, (_DECODERS, _ENCODER_DECODERS, _ENCODERS, _CLASSIFIERS))

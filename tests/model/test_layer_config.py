@@ -11,6 +11,7 @@ import torch
 from model.attention.reference import ReferenceBackend
 from model.config.layer import (
     Activation,
+    AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     LayerConfig,
@@ -18,6 +19,7 @@ from model.config.layer import (
     NormConfig,
     NormKind,
     Norms,
+    NormSpan,
     RotaryConfig,
 )
 from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
@@ -36,13 +38,18 @@ SIZE = 32
 RMS = NormConfig(NormKind.RMS, 1e-6)
 ATTENTION = AttentionConfig(4, 2, 8, 8**-0.5)
 LAYER = LayerConfig(ATTENTION, MLPConfig(48, Activation.SILU), (Norms(pre=RMS), Norms(pre=RMS)))
-# Windows, two rotary bases, other heads, other widths, and norms in all slots.
+ALL, OWN = NormSpan.ALL_HEADS, NormSpan.OWN_GAINS
+# Windows, two rotary bases, other heads, other widths, norms in all slots and over all spans, scores with slopes.
 DIFFERENT = (
     replace(LAYER, mixer=replace(ATTENTION, window=3, position=RotaryConfig(8))),
     replace(LAYER, mixer=replace(ATTENTION, position=RotaryConfig(4, 500.0), qk_norm=RMS)),
     replace(LAYER, mixer=replace(ATTENTION, num_kv_heads=4), feed_forward=MLPConfig(20, Activation.GELU, gated=True)),
     replace(LAYER, norms=(Norms(RMS, RMS, RMS), Norms(output=NormConfig(NormKind.LAYER, 1e-5)))),
     replace(LAYER, mixer=replace(ATTENTION, position=BucketBiasConfig(8, 20, shared=False)), parallel=True),
+    replace(LAYER, mixer=replace(ATTENTION, position=RotaryConfig(6, interleaved=True), qk_norm=RMS, qk_norm_span=OWN)),
+    replace(LAYER, mixer=replace(ATTENTION, position=RotaryConfig(8), qk_norm=RMS, qk_norm_span=ALL)),
+    replace(LAYER, mixer=replace(ATTENTION, position=AlibiConfig.of_heads(4), window=4), residual_scale=0.3),
+    replace(LAYER, norms=(Norms(pre=RMS), Norms()), parallel=True, one_norm=True, residual_scale=0.7),
 )
 
 
@@ -85,6 +92,8 @@ def test_stacks_that_cannot_be_are_refused(layers: tuple[LayerConfig, ...], mess
         (dict(cross=ATTENTION), "3 sublayers needs as many norms, found 2"),
         (dict(cross=DIFFERENT[0].mixer, norms=(Norms(),) * 3), "neither positions nor a window"),
         (dict(parallel=True, norms=(Norms(post=RMS),) * 2), "neither cross attention nor norms behind its sum"),
+        (dict(one_norm=True, norms=(Norms(pre=RMS), Norms())), "one norm for both sublayers is the mixer's"),
+        (dict(residual_scale=0.5, norms=(Norms(output=RMS),) * 2), "a layer with output norms scales nothing"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
@@ -147,6 +156,9 @@ def test_what_differs_is_said_of_the_layers_that_have_it() -> None:
     assert words["attention"] == "causal, window 3 (layers 0-4, 6); causal (layer 5)"
     assert words["positions"] == "rotary of base 10000 (layers 0-4, 6); rotary of base 500 (layer 5)"
     assert words["norms"] == "rms pre-norm, final norm"
+    assert describe_stack(stack(DIFFERENT[5]))["positions"] == "rotary of neighbours"
+    assert describe_stack(stack(DIFFERENT[7]))["positions"] == "slopes of scores"
+    assert describe_stack(stack(DIFFERENT[8]))["norms"] == "rms pre-norm for both sublayers, final norm"
     capped = replace(LAYER, mixer=replace(ATTENTION, window=7, softcap=50.0))
     assert describe_stack(stack(capped))["attention"] == "causal, window 7, softcap 50"
     assert describe_stack(stack(*DIFFERENT[2:4]))["norms"] == (

@@ -17,6 +17,7 @@ from model.attention.sdpa import SdpaBackend
 from model.config.cache import cached_elements
 from model.config.layer import (
     Activation,
+    AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     LayerConfig,
@@ -29,9 +30,11 @@ from model.config.layer import (
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.linear.factory import LinearFactory
 from model.network.embeddings import SinusoidalPositions
+from model.network.fused_ops import rotary_tables
 from model.network.inputs import packed_input
 from model.network.mlp import MLP
-from model.network.score_bias import BucketBias
+from model.network.rotary import rotate
+from model.network.score_bias import AlibiBias, BucketBias
 from model.network.stack import Stack
 from model.network.step_context import StepContext
 from model.network.transformer import Transformer
@@ -44,9 +47,11 @@ LEARNED = PositionConfig(PositionKind.LEARNED, max_positions=64)
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 ROTARY = RotaryConfig(DIM)
 BUCKETS = BucketBiasConfig(num_buckets=8, max_distance=20)
+SLOPES = AlibiConfig.of_heads(HEADS)
+NEIGHBOURS = RotaryConfig(DIM, interleaved=True)
 NORM = NormConfig(NormKind.LAYER, 1e-5)
 PRE_NORM = Norms(pre=NORM)
-Position = PositionConfig | RotaryConfig | BucketBiasConfig
+Position = PositionConfig | RotaryConfig | BucketBiasConfig | AlibiConfig
 
 
 def stack(
@@ -198,7 +203,30 @@ class TestPositions:
         moved = (states(model, ids(9)) - states(model, ids(9), shift=20)).abs().max()
         assert moved < 1e-4 if relative else moved > 0.1
 
-    @pytest.mark.parametrize("position", [LEARNED, SINUSOIDAL, ROTARY, BUCKETS])
+    def test_slopes_are_a_geometric_sequence_also_of_heads_that_are_no_power_of_two(self) -> None:
+        """Press et al. 2022, section 3; between the slopes of the power below come every second of twice as many."""
+        assert AlibiConfig.of_heads(8).slopes == tuple(2.0**-k for k in range(1, 9))
+        twelve = AlibiConfig.of_heads(12).slopes
+        assert twelve[:8] == AlibiConfig.of_heads(8).slopes
+        assert twelve[8:] == pytest.approx([2.0 ** -(k + 0.5) for k in range(4)])
+
+    def test_slopes_do_not_see_where_a_text_begins_and_fall_with_the_distance(self) -> None:
+        model = build(stack(position=SLOPES, causal=True))
+        assert torch.equal(states(model, ids(9)), states(model, ids(9), shift=20))
+        [group] = packed_input([ids(9)], CPU, causal=True).metadata.groups
+        zeros = torch.zeros(1, 9, HEADS, DIM)
+        added = AlibiBias(SLOPES)(zeros, zeros, group)[0]
+        assert added[1, 7, :8].tolist() == [SLOPES.slopes[1] * (key - 7) for key in range(8)]
+
+    def test_neighbours_turn_as_halves_do_in_another_order(self) -> None:
+        """Su et al. 2021, equation 15: which dimensions are a pair is a matter of the weights' order."""
+        x = torch.randn(9, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+        order = torch.arange(DIM).view(2, -1).T.flatten()  # 0 4 1 5 ...: halves side by side
+        turned = {one.interleaved: rotary_tables(one, torch.arange(9), x.dtype) for one in (ROTARY, NEIGHBOURS)}
+        halves, neighbours = rotate(x, turned[False]), rotate(x[..., order], turned[True], interleaved=True)
+        torch.testing.assert_close(neighbours, halves[..., order])
+
+    @pytest.mark.parametrize("position", [LEARNED, SINUSOIDAL, ROTARY, BUCKETS, NEIGHBOURS])
     def test_every_scheme_sees_the_order(self, position: Position) -> None:
         model, tokens = build(stack(position=position)), ids(9)
         assert (states(model, tokens) - states(model, tokens[::-1]).flip(0)).abs().max() > 0.1

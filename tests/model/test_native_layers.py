@@ -52,7 +52,10 @@ class Case:
     softcap: float = 0.0
     rotary: int = -1  # which of the bases
     biased: bool = False
+    slopes: bool = False
     qk_norm: bool = False
+    norm_span: int = 0  # 0: each head by the same gains, 1: by its own, 2: all heads together
+    adds: float = 1.0  # what each sublayer gives, times this
     norms: tuple[str, ...] = ("pre",)
     layer_norms: bool = False
     inner: int = 48
@@ -70,13 +73,16 @@ class Case:
         return self.weights[name]
 
 
-BASES = ((8, 100.0), (4, 10_000.0))  # dimensions that turn, base
+BASES = ((8, 100.0, False), (4, 10_000.0, False), (6, 300.0, True))  # dimensions that turn, base, neighbours
 WINDOWED = Case(window=9, rotary=0, softcap=2.0, norms=SLOTS[:2], qk_norm=True, segments=1)
 FULL = Case(heads=6, kv_heads=1, dim=20, rotary=1, scale=0.2, softcap=3.0, norms=SLOTS[:2], inner=70, activation=4)
 PLAIN = Case(heads=2, kv_heads=2, dim=33, norms=SLOTS, layer_norms=True, gated=False, inner=36)  # no positions: NoPE
 BIASED = Case(dim=16, biased=True, softcap=1.5, norms=("post",), segments=1, window=20)
 PARALLEL = Case(dim=8, rotary=1, norms=SLOTS[:2], parallel=True)
 MIXED = (WINDOWED, FULL, PLAIN, BIASED, PARALLEL)
+SLOPED = Case(heads=6, kv_heads=3, dim=12, slopes=True, qk_norm=True, norm_span=2, adds=0.4)
+NEIGHBOURS = Case(dim=9, rotary=2, qk_norm=True, norm_span=1, adds=0.7, parallel=True)
+OF_DECODERS = (*MIXED, SLOPED, NEIGHBOURS)
 
 
 OWN = pytest.param(None, id="own")
@@ -105,10 +111,23 @@ def threads() -> Iterator[None]:
 
 def angles(base: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[T, dim]` of a base, in float64."""
-    dim, theta = BASES[base]
+    dim, theta, neighbours = BASES[base]
     turns = positions.double()[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
-    both = torch.cat((turns, turns), 1)
+    both = turns.repeat_interleave(2, 1) if neighbours else torch.cat((turns, turns), 1)
     return both.cos(), both.sin()
+
+
+def slopes_of(case: Case) -> Tensor:
+    return case.weight("slopes", case.heads).abs()
+
+
+def head_norm(case: Case, name: str, x: Tensor) -> Tensor:
+    """Of queries or keys `[H, T, D]`."""
+    gains = (case.dim,) if case.norm_span == 0 else (len(x), case.dim)
+    weight = case.weight(f"{name}_norm", *gains).double()
+    if case.norm_span == 2:
+        return rms_norm(x.transpose(0, 1), gains, weight, 1e-5).transpose(0, 1)
+    return rms_norm(x, (case.dim,), None, 1e-5) * (weight[:, None] if case.norm_span else weight)
 
 
 def bias_of(case: Case) -> Tensor:
@@ -143,7 +162,7 @@ class Reference:
         return rms_norm(x, (HIDDEN,), weight, 1e-5)
 
     def _joined(self, case: Case, part: str, x: Tensor, given: Tensor) -> Tensor:
-        return self._norm(case, part, "post", x + self._norm(case, part, "output", given))
+        return self._norm(case, part, "post", x + self._norm(case, part, "output", case.adds * given))
 
     def _attention(self, case: Case, x: Tensor, source: Tensor | None) -> Tensor:
         keys = x if source is None else source
@@ -151,8 +170,8 @@ class Reference:
         kv = (keys @ case.weight(name, case.kv_heads * case.dim, HIDDEN).double().T for name in "kv")
         q, k, v = (part.unflatten(1, (-1, case.dim)).transpose(0, 1) for part in (query, *kv))
         if case.qk_norm:
-            q = rms_norm(q, (case.dim,), case.weight("q_norm", case.dim).double(), 1e-5)
-            k = k if source is not None else rms_norm(k, (case.dim,), case.weight("k_norm", case.dim).double(), 1e-5)
+            q = head_norm(case, "q", q)
+            k = k if source is not None else head_norm(case, "k", k)
         if case.rotary >= 0:
             q, k = (rotated(part, case.rotary) for part in (q, k))
         k, v = (part.repeat_interleave(case.heads // case.kv_heads, 0) for part in (k, v))
@@ -162,6 +181,8 @@ class Reference:
         distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
         if case.biased:
             scores = scores + bias_of(case).double()[:, distance + 2 * CONTEXT]
+        if case.slopes:
+            scores = scores + slopes_of(case).double()[:, None, None] * distance
         if source is None:
             hidden = distance > 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
             if case.window:
@@ -181,8 +202,11 @@ def rotated(x: Tensor, base: int) -> Tensor:
     """By positions from 0 on, the first dimensions of each head `[H, T, D]`."""
     cos, sin = angles(base, torch.arange(x.shape[1]))
     size = cos.shape[1]
-    a, b = x[..., : size // 2], x[..., size // 2 : size]
-    return torch.cat((x[..., :size] * cos + torch.cat((-b, a), -1) * sin, x[..., size:]), -1)
+    if BASES[base][2]:
+        across = torch.stack((-x[..., 1:size:2], x[..., 0:size:2]), -1).flatten(-2)
+    else:
+        across = torch.cat((-x[..., size // 2 : size], x[..., : size // 2]), -1)
+    return torch.cat((x[..., :size] * cos + across * sin, x[..., size:]), -1)
 
 
 class InC:
@@ -199,6 +223,9 @@ class InC:
             if case.biased:
                 layers[index].self.score_bias = index
                 self.biases[index] = ScoreBias(self._at(bias_of(case)), 4 * CONTEXT)
+            if case.slopes:
+                layers[index].self.score_bias = index
+                self.biases[index] = ScoreBias(slopes=self._at(slopes_of(case)))
         blocks = 3 * CONTEXT // block_size
         self.pools = [torch.full((2, blocks * block_size, c.kv_heads * c.dim), torch.nan) for c in cases]
         self.order = [torch.randperm(blocks).reshape(3, -1) for _ in range(2)]  # of each pool, three sequences' blocks
@@ -217,7 +244,12 @@ class InC:
             [(rows, keys) for (rows, _), keys in zip(lengths, cross, strict=False)], 0, source=True
         )
         tables = [tuple(part.float().contiguous() for part in angles(base, positions)) for base in range(len(BASES))]
-        rotary = (RotaryTable * len(BASES))(*(RotaryTable(self._at(c), self._at(s), c.shape[1]) for c, s in tables))
+        rotary = (RotaryTable * len(BASES))(
+            *(
+                RotaryTable(self._at(c), self._at(s), c.shape[1], base[2])
+                for base, (c, s) in zip(BASES, tables, strict=True)
+            )
+        )
         step = Step(rows=len(x), last_layer=len(self.cases), num_segments=3 if paged else 1, segments=segments)
         step.rotary, step.score_biases = rotary, self.biases
         if paged:
@@ -282,14 +314,16 @@ class InC:
         sizes = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads}
         layer.input = self._matrix(*(case.weight(name, sizes[name] * case.dim, HIDDEN) for name in names))
         layer.output = self._matrix(case.weight("out", HIDDEN, case.heads * case.dim))
-        if case.qk_norm:
-            layer.q_norm = Norm(2, 1e-5, self._at(case.weight("q_norm", case.dim)))
-            if "k" in names:
-                layer.k_norm = Norm(2, 1e-5, self._at(case.weight("k_norm", case.dim)))
+        layer.scale, layer.norm_span = case.adds, case.norm_span
+        for name in "qk" if case.qk_norm else "":
+            gains = (case.dim,) if case.norm_span == 0 else (sizes[name], case.dim)
+            if name in names:
+                setattr(layer, f"{name}_norm", Norm(2, 1e-5, self._at(case.weight(f"{name}_norm", *gains))))
         return layer
 
     def _layer(self, case: Case) -> Layer:
         layer = Layer(mlp=MLPLayer(self._norms(case, "mlp"), gated=case.gated, activation=case.activation))
+        layer.mlp.scale = case.adds
         layer.self = self._attention(case, "qkv", case.segments if self.causal else 0)
         layer.mlp.up = self._matrix(case.weight("up", case.inner * (1 + case.gated), HIDDEN))
         layer.mlp.down = self._matrix(case.weight("down", HIDDEN, case.inner))
@@ -306,7 +340,9 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
-    "cases", [MIXED, *((case,) for case in MIXED)], ids=["mixed", "windowed", "full", "plain", "biased", "parallel"]
+    "cases",
+    [OF_DECODERS, *((case,) for case in OF_DECODERS)],
+    ids=["mixed", "windowed", "full", "plain", "biased", "parallel", "sloped", "neighbours"],
 )
 def test_a_decoders_layers_differ_and_blocks_behind_a_window_are_gone(
     library: Library, cases: tuple[Case, ...], count: int, block_size: int

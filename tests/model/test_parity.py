@@ -36,6 +36,7 @@ BACKENDS = (ReferenceBackend(), SdpaBackend(), *native_backends())
 # One of each form, position scheme and norm.
 IN_BF16 = (
     *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "gpt-neox"),
+    *("granite", "olmo2", "cohere", "gptj", "bloom"),
     *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
     *(
         "bert",

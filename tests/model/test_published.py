@@ -14,6 +14,7 @@ import pytest
 
 from model.families import config_from_raw
 from model.inspection.anatomy import dissect
+from tests.model.published_decoders import PUBLISHED_DECODERS
 
 
 @dataclass(frozen=True)
@@ -584,6 +585,9 @@ PUBLISHED = {
         "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": true}""",
     ),
 }
+
+
+PUBLISHED |= {name: Published(*row) for name, row in PUBLISHED_DECODERS.items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -28,6 +28,8 @@ LLAMA: dict[str, Any] = {
 }
 CLASSES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2", "GPTNeoX"),
+    *("Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere", "Cohere2", "StableLm", "Starcoder2", "Phi"),
+    *("GPTJ", "CodeGen", "Falcon", "Bloom", "Mpt", "OPT"),
     *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
     *("Bert", "Roberta", "Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert"),
     *("XLNet", "ViT", "ModernBert", "Deberta", "DebertaV2"),

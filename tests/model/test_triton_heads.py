@@ -28,11 +28,13 @@ class Heads:
     turned: int = 16  # 0: no rotation
     norm: str = ""  # rms, layer or layer-no-bias
     pages: str = "float32"  # "": packed rows
+    interleaved: bool = False
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         norm, pages, dtype = self.norm or "no-norm", self.pages or "packed", str(self.dtype).removeprefix("torch.")
-        return f"{self.heads}x{self.kv_heads}x{self.dim}-turned{self.turned}-{norm}-{pages}-{dtype}"
+        turned = f"turned{self.turned}" + "-interleaved" * self.interleaved
+        return f"{self.heads}x{self.kv_heads}x{self.dim}-{turned}-{norm}-{pages}-{dtype}"
 
 
 CASES = [
@@ -41,6 +43,7 @@ CASES = [
     Heads(norm="rms", pages="int8", dtype=torch.bfloat16),
     Heads(norm="rms", pages="float8_e4m3fn", dtype=torch.bfloat16),
     Heads(turned=6, dim=20, kv_heads=4),  # GPT-NeoX turns a part
+    Heads(turned=6, dim=20, norm="rms", interleaved=True),  # GPT-J turns neighbours
     Heads(turned=0, norm="layer"),
     Heads(turned=4, norm="layer", pages="int8"),
     Heads(turned=8, norm="layer-no-bias", pages=""),
@@ -58,13 +61,15 @@ def make_norm(case: Heads, device: torch.device) -> HeadNorm | None:
     return HeadNorm(gain, bias, 1e-2, centred=case.norm != "rms")
 
 
-def exact(x: Tensor, norm: HeadNorm | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def exact(x: Tensor, norm: HeadNorm | None, rotary: tuple[Tensor, Tensor] | None, *, interleaved: bool) -> Tensor:
     x = x.double()
     if norm is not None:
         x = x - x.mean(-1, keepdim=True) if norm.centred else x
         x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.gain.double()
         x = x if norm.bias is None else x + norm.bias.double()
-    return x if rotary is None else rotate(x, (rotary[0].double(), rotary[1].double()))
+    if rotary is None:
+        return x
+    return rotate(x, (rotary[0].double(), rotary[1].double()), interleaved=interleaved)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,11 +91,13 @@ def test_heads_are_prepared_and_kept(case: Heads, device: torch.device) -> None:
         empty = torch.full(shape, 96, device=device).to(kind)
         scales = (torch.full(shape[:3], 5.0, device=device), torch.full(shape[:3], 5.0, device=device))
         pages = LayerCache(empty, empty.clone(), scales if kind.itemsize == 1 else None)
-    found, keys = prepare(query, key, value, Preparation(*norms, rotary), pages, slots)
+    found, keys = prepare(query, key, value, Preparation(*norms, rotary, case.interleaved), pages, slots)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[case.dtype]
-    torch.testing.assert_close(found.double(), exact(query, norms[0], rotary), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found.double(), exact(query, norms[0], rotary, interleaved=case.interleaved), rtol=tolerance, atol=tolerance
+    )
     assert found.dtype is case.dtype and found.is_contiguous()
-    expected = exact(key, norms[1], rotary)
+    expected = exact(key, norms[1], rotary, interleaved=case.interleaved)
     if pages is None:
         torch.testing.assert_close(keys.double(), expected, rtol=tolerance, atol=tolerance)
         return

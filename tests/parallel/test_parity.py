@@ -18,6 +18,7 @@ from tests.parallel.ranks import load_rank, on_ranks
 
 QUICK = (
     *("llama-gqa", "llama-mqa-head-dim", "llama-tied", "phi3", "qwen3", "gemma", "gpt2", "gpt-neox"),
+    *("cohere", "olmo2", "granite", "bloom"),
     *(
         "marian",
         "bart",

@@ -34,6 +34,7 @@ _SCORING = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
 )  # their heads for tokens are called `score` too
 
 _MODERNBERT = ClassifierTable("classifier", _FIRST, "head.dense", Activation.GELU, norm="head.norm")
@@ -53,7 +54,7 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
     "modernbert": _MODERNBERT,
-    **dict.fromkeys(("gpt2", "gpt_neox", *_SCORING), _DECODER),
+    **dict.fromkeys(("gpt2", "gpt_neox", "gptj", "falcon", "bloom", "mpt", "opt", *_SCORING), _DECODER),
 }
 _TOKENS: dict[str, ClassifierTable] = {"modernbert": replace(_MODERNBERT, input=ClassifierInput.EVERY)}
 
@@ -128,7 +129,8 @@ def token_classifier(config: ModelConfig, tokens: tuple[int, ...]) -> ModelConfi
     Raises `ConfigError` where that cannot be served.
     """
     head = config.head
-    if config.model_type not in _SCORING or head is None or head.softcap is not None or head.scale != 1.0:
+    plain = head is not None and head.softcap is None and head.scale == 1.0 and not head.bias
+    if config.model_type not in _SCORING or head is None or not plain:
         raise ConfigError(f"scores by the logits of tokens are not served for {config.model_type!r}")
     outside = [token for token in tokens if not 0 <= token < config.embedding.vocab_size]
     if outside:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.config.layer import Activation, AttentionConfig, LayerConfig
+from model.config.layer import Activation, AttentionConfig, LayerConfig, NormSpan
 from model.config.model import GenerationRules, HeadConfig
 from model.errors import ConfigError
 from model.families.table.rules import LinearRule, TensorRule
@@ -139,6 +139,15 @@ def self_attention(
     sources = {query: config.query_size, key: config.kv_size, value: config.kv_size}
     yield from fused(sources, f"{target}.qkv", bias=config.qkv_bias)
     yield LinearRule(out, f"{target}.out", config.out_bias)
+
+
+def heads_norm(config: AttentionConfig, target: str, query: str, key: str) -> Iterator[TensorRule]:
+    """Yield the rules of the norms of queries and keys, if there are any, without biases."""
+    if config.qk_norm is None:
+        return
+    whole = config.qk_norm_span is NormSpan.ALL_HEADS
+    for source, side, size in ((query, "q", config.query_size), (key, "k", config.kv_size)):
+        yield TensorRule(f"{source}.weight", f"{target}.{side}_norm.weight", shape=(size,) if whole else None)
 
 
 def cross_attention(

@@ -22,7 +22,9 @@ _KNOWN = {
 }
 
 
-def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 10_000.0) -> RotaryConfig:
+def rotary(
+    raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 10_000.0, interleaved: bool = False
+) -> RotaryConfig:
     """Return the rotary settings of a raw config.json; by default `share` of a head's dimensions is rotated."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
@@ -37,7 +39,7 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
     share = scaling.get("partial_rotary_factor") or top_level or share
     dim, theta = int(head_dim * share), float(scaling.get("rope_theta") or raw.get("rope_theta") or theta)
     if kind == "default":
-        return RotaryConfig(dim, theta)
+        return RotaryConfig(dim, theta, interleaved=interleaved)
     max_positions = raw["max_position_embeddings"]
     original = scaling.get("original_max_position_embeddings") or max_positions
     factor = scaling.get("factor")
@@ -56,6 +58,7 @@ def rotary(raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 1
         beta_slow=scaling.get("beta_slow") or 1.0,
         truncate=scaling.get("truncate", True),
         attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+        interleaved=interleaved,
     )
 
 

@@ -22,11 +22,33 @@ _OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 @dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Rows that are stored group by group, each a part of q, of k and of v, and wanted part by part.
+
+    `widths` are the heads of each part in a group, as they are stored; the part `order[i]` of these is the i-th wanted.
+    """
+
+    groups: int
+    widths: tuple[int, ...] = (1, 1, 1)
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def stored_heads(self) -> list[int]:
+        """For each wanted head in turn, which of the stored ones it is."""
+        each, starts = sum(self.widths), [sum(self.widths[:part]) for part in range(len(self.widths))]
+        return [
+            group * each + starts[part] + head
+            for part in self.order
+            for group in range(self.groups)
+            for head in range(self.widths[part])
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorRule:
     """The tensor `source` fills `target`, or its rows `[start, stop)` where several tensors are fused into one.
 
     `shape` is how it is stored where that is not the target's own. `transpose` swaps rows and columns (Conv1D);
-    `interleaved` (heads, parts) is stored head by head, `[heads, parts, dim]` rows, and wanted part by part (GPT-NeoX).
+    `interleaved` is stored head by head of q, k and v, and wanted part by part (GPT-NeoX).
     Of a tensor that fills several targets each rule takes a `part` of its rows (nn.MultiheadAttention), and has a
     `shape`. A `duplicate` may be absent; where present it must equal what fills the target (tied weights stored twice).
     `holds` says which numbers are stored; None: floating-point numbers of any kind. One stored row is for `repeat` rows
@@ -39,7 +61,7 @@ class TensorRule:
     transpose: bool = False
     shape: Shape | None = None
     part: tuple[int, int] | None = None
-    interleaved: tuple[int, int] | None = None
+    interleaved: Interleaved | None = None
     duplicate: bool = False
     holds: NumberKind | None = None
     repeat: int = 1
@@ -57,7 +79,7 @@ class LinearRule:
     bias: bool = True
     rows: tuple[int, int] | None = None
     transpose: bool = False
-    interleaved: tuple[int, int] | None = None
+    interleaved: Interleaved | None = None
 
     def tensors(self, storage: Storage) -> Iterator[TensorRule]:
         """The rules of a matrix that is stored so."""

@@ -34,10 +34,12 @@ typedef struct {
 } AttentionShape;
 
 /* What is added to scores by the distance from query to key: [heads][width], key - query at width / 2 + key - query.
- * Distances up to 32 beyond the longest segment are read, as keys are scored in groups. */
+ * Distances up to 32 beyond the longest segment are read, as keys are scored in groups. With slopes there is no table:
+ * slope * (key - query) is added (Press et al. 2022), in causal attention. */
 typedef struct {
     const float *values;
     int64_t width;
+    const float *slopes; /* [heads]; null: values */
 } ScoreBias;
 
 /* Vectors of relative positions, for scores of contents with them: q_i . K(i - j) + k_j . Q(i - j) for query i and key

@@ -2,7 +2,7 @@
 #include "epilogue.h"
 
 /* How outputs are written: put, added to what is there, or rounded and put. */
-enum { PUT_FLOATS, ADD_FLOATS, PUT_BF16 };
+enum { PUT_FLOATS, ADD_FLOATS, ADD_SCALED, PUT_BF16 };
 
 /* Write the first `left` lanes (all of them if it is LANES or more) of a vector of outputs. */
 INLINE void put(const Output *to, int how, int64_t row, int64_t column, int64_t left, vec value) {
@@ -18,12 +18,14 @@ INLINE void put(const Output *to, int how, int64_t row, int64_t column, int64_t 
         return;
     }
     float *out = (float *)to->rows + at, rest[LANES];
+    int adds = how == ADD_FLOATS || how == ADD_SCALED;
+    if (how == ADD_SCALED) value *= to->add_scale;
     if (left >= LANES) {
-        store(out, how == ADD_FLOATS ? load(out) + value : value);
+        store(out, adds ? load(out) + value : value);
         return;
     }
     store(rest, value);
-    for (int64_t i = 0; i < left; i++) out[i] = how == ADD_FLOATS ? out[i] + rest[i] : rest[i];
+    for (int64_t i = 0; i < left; i++) out[i] = adds ? out[i] + rest[i] : rest[i];
 }
 
 /* Apply an activation, which is a constant. */
@@ -87,6 +89,8 @@ __attribute__((noinline)) void epilogue(const Product *product, const SumTile *t
     if (product->matrix->dtype == INT8 && !product->matrix->group) scale_integers(product, tile, vectors);
     if (product->output.bf16_rows)
         finish_in(PUT_BF16, product, tile, vectors);
+    else if (product->output.add && product->output.add_scale != 1.0f) /* of a sublayer, without an activation */
+        finish_as(NO_ACTIVATION, ADD_SCALED, product, tile, vectors);
     else if (product->output.add)
         finish_in(ADD_FLOATS, product, tile, vectors);
     else

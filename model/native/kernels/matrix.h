@@ -39,7 +39,8 @@ typedef struct {
     int64_t stride;     /* elements from row to row */
     int64_t bf16_rows;  /* whether rows are bf16 */
     int64_t activation; /* SOFTCAP: by `softcap` */
-    int64_t add;        /* whether the product is added to what float rows hold */
+    int64_t add;        /* whether the product, `add_scale` times, is added to what float rows hold */
+    float add_scale;
     float softcap;
 } Output;
 

@@ -44,7 +44,10 @@ INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t po
     static const ivec lanes = LANE_INDICES;
     score *= s->shape->scale;
     if (s->shape->softcap != 0.0f) score = softcap_vec(score, s->shape->softcap);
-    if (s->bias) score += load(s->bias->values + head * s->bias->width + s->bias->width / 2 + at - position);
+    if (s->bias && s->bias->slopes)
+        score += __builtin_convertvector(lanes + (int32_t)(at - position), vec) * s->bias->slopes[head];
+    else if (s->bias)
+        score += load(s->bias->values + head * s->bias->width + s->bias->width / 2 + at - position);
     if (at < from || at + LANES > to) {
         ivec key = lanes + (int32_t)at;
         score = select_vec((key >= (int32_t)from) & (key < (int32_t)to), score, splat(-__builtin_inff()));

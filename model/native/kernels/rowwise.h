@@ -53,6 +53,15 @@ static inline void rotate(float *head, const float *cos, const float *sin, int64
     }
 }
 
+/* The same of neighbours: pairs (2 i, 2 i + 1) (GPT-J). */
+static inline void rotate_neighbours(float *head, const float *cos, const float *sin, int64_t size) {
+    for (int64_t i = 0; i < size; i += 2) {
+        float a = head[i], b = head[i + 1];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + 1] = b * cos[i + 1] + a * sin[i + 1];
+    }
+}
+
 /* activation(gate) * up of a row that holds gate [size] and up [size], into its first half (Shazeer 2020). */
 static inline void gate_in_place(int64_t activation, float *row, int64_t size) {
     int64_t i = 0;

@@ -127,12 +127,13 @@ static void norm_rows(const StackContext *t, const Norm *norm, float *x, int64_t
     wait_for_threads(&t->team);
 }
 
-/* Add output norm(operand x matrix^T + bias) to rows of x. Ends at a barrier. */
+/* Add output norm(operand x matrix^T + bias) to rows of x, or without a norm `scale` times that product. Ends at a
+ * barrier. */
 static void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows,
-                         const Norm *output_norm, float *x) {
+                         const Norm *output_norm, float scale, float *x) {
     int64_t hidden = t->stack->hidden, first, last;
     if (output_norm->kind == NO_NORM) {
-        multiply(&t->team, matrix, operand, rows, (Output){.rows = x, .stride = hidden, .add = 1});
+        multiply(&t->team, matrix, operand, rows, (Output){.rows = x, .stride = hidden, .add = 1, .add_scale = scale});
         return;
     }
     multiply(&t->team, matrix, operand, rows, (Output){.rows = t->sublayer, .stride = hidden});
@@ -142,6 +143,21 @@ static void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Oper
         add_in_place(x + row * hidden, t->team.line, hidden);
     }
     wait_for_threads(&t->team);
+}
+
+/* Normalise a row's queries or keys [heads][dim] in place. */
+static void norm_heads(const AttentionLayer *layer, int64_t heads, const Norm *norm, float *rows) {
+    int64_t dim = layer->shape.dim;
+    if (norm->kind == NO_NORM) return;
+    if (layer->norm_span == ALL_HEADS) {
+        normalise(norm, rows, heads * dim, rows);
+        return;
+    }
+    for (int64_t head = 0; head < heads; head++) {
+        Norm own = *norm;
+        if (layer->norm_span == OWN_GAINS) own.weight += head * dim;
+        normalise(&own, rows + head * dim, dim, rows + head * dim);
+    }
 }
 
 /* Normalise and rotate each row's queries and keys, and write its keys and values into the layer's pages. As BF16,
@@ -157,13 +173,12 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
     thread_range(&t->team, step->rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         float *q = t->qkv + row * width;
-        for (int64_t head = 0; head < a->heads + kv_heads; head++) {
-            const Norm *norm = head < a->heads ? &layer->q_norm : &layer->k_norm;
-            float *at = q + head * a->dim;
-            if (norm->kind != NO_NORM) normalise(norm, at, a->dim, at);
-            if (!rotary) continue;
+        norm_heads(layer, a->heads, &layer->q_norm, q);
+        norm_heads(layer, kv_heads, &layer->k_norm, q + keys);
+        for (int64_t head = 0; rotary && head < a->heads + kv_heads; head++) {
             int64_t angles = (t->first_row + row) * rotary->dim;
-            rotate(at, rotary->cos + angles, rotary->sin + angles, rotary->dim);
+            (rotary->interleaved ? rotate_neighbours : rotate)(q + head * a->dim, rotary->cos + angles,
+                                                               rotary->sin + angles, rotary->dim);
         }
         if (pages) write_kv(a, pages, slots[row], q + keys, q + values);
         if (kind == BF16) narrow_in_place(q, width);
@@ -175,7 +190,7 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
 static void finish_attention(const StackContext *t, const AttentionLayer *layer) {
     int64_t rows = t->step->rows;
     Operand operand = prepare_operand(&t->team, NULL, &layer->output, t->attended, rows);
-    add_sublayer(t, &layer->output, operand, rows, &layer->norms.output, t->x);
+    add_sublayer(t, &layer->output, operand, rows, &layer->norms.output, layer->scale, t->x);
     norm_rows(t, &layer->norms.post, t->x, rows);
 }
 
@@ -275,7 +290,7 @@ static void mlp(const StackContext *t, const MLPLayer *layer, const float *from,
         multiply(&t->team, &layer->up, operand, rows, up);
         inner = gated_operand(t, layer, rows);
     }
-    add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, x);
+    add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
 }
 
 static void run_layer(const StackContext *t, int64_t number) {

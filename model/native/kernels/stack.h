@@ -13,17 +13,23 @@ typedef struct {
     Norm pre, output, post;
 } SublayerNorms;
 
+/* A norm of queries or keys is of each head, all with gains [dim] (Qwen3) or each with its own [heads][dim] (Cohere), or
+ * of all heads of a row together, with gains [heads][dim] (OLMo 2). */
+enum { EACH_HEAD = 0, OWN_GAINS = 1, ALL_HEADS = 2 };
+
 /* Self or cross attention of one layer. The indices name entries of the step's arrays. */
 typedef struct {
     SublayerNorms norms;
     AttentionShape shape;
-    Norm q_norm, k_norm; /* of each head's queries and keys; cross attention has no k_norm: its keys are in the cache */
+    Norm q_norm, k_norm; /* of queries and keys; cross attention has no k_norm: its keys are in the cache */
+    int64_t norm_span;   /* of what these are taken: EACH_HEAD, OWN_GAINS or ALL_HEADS */
     PackedMatrix input;  /* self: queries, keys, values [(heads + 2 kv_heads) dim, hidden]; cross: queries */
     PackedMatrix output; /* [hidden, heads dim] */
     int64_t segments;    /* which segments: layers of one KV cache pool share block tables */
     int64_t rotary;      /* which rotary table; -1: no rotary positions */
     int64_t score_bias;  /* which bias is added to scores; -1: none */
     int64_t relative;    /* which relative positions contents are compared with, in encoders; -1: none */
+    float scale;         /* of what is added to x (Granite), where there is no output norm */
 } AttentionLayer;
 
 /* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). */
@@ -32,6 +38,7 @@ typedef struct {
     PackedMatrix up;   /* [inner, hidden]; gated: gate, then up [2 inner, hidden] */
     PackedMatrix down; /* [hidden, inner] */
     int64_t gated, activation;
+    float scale; /* as of attention */
 } MLPLayer;
 
 /* One layer. Layers may differ in everything but the hidden size. */
@@ -54,6 +61,7 @@ typedef struct {
 typedef struct {
     const float *cos, *sin;
     int64_t dim;
+    int64_t interleaved; /* whether pairs are neighbours, not a half of dim apart */
 } RotaryTable;
 
 /* One run through layers [first_layer, last_layer) of a stack; behind its last layer comes the final norm. */

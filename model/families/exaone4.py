@@ -1,0 +1,50 @@
+"""EXAONE 4: Llama with norms behind the sublayers and of each query and key; where some layers have windows, the others
+have no positions (LG AI Research 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from model.config.layer import Norms
+from model.config.model import ModelConfig
+from model.errors import ConfigError
+from model.families import llama
+from model.families.olmo import OUTPUT_NORMS
+from model.families.table.bidirectional import either_way
+from model.families.table.decoders import with_attention, with_layers
+from model.families.table.helpers import layers_by_type
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family
+
+
+def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = llama.config(raw.otherwise(rms_norm_eps=1e-5), names)
+    assert base.decoder is not None
+    norm, count = base.decoder.final_norm, base.decoder.num_layers
+    base = with_attention(with_layers(base, norms=(Norms(output=norm),) * 2), qk_norm=norm)
+    assert base.decoder is not None
+    layer, window = base.decoder.layers[0], raw.get("sliding_window", 4096)
+    if window is None:
+        layers_by_type(raw, {"full_attention": layer}, count, 1)
+        raw.get("sliding_window_pattern")
+        return base
+    layers = {
+        "sliding_attention": replace(layer, mixer=replace(layer.mixer, window=window)),
+        "full_attention": replace(layer, mixer=replace(layer.mixer, position=None)),
+    }
+    return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, _period(raw))))
+
+
+def _period(raw: Settings) -> int:
+    """Every so many layers one has full attention; raises `ConfigError` for a pattern without `layer_types`."""
+    pattern = raw.get("sliding_window_pattern", 4)
+    if raw.get("layer_types") is None and not isinstance(pattern, int):
+        raise ConfigError(f"sliding_window_pattern {pattern!r} is served with layer_types only")
+    return pattern if isinstance(pattern, int) else 1
+
+
+FAMILIES = {
+    "exaone4": either_way(Family(config, partial(llama.rules, norms=OUTPUT_NORMS), "model.", llama.DROPPED)),
+}

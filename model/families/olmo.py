@@ -1,0 +1,58 @@
+"""OLMo 2 and 3: Llama with norms behind the sublayers, not before, and of all queries' and all keys' heads together.
+
+OLMo 2 (OLMo team 2025) has full attention; in OLMo 3 three of four layers have a window, and only the others stretch
+their rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from model.config.layer import Norms, NormSpan
+from model.config.model import ModelConfig
+from model.families import llama
+from model.families.table.bidirectional import either_way
+from model.families.table.decoders import with_attention, with_layers
+from model.families.table.helpers import layers_by_type
+from model.families.table.raw_config import Settings
+from model.families.table.rope import rotary, settings_by_type
+from model.families.table.rules import Family
+
+# The stored names of norms behind the sublayers; EXAONE 4 has the same.
+OUTPUT_NORMS = {"post_attention_layernorm": "attn_norms.output", "post_feedforward_layernorm": "mlp_norms.output"}
+_PERIOD = 4  # every fourth layer of OLMo 3 has full attention
+
+
+def olmo2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = llama.config(raw.otherwise(rms_norm_eps=1e-5), names)
+    assert base.decoder is not None
+    norm = base.decoder.final_norm
+    base = with_layers(base, norms=(Norms(output=norm),) * 2)
+    return with_attention(base, qk_norm=norm, qk_norm_span=NormSpan.ALL_HEADS)
+
+
+def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    plain = raw.otherwise(rope_theta=500_000.0)
+    sets = raw.get("rope_parameters") or {}
+    ropes = settings_by_type(
+        raw if "rope_type" not in sets else raw.but(rope_parameters=None),
+        {"full_attention": plain, "sliding_attention": plain.but(rope_scaling=None)},
+    )
+    base = olmo2(ropes["full_attention"], names)
+    assert base.decoder is not None
+    layer = base.decoder.layers[0]
+    position, window = rotary(ropes["sliding_attention"], layer.mixer.head_dim), raw.get("sliding_window", 4096)
+    sliding = replace(layer, mixer=replace(layer.mixer, window=window, position=position))
+    layers = {"sliding_attention": sliding, "full_attention": layer}
+    return replace(
+        base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, base.decoder.num_layers, _PERIOD))
+    )
+
+
+_RULES = partial(llama.rules, norms=OUTPUT_NORMS)
+FAMILIES = {
+    "olmo2": either_way(Family(olmo2, _RULES, "model.", llama.DROPPED)),
+    "olmo3": either_way(Family(olmo3, _RULES, "model.", llama.DROPPED)),
+}

@@ -1,0 +1,80 @@
+"""Rows of `tests.model.checkpoints` for dense decoders: odd shapes, windows that prompts cross, each mechanism once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+VOCAB = 97
+Rows = dict[str, Callable[[], Any]]
+
+
+def random_model(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
+    """How to make a random model of `transformers`' class `architecture`."""
+
+    def make() -> Any:
+        import transformers
+
+        model_class = getattr(transformers, architecture)
+        model = model_class(model_class.config_class(**{**settings, **changes}))
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+        return model
+
+    return make
+
+
+SIZES = dict(vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=48)
+_IDS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+LLAMA = dict(**SIZES, **_IDS, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False)
+_ROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))
+_FOUR = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5)
+_MULTIPLIERS = dict(
+    embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5, **_ROPE
+)
+_OLMO3_ROPES = dict(
+    full_attention=dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16),
+    sliding_attention=dict(rope_type="default", rope_theta=500.0),
+)
+_GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
+_FALCON = dict(**{**SIZES, "num_attention_heads": 6, "hidden_size": 48}, **_IDS, **_ROPE)
+del _FALCON["intermediate_size"]
+BLOOM = dict(vocab_size=VOCAB, hidden_size=36, n_layer=2, n_head=6, **_IDS)
+_OPT: dict[str, Any] = dict(vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, ffn_dim=48)
+_OPT |= dict(max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=1)
+
+DENSE_DECODERS: Rows = {
+    "granite": random_model("GraniteForCausalLM", LLAMA, **_MULTIPLIERS),
+    "smollm3": random_model(
+        "SmolLM3ForCausalLM",
+        LLAMA,
+        num_hidden_layers=4,
+        no_rope_layers=[1, 0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
+    "olmo2": random_model("Olmo2ForCausalLM", LLAMA, **_ROPE),
+    "olmo3": random_model("Olmo3ForCausalLM", LLAMA, **_FOUR, rope_parameters=_OLMO3_ROPES),
+    "exaone4": random_model("Exaone4ForCausalLM", LLAMA, **_FOUR, **_ROPE),
+    "cohere": random_model("CohereForCausalLM", LLAMA, use_qk_norm=True, tie_word_embeddings=True, **_ROPE),
+    "cohere2": random_model("Cohere2ForCausalLM", LLAMA, **_FOUR, logit_scale=0.5, **_ROPE),
+    "stablelm": random_model("StableLmForCausalLM", LLAMA, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm-parallel": random_model(
+        "StableLmForCausalLM", LLAMA, qk_layernorm=True, use_parallel_residual=True, partial_rotary_factor=0.5
+    ),
+    "starcoder2": random_model("Starcoder2ForCausalLM", LLAMA, sliding_window=7, **_ROPE),
+    "phi": random_model("PhiForCausalLM", LLAMA, qk_layernorm=True, num_key_value_heads=4),
+    "gptj": random_model("GPTJForCausalLM", _GPTJ),
+    "codegen": random_model("CodeGenForCausalLM", _GPTJ, n_head=8, n_embd=48),
+    "falcon": random_model("FalconForCausalLM", _FALCON),
+    "falcon-groups": random_model("FalconForCausalLM", _FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-slopes": random_model(
+        "FalconForCausalLM",
+        _FALCON,
+        **dict(num_attention_heads=8, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    ),
+    "bloom": random_model("BloomForCausalLM", BLOOM),
+    "mpt": random_model("MptForCausalLM", dict(vocab_size=VOCAB, d_model=36, n_layers=2, n_heads=6, **_IDS)),
+    "opt": random_model("OPTForCausalLM", _OPT),
+    "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
+}
