@@ -7,7 +7,6 @@ launched depends on shapes and upper bounds alone: a step over static buffers ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -29,6 +28,7 @@ from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, c
 from model.cache.paged import LayerCache
 from model.config.cache import SCALED_KINDS, PagedSpec
 from model.config.layer import AttentionConfig, DisentangledConfig, XLNetRelativeConfig
+from model.system.devices import processors
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -123,7 +123,7 @@ class TritonBackend(PreparingBackend):
 
     def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
         """Into how many parts keys are split, a power of two: two programs for each processor, if keys suffice."""
-        wanted = min(2 * _processors(device) // programs, max_kv_len // _MIN_PART, _MAX_PARTS)
+        wanted = min(2 * processors(device) // programs, max_kv_len // _MIN_PART, _MAX_PARTS)
         return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
     def launch_bounds(
@@ -323,10 +323,3 @@ def _packed_starts(lengths: DeviceLengths) -> Tensor:
 
 def _block_dim(config: AttentionConfig) -> int:
     return max(16, triton.next_power_of_2(config.head_dim))  # a product's inner dimension is at least 16
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # the interpreter plays an H200
-    return torch.cuda.get_device_properties(device).multi_processor_count

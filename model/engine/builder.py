@@ -18,6 +18,7 @@ from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import PoolSize
+from model.config.formats import QUANTIZED_LAYERS
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.cache_budget import KVLayout, fit_context, kv_dtype, max_context
@@ -28,6 +29,7 @@ from model.engine.execution.model_runner import ModelRunner
 from model.engine.fp8_settings import check_kv_dtype, fp8_projections
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
+from model.engine.integer_settings import integer_projections
 from model.engine.memory_plan import plan_memory, plan_pool, plan_share
 from model.engine.model_info import describe_model, weight_bytes
 from model.engine.scheduling.block_manager import BlockManager
@@ -194,8 +196,15 @@ def linears_of(
             quantization=engine.quantization,
             batch_invariant=engine.batch_invariant,
         )
-    ranks, fp8 = engine.tensor_parallel_size, fp8_projections(engine, config, device)
-    return LinearFactory(dtype, device, fp8=fp8, collective=Group(Shard(0, ranks), device) if ranks > 1 else None)
+    ranks = engine.tensor_parallel_size
+    return LinearFactory(
+        dtype,
+        device,
+        quantization=engine.quantization if engine.quantization in QUANTIZED_LAYERS else "none",
+        fp8=fp8_projections(engine, config, device),
+        integers=integer_projections(engine, config, device, selection.reason),
+        collective=Group(Shard(0, ranks), device) if ranks > 1 else None,
+    )
 
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
@@ -292,8 +301,6 @@ def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selectio
         if config.adapters is not None and engine.batch_invariant:
             raise ConfigError(f"batch_invariant: the native kernels do not compute the adapters of {config.model_type}")
         return
-    if engine.quantization not in ("none", "fp8"):
-        raise ConfigError(f"quantization {engine.quantization} needs the native backend; {selection.reason}")
     if engine.batch_invariant:
         raise ConfigError(f"batch_invariant needs the native backend; {selection.reason}")
 

@@ -47,13 +47,14 @@ def describe_model(
     device = next(model.parameters()).device
     dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
     kept_in_fp8 = model.linear.fp8 is not None and any(map(keeps, stored_formats(config)))
+    in_integers = selection.library is not None or model.linear.integers is not None
     if spec.engine.quantization != "none":
         dtype, reason = spec.engine.quantization, "asked for"
     elif kept_in_fp8:
         dtype, reason = "fp8", "the checkpoint stores it so"
-    elif selection.library is not None and (kept := _kept(config, kept_as_stored)):
+    elif in_integers and (kept := _kept(config, kept_as_stored)):
         dtype, reason = kept, "the checkpoint stores it so"
-    elif selection.library is not None and (kept := _kept(config, nearest_kept)):
+    elif in_integers and (kept := _kept(config, nearest_kept)):
         dtype, reason = kept, f"the nearest to {_names(config)}, as the checkpoint stores it"
     elif config.stored_as:
         reason += f"; stored as {_names(config)}"

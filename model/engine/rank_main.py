@@ -87,7 +87,14 @@ class RankWorker:
         group = Group(self._shard, device)
         found = select_backend(device, dtype, load.attention_backend)
         selection = select_layers(found, self._shard.config(checkpoint.config), dtype, dtype)
-        linear = LinearFactory(dtype, device, fp8=load.fp8, collective=group)
+        linear = LinearFactory(
+            dtype,
+            device,
+            quantization=load.quantization,
+            fp8=load.fp8,
+            integers=load.integers,
+            collective=group,
+        )
         self._model = load_model(checkpoint, selection.backend, linear)
         self._group = group
         self._answer()

@@ -30,11 +30,12 @@ def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
     """How stored formats are served that `linear` does not keep as they are."""
     found = []
     for storage in stored_formats(config):
-        if (linear.native and kept_as_stored(storage) is not None) or (linear.fp8 is not None and keeps(storage)):
+        in_integers = bool(linear.native) or linear.integers is not None
+        if (in_integers and kept_as_stored(storage) is not None) or (linear.fp8 is not None and keeps(storage)):
             continue
-        if linear.native and linear.quantized:
+        if (linear.native or linear.integers) and linear.quantization != "none":
             kept = f"{linear.quantization}{_QUANTIZED.get(linear.quantization, '')}"
-        elif linear.native and (nearest := nearest_kept(storage)) is not None:
+        elif in_integers and (nearest := nearest_kept(storage)) is not None:
             kept = f"{nearest.weight} in groups of {nearest.group}, {_NEAREST[nearest.weight]}"
         else:
             kept = f"{str(linear.dtype).removeprefix('torch.')}, {_ROUNDING[linear.dtype]}"

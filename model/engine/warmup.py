@@ -1,8 +1,8 @@
 """What a GPU does for the first time takes seconds: kernels are compiled, handles made. So it does it at start.
 
 Kernels of attention are compiled by kind of launch, and which kinds there are is known (`CompiledBackend`): each is
-launched over a token or two that see nothing; so is each kind of product in fp8. A few requests then meet the rest:
-other products, small fused steps, sampling.
+launched over a token or two that see nothing; so is each kind of product in fp8 and in integers. A few requests then
+meet the rest: other products, small fused steps, sampling.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from model.config.layer import BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
-from model.linear.base import linears
-from model.linear.fp8 import TILED_ROWS, Fp8Linear
+from model.linear.base import CompiledLinear, linears
 from model.linear.parallel import ParallelLinear
 from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
@@ -99,14 +98,17 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
 
 @torch.inference_mode()
 def compile_products(model: Transformer) -> int:
-    """Multiply by the projections in fp8, one of each shape, in each kind of launch; how many kinds that were."""
+    """Multiply by the projections in fp8 and in integers, one of each kind, in each kind of launch; how many launches.
+
+    Projections are of a kind if they share compiled kernels.
+    """
     products = (linear.product if isinstance(linear, ParallelLinear) else linear for linear in linears(model))
-    shapes = {(one.weight.shape, one.block, one.bias is None): one for one in products if isinstance(one, Fp8Linear)}
-    for linear in shapes.values():
-        for rows in TILED_ROWS:
+    kinds = {one.compiled_for: one for one in products if isinstance(one, CompiledLinear)}
+    for linear in kinds.values():
+        for rows in linear.tiled_rows:
             linear(torch.zeros(rows, linear.spec.inputs, dtype=model.dtype, device=linear.device))
         give_way()
-    return len(shapes) * len(TILED_ROWS)
+    return sum(len(linear.tiled_rows) for linear in kinds.values())
 
 
 @torch.inference_mode()

@@ -8,9 +8,10 @@ ranks are the `Linear`'s own affair.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +184,17 @@ class Linear(nn.Module):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
+
+
+class CompiledLinear(Linear):
+    """A projection whose product is compiled for each kind of launch, when that is first run."""
+
+    tiled_rows: ClassVar[tuple[int, ...]]  # the first number of rows of each kind
+
+    @property
+    @abstractmethod
+    def compiled_for(self) -> Hashable:
+        """What its kernels are compiled for, beside numbers of rows; alike projections share them."""
 
 
 def softcapped(outputs: Tensor, softcap: float | None) -> Tensor:

@@ -14,6 +14,7 @@ from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
 from model.linear.fp8 import Fp8Linear, keeps
+from model.linear.integers import integer_linear
 from model.linear.native import native_linear
 from model.linear.parallel import Collective, ParallelLinear
 from model.native.library import Library
@@ -29,11 +30,13 @@ class LinearFactory:
     device: torch.device = CPU
     native: tuple[tuple[str, NumberFormat], ...] = ()  # what C computes: patterns of names, the first that fits
     library: Library | None = None  # None, with `native`: for sizes alone
-    quantization: str = "none"  # the setting that asks for the formats in `native`
+    quantization: str = "none"  # the setting that asks for the formats in `native` or `integers`
     # By name, what the checkpoint does not have as floats.
     stored_as: Mapping[str, Storage] = field(default_factory=dict)
     # Patterns of names of what torch keeps in fp8, beside what is stored so; None: nothing is.
     fp8: tuple[str, ...] | None = None
+    # The same of what torch keeps in integers, and how, with activations as they are.
+    integers: tuple[tuple[str, NumberFormat], ...] | None = None
     collective: Collective | None = None  # the ranks that share the network; None: there is one
     prefix: str = ""  # of the names in the specs that it is given
 
@@ -50,6 +53,8 @@ class LinearFactory:
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
                 return native_linear(self._kept(number_format, stored_as), spec, self.dtype, self.library)
+        if (as_integers := self._in_integers(spec.name, stored_as)) is not None:
+            return integer_linear(spec, self.dtype, self.device, as_integers, stored_as)
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)
@@ -61,14 +66,23 @@ class LinearFactory:
 
     def _kept(self, number_format: NumberFormat, stored_as: Storage) -> NumberFormat:
         """What C keeps: as it is stored if it can be, else what is asked for, else what is nearest."""
-        asked = replace(number_format, stored_as=stored_as)
+        return self._as_stored(stored_as) or replace(number_format, stored_as=stored_as)
+
+    def _as_stored(self, stored_as: Storage) -> NumberFormat | None:
+        """The integers that are kept because they are stored; None: those that are asked for, if any."""
         nearest = nearest_kept(stored_as) if self.quantization == "none" else None
-        return kept_as_stored(stored_as) or nearest or asked
+        return kept_as_stored(stored_as) or nearest
 
     def _in_fp8(self, name: str, stored_as: Storage) -> bool:
         if self.fp8 is None or not keeps(stored_as):
             return False
         return stored_as != FLOAT or any(fnmatchcase(name, pattern) for pattern in self.fp8)
+
+    def _in_integers(self, name: str, stored_as: Storage) -> NumberFormat | None:
+        if self.integers is None:
+            return None
+        asked = (kept for pattern, kept in self.integers if fnmatchcase(name, pattern))
+        return self._as_stored(stored_as) or next(asked, None)
 
     def within(self, name: str) -> LinearFactory:
         """The same for the projections of the module `name`."""

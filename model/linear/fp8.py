@@ -9,7 +9,7 @@ scale for each output, are multiplied by `torch._scaled_mm`, which adds in anoth
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from importlib.util import find_spec
 
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from model.config.formats import FLOAT, NumberKind, Storage
 from model.config.sharding import Index
-from model.linear.base import Linear, LinearSpec, TensorShape, softcapped
+from model.linear.base import CompiledLinear, LinearSpec, TensorShape, softcapped
 from model.linear.scales import StoredScales
 from model.system import fallbacks
 
 LARGEST = 448.0  # of float8_e4m3fn
 FEW = 16  # rows that the Triton kernel multiplies, of weights with a scale for each output
-TILED_ROWS = (1, FEW + 1, 65)  # the first numbers of rows of each kind of launch
 _CAPABILITY = (8, 9)  # the first that multiplies fp8
 _LEAST_BLOCK = 32  # inputs of a product of tensor cores
 _WITHOUT = "fp8 products of many rows are Triton's"
@@ -52,8 +51,10 @@ def keeps(storage: Storage) -> bool:
     )
 
 
-class Fp8Linear(Linear):
+class Fp8Linear(CompiledLinear):
     """`x W^T + b` with W in float8_e4m3fn as it is stored, or quantised with a scale for each output as it is read."""
+
+    tiled_rows = (1, FEW + 1, 65)
 
     def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, storage: Storage) -> None:
         super().__init__(spec, dtype, device)
@@ -67,6 +68,10 @@ class Fp8Linear(Linear):
         self.kernels = _has_kernels(device)  # else torch multiplies, by `reference`
         self._scales = None if storage == FLOAT else StoredScales(spec, storage, device)
         self._stored = {} if self._scales is None else self._scales.tensors()
+
+    @property
+    def compiled_for(self) -> Hashable:
+        return Fp8Linear, self.weight.shape, self.block, self.bias is None
 
     def kept_dtype(self, name: str) -> torch.dtype:
         return {"weight": torch.float8_e4m3fn, "weight_scale": torch.float32}.get(name, self.dtype)

@@ -97,4 +97,5 @@ class DequantizedWhileRead(Linear):
             super().fill(name, into, values)
 
     def finish(self) -> None:
+        super().finish()
         self._scales = None

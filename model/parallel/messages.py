@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, DeviceLengths
+from model.config.formats import NumberFormat
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 
@@ -34,6 +35,8 @@ class Load(msgspec.Struct, tag=True):
     device: str
     attention_backend: str
     fp8: tuple[str, ...] | None  # as `LinearFactory` has it
+    integers: tuple[tuple[str, NumberFormat], ...] | None  # likewise
+    quantization: str
 
 
 class Pools(msgspec.Struct, tag=True):

@@ -118,8 +118,8 @@ def load_rank0(
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
     assert isinstance(group, Group)
     loads = [
-        Load(path, pickle, max_model_len, dtype, str(rank_device(group.device, rank)), preferred, linear.fp8)
-        for rank in range(1, group.shard.size)
+        Load(path, pickle, max_model_len, dtype, device, preferred, linear.fp8, linear.integers, linear.quantization)
+        for device in (str(rank_device(group.device, rank)) for rank in range(1, group.shard.size))
     ]
     rank_processes = RankProcesses(name, group, loads)
     try:

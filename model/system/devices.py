@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from model.errors import ConfigError
@@ -23,3 +25,11 @@ def resolve_device(name: str) -> torch.device:
 def has_fast_bf16() -> bool:
     """Return whether this CPU has bfloat16 products: AVX-512 BF16 or AMX."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of a GPU's streaming multiprocessors; of a CPU, whose interpreter plays an H200, 132."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -192,8 +192,8 @@ OPTIONS: tuple[Option, ...] = (
         "quantization",
         one_of(*QUANTIZATIONS),
         _ENGINE.quantization,
-        "weight matrices in 8 or 4 bits, their inputs in 8: int8 and int4 on a CPU (-g: so many inputs share a scale), "
-        "fp8 on a GPU of compute capability 8.9 and later",
+        "weight matrices in 8 or 4 bits: int8 and int4 (-g: so many inputs share a scale), on a CPU their inputs in 8; "
+        "fp8, their inputs too, on a GPU of compute capability 8.9 and later",
         "|".join(QUANTIZATIONS),
         per_model=True,
     ),

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,18 @@ from model.api.request import SamplingParams
 from model.attention import triton_heads
 from model.attention.preparation import HeadNorm, Preparation
 from model.cache.paged import LayerCache
-from model.linear import triton_fp8
+from model.linear import triton_fp8, triton_integers
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
-TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CPU = torch.device("cpu")
 
@@ -87,6 +94,8 @@ def taken(made: Any) -> dict[str, Any]:
         "warp_group_products": made.asm["ptx"].count("wgmma.mma_async"),
         "contracted": made.asm["ptx"].count("fma.rn"),
         "asynchronous_copies": made.asm["ptx"].count("cp.async.c"),
+        "conversions": made.asm["ptx"].count("cvt.rn.f32.s"),  # integers to floats, one by one
+        "masks": made.asm["ptx"].count("lop3.b32"),
         "fp8_products": made.asm["ptx"].count("e4m3.e4m3"),
     }
 
@@ -99,6 +108,8 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
         (triton_sampling, "sampling_kernel"),
         (triton_fp8, "quantize"),
         (triton_fp8, "scaled_product"),
+        (triton_integers, "grouped_product"),
+        (triton_integers, "dequantize"),
     ]
     before = [getattr(module, name) for module, name in kernels]
     for (module, name), kernel in zip(kernels, before, strict=True):
@@ -148,6 +159,30 @@ def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str
         yield name
 
 
+def integer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name products with integer weights, and launch them: few rows, several, many, all as floats."""
+    for bits, group, offset, dtype in (
+        (4, 128, None, torch.bfloat16),
+        (4, 64, None, torch.bfloat16),
+        (4, 32, None, torch.bfloat16),
+        (4, 128, torch.int8, torch.bfloat16),
+        (4, 32, torch.float32, torch.bfloat16),
+        (4, 64, None, torch.float16),
+        (8, 128, None, torch.bfloat16),
+        (8, 0, None, torch.bfloat16),
+    ):
+        for outputs, inputs in ((4096, 4096), (28672, 4096)):
+            weight = torch.zeros(outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+            factors = torch.zeros(inputs // group if group else 1, outputs, dtype=dtype)
+            offsets = None if offset is None else factors.to(offset)
+            packed = (weight, factors, offsets)
+            for rows in (1, 40, 200) if outputs == 4096 else (1,):
+                x = torch.zeros(rows, inputs, dtype=dtype)
+                name = f"{bits} bits, groups of {group}, offsets {offset}, {dtype}, {outputs} outputs, {rows} rows"
+                yield name, partial(triton_integers.multiply, x, *packed, None, bits, group)
+        yield f"of {bits} bits {dtype}", partial(triton_integers.dequantized, *packed, bits, group, inputs, dtype)
+
+
 def main(capability: int) -> None:
     for case in cases(capability):
         with compiling(capability) as found:
@@ -178,6 +213,11 @@ def main(capability: int) -> None:
             triton_fp8.multiply(numbers, scales, weight, weight_scales, None, block, torch.bfloat16)
         for kernel in found:
             print(json.dumps({"case": f"fp8 {rows} {block}", **kernel}), flush=True)
+    for name, launch in integer_cases():
+        with compiling(capability) as found:
+            launch()
+        for kernel in found:
+            print(json.dumps({"case": f"integers {name}", **kernel}), flush=True)
 
 
 if __name__ == "__main__":

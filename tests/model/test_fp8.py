@@ -230,7 +230,8 @@ def test_many_rows_are_multiplied_by_torch_as_few_are_by_triton() -> None:
 def test_each_kind_of_launch_is_compiled_at_start() -> None:
     for group in (0, 32, 128):
         kinds = [
-            {triton_fp8.choose_tiles(rows, group) for rows in counts} for counts in (fp8.TILED_ROWS, range(1, 300))
+            {triton_fp8.choose_tiles(rows, group) for rows in counts}
+            for counts in (Fp8Linear.tiled_rows, range(1, 300))
         ]
         assert kinds[0] == kinds[1]
     checkpoint = read_checkpoint(saved("llama-gqa").path)
@@ -238,7 +239,9 @@ def test_each_kind_of_launch_is_compiled_at_start() -> None:
     multiplied = []
     for linear in linears(model):
         linear.register_forward_hook(lambda linear, given, _: multiplied.append((linear.spec.name, len(given[0]))))
-    assert compile_products(model) == len(multiplied) == 4 * len(fp8.TILED_ROWS)  # qkv, out, up and down of one layer
+    assert (
+        compile_products(model) == len(multiplied) == 4 * len(Fp8Linear.tiled_rows)
+    )  # qkv, out, up and down of one layer
     assert compile_products(load_model(checkpoint, SdpaBackend())) == 0
 
 

@@ -20,19 +20,24 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 
 from model.attention.triton import TritonBackend
 from model.cache.paged import KVCache
+from model.checkpoint.folder import read_checkpoint
+from model.config.formats import QUANTIZED_LAYERS
 from model.engine.execution import model_runner
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.linear import triton_fp8, triton_integers
+from model.linear.factory import LinearFactory
 from model.network import fused_ops, mlp
 from model.network.layer import Layer
 from model.network.transformer import Transformer
+from model.network.weights import load_model
 from model.sampling import random_sampling, sampler, triton_sampling
 from model.system.transfer import HostCopy
 from tests.engine.support import pools_for, request
-from tests.model.checkpoints import CPU, loaded
+from tests.model.checkpoints import CPU, loaded, saved
 from tests.model.launches import KERNELS
 
 ALLOCATES = ("empty", "new_empty")
@@ -80,10 +85,15 @@ def is_view(result: Any, args: Any) -> bool:
     return isinstance(first, Tensor) and first.untyped_storage().data_ptr() in places
 
 
-def of_each_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
+PRODUCTS = {"grouped_product": triton_integers, "quantize": triton_fp8, "scaled_product": triton_fp8}
+
+
+def of_each_layer(
+    kind: str, monkeypatch: pytest.MonkeyPatch, linear: LinearFactory | None = None
+) -> list[Counter[str]]:
     """What each layer launches in a recorded step."""
     launches = Launches()
-    for name, module in KERNELS.items():
+    for name, module in (KERNELS | PRODUCTS).items():
         monkeypatch.setattr(module, name, launches.kernel(name))
     for module, name in COMPILED:
         monkeypatch.setattr(module, name, launches.compiled(getattr(module, name)))
@@ -98,7 +108,8 @@ def of_each_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Counter[st
         return result
 
     monkeypatch.setattr(Layer, "advance", counted)
-    model = loaded(kind, TritonBackend(), torch.bfloat16)
+    linear = linear or LinearFactory(torch.bfloat16)
+    model = load_model(read_checkpoint(saved(kind).path), TritonBackend(), linear)
     assert model.decoder is not None
     pools = pools_for(model.decoder.config, 20)
     cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 16, torch.bfloat16, CPU)
@@ -131,6 +142,19 @@ def test_launches_of_a_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     # The angles of a step are one launch; beside them the first layer has its first norm alone, or T5's table.
     assert first["turns"] == (kind in ("llama-gqa", "qwen3", "gemma3", "gpt-neox"))
     assert sum(first.values()) <= EXPECTED[kind] + first["turns"] + 2, first
+
+
+@pytest.mark.parametrize("name", ["int4", "int8-g128", "fp8"])
+def test_launches_of_a_layer_with_weights_in_fewer_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers are products like others; fp8 quantises what comes, once for each of the four products."""
+    patterns = ("decoder.layers.*",)
+    linear = LinearFactory(torch.bfloat16, fp8=patterns)
+    if name != "fp8":
+        linear = LinearFactory(torch.bfloat16, integers=((*patterns, QUANTIZED_LAYERS[name][0]),))
+    _, layer, *_ = of_each_layer("qwen3", monkeypatch, linear)
+    products = {"quantize": 4, "scaled_product": 4} if name == "fp8" else {"grouped_product": 4}
+    assert {kernel: count for kernel, count in layer.items() if kernel in PRODUCTS} == products
+    assert sum(layer.values()) == EXPECTED["qwen3"] - 4 + sum(products.values()), layer
 
 
 class Waits(TorchDispatchMode):

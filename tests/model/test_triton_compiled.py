@@ -25,7 +25,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    names = {"attend", "combine", "write_pages", "prepare_heads", "sampling_kernel"}
+    names = {"attend", "combine", "write_pages", "prepare_heads", "sampling_kernel", "grouped_product", "dequantize"}
     if capability >= 89:  # the first that has fp8
         names |= {"quantize", "scaled_product"}
     assert {kernel["kernel"] for kernel in kernels} == names
@@ -38,6 +38,16 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
         assert kernel["stack"] < 1024, kernel
         if kernel["kernel"] in ("quantize", "scaled_product"):
             assert kernel["stack"] == 0, kernel
+        if kernel["kernel"] in ("grouped_product", "dequantize"):
+            assert kernel["stack"] <= 8, kernel  # two registers, once
+        if kernel["kernel"] == "grouped_product":
+            assert kernel["asynchronous_copies"] > 0, kernel
+            few = kernel["case"].endswith(" 1 rows")
+            assert (kernel["warp_group_products"] > 0) == (capability == 90 and not few), kernel
+            assert kernel["registers"] <= 160 or not few, kernel  # so that three programs fill a processor
+            if "4 bits" in kernel["case"]:
+                # In words: a conversion of each integer would take more time than reading it; offsets are few.
+                assert kernel["masks"] > kernel["conversions"], kernel
         if kernel["kernel"] == "scaled_product":
             assert kernel["asynchronous_copies"] > 0, kernel
             few = kernel["case"].startswith(("fp8 1 ", "fp8 16 "))  # on Hopper they are multiplied as float16

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-from loadtest.bench.gpu import fp8, parity
+from loadtest.bench.gpu import fp8, integers, parity
 from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
@@ -71,7 +71,8 @@ def cases(bench: Bench) -> list[Case]:
             Case(f"kernel, {name}, float32", partial(_kernel, problem=_KERNELS[name], dtype=torch.float32), 8)
             for name in ("decode, keys in parts", "mixed", "head 256")
         ]
-    return [*launches, *kernels, *fp8.check_cases(bench), *parity.cases(bench), Case("memcheck", _memcheck, 60)]
+    products = [*integers.check_cases(bench), *fp8.check_cases(bench)]
+    return [*launches, *kernels, *products, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from loadtest.bench.gpu.figures import Figures, Stop
 from loadtest.bench.gpu.fp8 import in_fp8, need_fp8
+from loadtest.bench.gpu.integers import bytes_of_weights, in_integers, need_integers
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.timers import Timers
 from loadtest.bench.models import config_of, random_model
@@ -28,6 +29,7 @@ from model.engine.builder import LoadedModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
+from model.linear.integers import IntegerLinear
 from model.network.transformer import Transformer
 
 Step = Callable[[], tuple[list[TokenOutput], StepStats | None]]
@@ -56,7 +58,11 @@ class BenchModel:
         """Return the roofline of the model on this machine, with `kv_bytes` per element of the KV cache."""
         costs, width = Costs.of(self.model.config), float(self.model.dtype.itemsize)
         weights = width
-        if self.model.linear.fp8 is not None:  # one byte in the layers; the head as it is
+        if (quantization := self.model.linear.quantization) != "none":
+            layers, head = bytes_of_weights(quantization)
+            head = head if isinstance(self.model.head, IntegerLinear) else width  # a tied one stays as it is
+            weights = (layers * costs.decoder + head * costs.head) / (costs.decoder + costs.head)
+        elif self.model.linear.fp8 is not None:  # one byte in the layers; the head as it is
             weights = (costs.decoder + width * costs.head) / (costs.decoder + costs.head)
         return Roofline(costs, bench.ceilings, weights, width if kv_bytes is None else kv_bytes)
 
@@ -100,6 +106,9 @@ def load(
     if settings.get("quantization") == "fp8":
         need_fp8(bench)
         model = in_fp8(model)
+    elif "quantization" in settings:
+        need_integers(bench)
+        model = in_integers(model, settings["quantization"])
     bench.wait()
     weights = time.perf_counter() - began
     config = EngineConfig(

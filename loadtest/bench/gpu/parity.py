@@ -30,6 +30,7 @@ from loadtest.bench.gpu.engines import (
 )
 from loadtest.bench.gpu.figures import Figures
 from loadtest.bench.gpu.fp8 import in_fp8, need_fp8
+from loadtest.bench.gpu.integers import in_integers, need_integers
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from loadtest.bench.models import config_of, random_model
@@ -84,6 +85,7 @@ SCENARIOS = {
     "int8 KV": Scenario(settings={"kv_cache_dtype": "int8"}, tokens_equal=0.9, logprobs_within=0.05),
     "fp8 KV": Scenario(settings={"kv_cache_dtype": "fp8"}, tokens_equal=0.9, logprobs_within=0.05),
     "fp8 weights": Scenario(settings={"quantization": "fp8"}, tokens_equal=0.9, logprobs_within=0.05),
+    "int4 weights": Scenario(settings={"quantization": "int4"}, tokens_equal=0.9, logprobs_within=0.05),
     "head 128, q and k normalised": Scenario("qwen3-0.6b"),
     "windows in some layers, softcaps": Scenario("gemma2-2b"),
     "windows in some layers, two rotary bases": Scenario("gemma3-1b"),
@@ -158,6 +160,9 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     if settings.get("quantization") == "fp8":
         need_fp8(bench)
         model = in_fp8(model)
+    elif "quantization" in settings:
+        need_integers(bench)
+        model = in_integers(model, settings["quantization"])
     blocks = settings.pop("blocks", 4 * _CONTEXT // _BLOCK * (2 if model.encoder is not None else 1))
     decoder = model.config.decoder
     assert decoder is not None

@@ -1,4 +1,4 @@
-"""Matrix products of decode steps, with few rows over weights larger than the cache: cuBLAS, Triton, and fp8."""
+"""Matrix products of decode steps, with few rows over weights larger than the cache: cuBLAS, Triton, integers, fp8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from loadtest.bench.gpu import fp8
+from loadtest.bench.gpu import fp8, integers
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.compiling import in_parallel
 from loadtest.bench.gpu.figures import Figures
@@ -61,7 +61,7 @@ def cases(bench: Bench) -> list[Case]:
     shapes = _TINY if bench.tiny else SHAPES
     compiled = [Case("compile products", _compile, 25)] if bench.cuda else []
     own = [Case(f"product, {name}", partial(_product, shape=shape), 8) for name, shape in shapes.items()]
-    return [*compiled, *own, *fp8.product_cases(bench, shapes)]
+    return [*compiled, *own, *integers.product_cases(bench, shapes), *fp8.product_cases(bench, shapes)]
 
 
 def tile_sizes(rows: int, bench: Bench) -> list[TileSizes]:

@@ -39,6 +39,10 @@ def cases(bench: Bench) -> list[Case]:
     """Return the cases, the most important first: cases that do not fit the deadline are left for the next run."""
     qwen, bart = partial(_many, name="qwen3-0.6b", lengths=_nano(bench)), partial(_many, lengths=_sources(bench))
     eight = partial(_many, name="llama-8b", lengths=[(_scaled(bench, 1024),) * 2] * _scaled(bench, 128))
+    more = [
+        Case("llama-8b x128 1k/1k, int4", partial(eight, quantization="int4"), 75),
+        Case("llama-8b, prefill 2k, int4", partial(_prefill, name="llama-8b", quantization="int4"), 40),
+    ]
     return [
         Case("llama-8b, one stream", partial(_one_stream, name="llama-8b"), 60),
         Case("qwen3-0.6b x256, greedy", qwen, 60),
@@ -51,10 +55,12 @@ def cases(bench: Bench) -> list[Case]:
         Case("llama-8b, one stream, fp8", partial(_one_stream, name="llama-8b", **_FP8), 60),
         Case("llama-8b x128 1k/1k, fp8", partial(eight, **_FP8), 75),
         Case("llama-8b, prefill 2k, fp8", partial(_prefill, name="llama-8b", **_FP8), 40),
+        Case("llama-8b, one stream, int4", partial(_one_stream, name="llama-8b", quantization="int4"), 60),
         Case("bart-large x128", partial(bart, name="bart-large"), 50),
         Case("t5-xl x128", partial(bart, name="t5-xl"), 60),
         Case("bert-base, texts of 512", partial(_encodings, name="bert-base"), 40),
         Case("llama-1b, one stream", partial(_one_stream, name="llama-1b"), 40),
+        *(more if not bench.tiny else []),  # which are like others there
     ]
 
 
