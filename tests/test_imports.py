@@ -20,12 +20,13 @@ MODEL = """
     config              : errors
     api                 : errors
     system              : errors
-    text                : errors api
+    gguf                : errors
+    text                : errors api gguf
     media               : errors config
     families/table      : errors config
     families            : errors config families/table
     native              : errors config
-    checkpoint          : errors config api system media families families/table
+    checkpoint          : errors config api system gguf media families families/table
     linear              : errors config system native
     cache               : errors config system
     attention           : errors config system native cache
@@ -48,12 +49,13 @@ MODEL = """
 SERVICE = """
     settings            : model/errors model/api model/pretrained
     sandbox             : model/text
-    core                : model/errors model/api model/config model/text model/checkpoint sandbox
+    core                : model/errors model/api model/config model/gguf model/text model/checkpoint sandbox
     schemas             : settings core
     observability       : model/errors model/api settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
     planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
-    lifecycle           : model/errors model/api model/checkpoint settings sandbox core observability planning
+    lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox core observability
+                          planning
     chat                : model/text settings core schemas planning lifecycle
     http                : model/errors model/api settings core schemas observability planning lifecycle
     dialects            : model/text core schemas planning/outputs planning lifecycle chat http
@@ -65,7 +67,7 @@ SERVICE = """
     runtimes/ray_serve  : model/errors model/api model/checkpoint settings core observability lifecycle http runtimes
     runtimes/fronts     : model/errors model/api model/system model/checkpoint model/client settings core observability
                           planning lifecycle http app runtimes
-    cli                 : model/errors model/config model/api model/system model/text model/checkpoint
+    cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/engine model/llm settings observability lifecycle runtimes
                           runtimes/ray_serve runtimes/fronts
 """

@@ -22,6 +22,8 @@ from model.checkpoint.generation_config import (
     sampling_defaults,
     token_id_settings,
 )
+from model.checkpoint.gguf.layout import gguf_config, origins
+from model.checkpoint.gguf.settings import pooling, raw_settings, recommended_sampling
 from model.checkpoint.json_files import read_json
 from model.checkpoint.layouts import (
     IntegerLayout,
@@ -40,6 +42,7 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
 from model.families.table.classifiers import token_classifier
+from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, read_image_processing
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards with an index
@@ -63,12 +66,14 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
-    """Describe the folder `path`; raises `ConfigError`.
+    """Describe the folder, or the GGUF file, `path`; raises `ConfigError`.
 
     Without `pickle`, weights are taken from safetensors alone, and not from pytorch_model.bin.
     """
+    if (file := gguf_path(path)) is not None:
+        return _read_gguf(path, file)
     if not path.is_dir():
-        raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder")
+        raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder or a GGUF file")
     raw = read_json(path / "config.json", required=True)
     # Older folders keep generation settings in config.json; the oldest use another name for one of them.
     newer = read_json(path / "generation_config.json")
@@ -135,6 +140,28 @@ def _stored_as(
         if storage not in stored_as.values():
             raise ConfigError(f"quantization_config says {storage.name}, but no projection has a {storage.scale}")
     return replace(config, stored_as=stored_as), packed
+
+
+def _read_gguf(path: Path, file: Path) -> Checkpoint:
+    """Describe a GGUF file; beside it in a folder, generation_config.json holds."""
+    model = read_gguf(file)
+    raw = raw_settings(model)
+    beside = read_json(path / "generation_config.json") if path.is_dir() else {}
+    generation = generation_settings({}, recommended_sampling(model) | beside)
+    config = gguf_config(raw | token_id_settings(generation), origins(model, raw))
+    pooled = pooling(model)
+    if pooled is not None:
+        config = _without_head(config)
+    encoder_decoder = config.form == "encoder-decoder"
+    return Checkpoint(
+        path=path,
+        config=config,
+        weight_files=model.paths,
+        dtype=model.dtype,
+        sampling_defaults=sampling_defaults(generation, encoder_decoder),
+        sentences=SentenceSettings(pooling=(pooled or _default_pooling(config),), normalize=pooled is not None),
+        not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
+    )
 
 
 def _sentences(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from model.checkpoint.decoders import unpacked
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.gguf.tensors import gguf_tensors
 from model.checkpoint.tensor_files import TensorSource, read_headers
+from model.gguf.container import SUFFIX
 
 
 def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
@@ -12,4 +14,6 @@ def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
 
     Files may be invalid, and the tensors of a packed projection may not fit each other.
     """
+    if checkpoint.weight_files[0].suffix == SUFFIX:
+        return gguf_tensors(checkpoint.weight_files[0], checkpoint.config)
     return unpacked(read_headers(checkpoint.weight_files), checkpoint.packed)

@@ -100,6 +100,14 @@ def t5(files: Files) -> Tokenizer:
     return tokenizer
 
 
+def unigram(files: Files, around: Sequence[AddedToken]) -> Tokenizer:
+    """A unigram model alone; `around` are tokens that a template puts around texts."""
+    model = files.sentencepiece()
+    tokenizer = _unigram(_scored(model.pieces), model.unknown_id, _charsmap(model))
+    _model_specials(tokenizer, model)
+    return with_specials(tokenizer, files, around)
+
+
 def _cased(files: Files, *, lower: bool) -> list[Any]:
     """Normalizers of ALBERT and XLNet in front of the model's own."""
     found: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]

@@ -16,7 +16,9 @@ import tokenizers
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
+from model.gguf.container import gguf_path, read_gguf
 from model.text.decoders import has_fixed_texts
+from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
 from model.text.sentencepiece_tokenizers import put_end_behind_texts
 from model.text.source_languages import SourceLanguages, source_languages
 from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
@@ -113,8 +115,13 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer | None:
         """Read tokenizer.json, else the files that were published before it; None if the folder has no tokenizer.
 
-        Such a model takes token ids only. Raises `ConfigError` for invalid files.
+        Such a model takes token ids only. A GGUF file, or a folder that holds one and no tokenizer.json, has it in its
+        metadata. Raises `ConfigError` for invalid files.
         """
+        if not (folder / "tokenizer.json").is_file() and (file := gguf_path(folder)) is not None:
+            metadata = GGUFFiles(file, read_gguf(file))
+            found = build_gguf_tokenizer(metadata)
+            return None if found is None else cls(found, None, _special_names(metadata))
         files, path = Files(folder), folder / "tokenizer.json"
         built = _read_whole(path, files) if path.is_file() else build_tokenizer(files)
         return None if built is None else cls(built, source_languages(built, files), _special_names(files))

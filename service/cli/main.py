@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from model.api.sampling_bounds import check_value
 from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
+from model.gguf.container import is_gguf
+from model.gguf.container import model_name as gguf_name
 from model.system.child_process import ENGINE, ConnectedChild
 from service.observability.metrics_folder import shared_folder
 from service.settings import sources
@@ -412,15 +414,20 @@ def _named(text: str) -> tuple[str, str]:
         embedded = embedded_model_settings()
         if text in embedded and not Path(text).exists():
             return text, embedded[text]["path"]
-        name, path = hub.model_name(text) if hub.is_hub_name(text) else Path(text).resolve().name, text
+        name, path = hub.model_name(text) if hub.is_hub_name(text) else _path_name(Path(text)), text
     if not name or not path:
         raise ConfigError(f"expected [NAME=]PATH, found {text!r}")
-    if not hub.is_hub_name(path) and not Path(path).is_dir():
+    if not hub.is_hub_name(path) and not Path(path).is_dir() and not is_gguf(Path(path)):
         names = ", ".join(embedded_model_settings())
         raise ConfigError(
-            f"{path}: no such folder; expected a Hugging Face checkpoint folder, hf:ORGANISATION/NAME or one of {names}"
+            f"{path}: no such folder; expected a Hugging Face checkpoint folder, a GGUF file, hf:ORGANISATION/NAME "
+            f"or one of {names}"
         )
     return name, path
+
+
+def _path_name(path: Path) -> str:
+    return gguf_name(path) if is_gguf(path) else path.resolve().name
 
 
 if __name__ == "__main__":

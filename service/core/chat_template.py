@@ -16,6 +16,8 @@ from typing import Any
 
 from model.checkpoint.json_files import read_json
 from model.errors import ConfigError
+from model.gguf.container import gguf_path
+from model.text.gguf_tokenizer import gguf_tokenizer_config
 from service.core.errors import ApiError, invalid, scrub
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 
@@ -57,7 +59,8 @@ class ChatTemplate:
         """Read the folder's template and render it once as a test; None if there is none. Raises `ConfigError`.
 
         `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. That is a text, or a list of named
-        templates, of which the one named `default` is used.
+        templates, of which the one named `default` is used. A GGUF file has it in its metadata, which files beside it
+        in a folder overrule.
         """
         found = template_of(folder)
         if found is None:
@@ -155,6 +158,8 @@ def _names_in(source: str) -> frozenset[str]:
 def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
     """Return the folder's template and the special tokens that it may name; None if there is none."""
     config = read_json(folder / "tokenizer_config.json")
+    if (gguf := gguf_path(folder)) is not None:
+        config = {**gguf_tokenizer_config(gguf), **config}
     file = folder / "chat_template.jinja"
     source = (
         file.read_text(encoding="utf-8") if file.is_file() else _default_template(folder, config.get("chat_template"))

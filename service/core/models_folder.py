@@ -1,8 +1,8 @@
 """The folder of `--models-dir`: which of its sub-folders are models, and which paths below it may be loaded.
 
-A sub-folder counts as a model if it has a config.json and a name that can stand in a URL. What lies outside the folder
-is never read by way of it: neither `..` nor a symbolic link of a sub-folder leads out. Files of a model may be links,
-as in the caches of the Hub.
+A sub-folder with a config.json or a GGUF file counts as a model, and so does a GGUF file by itself, if the name can
+stand in a URL. What lies outside the folder is never read by way of it: neither `..` nor a symbolic link of a
+sub-folder leads out. Files of a model may be links, as in the caches of the Hub.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.errors import ConfigError
+from model.gguf.container import gguf_files, is_gguf
+from model.gguf.container import model_name as gguf_name
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # of models that are loaded while the service runs
 MAX_FOLDERS = 1_000
@@ -32,7 +34,7 @@ def valid_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """Describes a sub-folder: its checkpoint, or the `reason` why it cannot be served."""
+    """Describes a sub-folder or file: its checkpoint, or the `reason` why it cannot be served."""
 
     name: str
     path: Path
@@ -57,11 +59,14 @@ class ModelsFolder:
         """Return all models by name; None if the folder cannot be listed at the moment. Reads headers, so it blocks."""
         try:
             real = self.path.resolve(strict=True)
-            names = sorted(entry.name for entry in os.scandir(real) if entry.is_dir())
+            names = [entry.name for entry in os.scandir(real) if entry.is_dir()]
+            files = {gguf_name(file): file for file in gguf_files(real)}
         except OSError as error:
             logger.warning("models_dir cannot be listed: %s", error.strerror)
             return None
-        folders = {name: folder for name in names if (folder := self._folder(real, name)) is not None}
+        found = {name: folder for name in names if (folder := self._folder(real, name)) is not None}
+        found |= {name: file for name, file in files.items() if name not in found and self._is_named(name)}
+        folders = dict(sorted(found.items()))
         if len(folders) > MAX_FOLDERS:
             self._skip("", f"models_dir has {len(folders)} models, of which the first {MAX_FOLDERS} are served")
         self._found = {name: self._read(name, folders[name]) for name in list(folders)[:MAX_FOLDERS]}
@@ -73,7 +78,7 @@ class ModelsFolder:
             real, found = self.path.resolve(strict=True), (self.path / path).resolve(strict=True)
         except (OSError, RuntimeError, ValueError):
             raise ConfigError("path: models_dir has no such folder") from None
-        if real not in found.parents or not found.is_dir():
+        if real not in found.parents or not (found.is_dir() or is_gguf(found)):
             raise ConfigError("path: models_dir has no such folder")
         return found
 
@@ -81,17 +86,21 @@ class ModelsFolder:
         """Return the real path of a sub-folder that may be a model."""
         try:
             folder = (real / name).resolve(strict=True)
-            if not (folder / "config.json").is_file():
+            if not (folder / "config.json").is_file() and not gguf_files(folder):
                 return None
         except (OSError, RuntimeError):
             return None
         if real not in folder.parents:
             self._skip(name, f"models_dir: {name!r} is a link to a folder elsewhere, and is not served")
             return None
+        return folder if self._is_named(name) else None
+
+    def _is_named(self, name: str) -> bool:
+        """Return whether the name can be served."""
         if not valid_name(name):
             self._skip(name, f"models_dir: {name!r} is not served: names have 1-64 letters, digits and ._-")
-            return None
-        return folder
+            return False
+        return True
 
     def _skip(self, name: str, text: str) -> None:
         if name not in self._skipped:
@@ -115,6 +124,8 @@ class ModelsFolder:
 def _stamp(folder: Path) -> Stamp:
     """Return name, size and time of change of each file."""
     try:
+        if folder.is_file():
+            return ((folder.name, (found := folder.stat()).st_size, found.st_mtime_ns),)
         files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
     except OSError:
         return ()

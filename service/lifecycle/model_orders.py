@@ -15,6 +15,7 @@ from typing import Any
 from model.api.messages import ModelSpec
 from model.checkpoint import hub
 from model.errors import ConfigError
+from model.gguf.container import is_gguf
 from service.core.errors import ApiError, conflict, forbidden, invalid, scrub
 from service.core.model_registry import Registry
 from service.core.models_folder import ModelsFolder, valid_name
@@ -130,7 +131,7 @@ class ModelOrders:
             found = Path(path).resolve(strict=True)
         except (OSError, RuntimeError, ValueError):
             raise invalid("path: no such folder", "path") from None
-        if not found.is_dir():
+        if not found.is_dir() and not is_gguf(found):
             raise invalid("path: no such folder", "path")
         return str(found)
 

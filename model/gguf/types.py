@@ -1,0 +1,44 @@
+"""The number formats of GGUF's tensors: names, and how many bytes a block of numbers takes.
+
+The formats are those of ggml (`ggml.h`, `ggml-common.h`). A row of a tensor is a whole number of blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A format: `block` numbers take `bytes` bytes."""
+
+    name: str
+    block: int
+    bytes: int
+    served: bool = True
+
+
+_SERVED = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
+    30: BlockType("BF16", 1, 2),
+}
+# Named where one is refused; their sizes are not needed for that.
+_OTHERS = {
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
+    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+}
+BLOCK_TYPES = _SERVED | {number: BlockType(name, 1, 1, served=False) for number, name in _OTHERS.items()}
+SERVED_NAMES = tuple(kind.name for kind in _SERVED.values())

@@ -1,0 +1,202 @@
+"""The header of GGUF files: what is read from it, and that a damaged or hostile one is refused by what is wrong."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint.folder import read_checkpoint
+from model.errors import ConfigError
+from model.gguf.container import GGUFModel, gguf_path, model_name, read_gguf
+from tests.model.checkpoints import copied
+from tests.model.gguf_files import Blocks, converted, write_gguf
+
+METADATA: dict[str, tuple[str, Any]] = {
+    "general.architecture": ("STRING", "llama"),
+    "a.number": ("UINT32", 7),
+    "a.list": ("ARRAY", ["x", "yz"]),
+    "a.few": ("ARRAY", ("UINT8", [1, 2, 3])),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    tensors: dict[str, Tensor | Blocks] = {
+        "first": torch.arange(6.0).view(2, 3),
+        "second": ("Q4_0", (2, 32), bytes(36)),
+    }
+    return write_gguf(tmp_path / "x.gguf", METADATA, tensors)
+
+
+def test_metadata_and_places_are_read(file: Path) -> None:
+    model = read_gguf(file)
+    assert (model.architecture, model.integer("a.number"), model.array("a.list")) == ("llama", 7, ["x", "yz"])
+    assert model.get("a.few") == [1, 2, 3] and model.get("nothing", "else") == "else"
+    assert set(model) == set(METADATA)
+    first, second = model.tensors.values()
+    assert (first.shape, first.type.name, first.nbytes) == ((2, 3), "F32", 24)
+    assert (second.shape, second.type.name, second.nbytes) == ((2, 32), "Q4_0", 36)
+    data = file.read_bytes()[first.offset : first.offset + first.nbytes]
+    assert struct.unpack("<6f", data) == (0, 1, 2, 3, 4, 5)
+
+
+def test_version_2_is_the_same(tmp_path: Path) -> None:
+    assert read_gguf(write_gguf(tmp_path / "x.gguf", METADATA, {}, version=2)).get("a.number") == 7
+
+
+def place_of(data: bytes, text: str) -> int:
+    """Where the bytes behind a string with its length begin."""
+    return data.index(struct.pack("<Q", len(text)) + text.encode()) + 8 + len(text)
+
+
+def put(form: str, at: int | str, value: int, skip: int = 0) -> Callable[[bytes], bytes]:
+    """Replace a number at a place, or behind a string."""
+
+    def change(data: bytes) -> bytes:
+        place = at if isinstance(at, int) else place_of(data, at)
+        packed = struct.pack(form, value)
+        return data[: place + skip] + packed + data[place + skip + len(packed) :]
+
+    return change
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "no GGUF file: it has only 0 bytes"),
+    "another magic": (lambda data: b"GGML" + data[4:], "no GGUF file: it begins with b'GGML'"),
+    "version 1": (put("<I", 4, 1), "has version 1"),
+    "big-endian": (put(">I", 4, 3), "is big-endian"),
+    "too many tensors": (put("<Q", 8, 1 << 40), "tensors and 4 metadata entries"),
+    "too many entries": (put("<Q", 16, 1 << 40), "metadata entries"),
+    "more tensors than there are": (put("<Q", 8, 1000), "damaged"),
+    "a key beyond the end": (put("<Q", 24, 1 << 60), "the key of metadata entry 0 has a length of"),
+    "a string beyond the end": (put("<Q", "general.architecture", 1 << 60, 4), "general.architecture has"),
+    "a string that is no text": (lambda data: data.replace(b"llama", b"\xff\xfe\xff\xfe\xff"), "is not UTF-8"),
+    "an array beyond the end": (put("<Q", "a.list", 1 << 60, 8), "a.list has 1152921504606846976 elements"),
+    "a string of an array beyond the end": (put("<Q", "a.list", 1 << 60, 16), "a.list has a string beyond the end"),
+    "an array of arrays": (put("<I", "a.list", 9, 4), "a.list is an array of type 9"),
+    "an unknown type of value": (put("<I", "a.number", 99), "a.number has the unknown type 99"),
+    "no dimensions": (put("<I", "first", 0), "first has 0 dimensions"),
+    "five dimensions": (put("<I", "first", 5), "first has 5 dimensions"),
+    "a size of nothing": (put("<Q", "first", 0, 4), "first has the sizes"),
+    "sizes that overflow": (put("<Q", "first", 1 << 63, 4), "first has the sizes"),
+    "rows that are cut": (put("<Q", "second", 48, 4), "second is Q4_0 with rows of 48, no multiple of 32"),
+    "an unknown format": (put("<I", "second", 99, 20), "second is of type 99, which is not known"),
+    "a format that is not served": (put("<I", "second", 16, 20), "second is of IQ2_XXS, which is not served"),
+    "an odd offset": (put("<Q", "second", 33, 24), "second is at 33, no multiple of the alignment"),
+    "an offset beyond the end": (put("<Q", "second", 1 << 50, 24), "second ends at .*, beyond the end of the file"),
+    "tensors that overlap": (put("<Q", "second", 0, 24), "the tensors first and second overlap"),
+    "cut off": (lambda data: data[:-40], "beyond the end of the file"),
+    "cut off in the header": (lambda data: data[:60], "beyond the end of the file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_header_is_refused_by_what_is_wrong(damage: str, file: Path) -> None:
+    change, message = DAMAGES[damage]
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ConfigError, match=message):
+        read_gguf(file)
+
+
+def test_doubles_are_refused(tmp_path: Path) -> None:
+    for name, metadata, tensors, message in (
+        ("key", {"a.key": ("UINT32", 1), "b.key": ("UINT32", 2)}, {}, "a.key is there twice"),
+        ("tensor", {}, {"one": torch.ones(8), "two": torch.ones(8)}, "the tensor one is there twice"),
+    ):
+        file = write_gguf(tmp_path / f"{name}.gguf", metadata, tensors)
+        file.write_bytes(file.read_bytes().replace(b"b.key", b"a.key").replace(b"two", b"one"))
+        with pytest.raises(ConfigError, match=message):
+            read_gguf(file)
+
+
+@pytest.mark.parametrize("alignment", [0, 4, 48, 1 << 30])
+def test_an_alignment_must_be_a_power_of_two(alignment: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"general\.alignment must be a power of two"):
+        read_gguf(write_gguf(tmp_path / "x.gguf", {"general.alignment": ("UINT32", alignment)}, {}))
+
+
+def test_random_damage_is_read_or_refused(file: Path) -> None:
+    """Whatever a byte becomes, nothing but a `ConfigError` comes of it."""
+    chosen, whole, refused = random.Random(0), file.read_bytes(), 0
+    for _ in range(600):
+        data = bytearray(whole)
+        for _ in range(chosen.randint(1, 3)):
+            data[chosen.randrange(len(data))] = chosen.choice((0, 1, 127, 128, 255))
+        file.write_bytes(data[: chosen.choice((len(data), chosen.randrange(len(data))))])
+        try:
+            read_every_entry(read_gguf(file))
+        except ConfigError:
+            refused += 1
+    assert 300 < refused < 600
+
+
+def read_every_entry(model: GGUFModel) -> None:
+    for key in model:
+        model.get(key)
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    split: dict[str, tuple[str, Any]] = {"split.count": ("UINT32", 2)}
+    first = write_gguf(tmp_path / "m-00001-of-00002.gguf", {**METADATA, **split}, {"one": torch.ones(8)})
+    with pytest.raises(ConfigError, match=r"files of the model are missing: m-00002-of-00002\.gguf"):
+        read_gguf(first)
+    second = write_gguf(tmp_path / "m-00002-of-00002.gguf", split, {"two": torch.ones(8)})
+    model = read_gguf(first)
+    assert model.paths == (first, second) and list(model.tensors) == ["one", "two"]
+    assert model.tensors["two"].path == second and model_name(first) == "m"
+    assert gguf_path(tmp_path) == first
+    with pytest.raises(ConfigError, match="is a part of a model in 2 files"):
+        read_gguf(second)
+    write_gguf(second, split, {"one": torch.ones(8)})
+    first.touch()
+    with pytest.raises(ConfigError, match="the tensor one is in another file"):
+        read_gguf(first)
+
+
+def test_which_file_a_path_means(file: Path, tmp_path: Path) -> None:
+    assert gguf_path(file) == gguf_path(tmp_path) == file
+    (tmp_path / "config.json").write_text("{}")  # as some repositories have it beside
+    assert gguf_path(tmp_path) == file
+    write_gguf(tmp_path / "y.gguf", {}, {})
+    with pytest.raises(ConfigError, match=r"has several models, x\.gguf, y\.gguf: give the path of one"):
+        gguf_path(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # weights that win
+    assert gguf_path(tmp_path) is None and gguf_path(tmp_path / "nowhere") is None
+
+
+REFUSED: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {
+    "experts": ({"expert_count": ("UINT32", 8)}, r"llama\.expert_count is not served: 8"),
+    "widths of values": ({"attention__value_length": ("UINT32", 4)}, r"llama\.attention\.value_length 4 must be"),
+    "layers that differ": (
+        {"attention__head_count_kv": ("ARRAY", [2, 4])},
+        r"llama\.attention\.head_count_kv differs from layer to layer",
+    ),
+    "a rope type": ({"rope__scaling__type": ("STRING", "su")}, r"llama\.rope\.scaling\.type 'su' is not served"),
+    "a pooling": ({"pooling_type": ("UINT32", 4)}, r"llama\.pooling_type 4 is not served"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_are_not_served_are_refused_by_their_key(case: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(converted("llama", tmp_path, **changes))
+
+
+def test_an_unknown_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "x.gguf", {"general.architecture": ("STRING", "mamba")}, {})
+    with pytest.raises(ConfigError, match=r"general\.architecture 'mamba' is not served; served are llama, "):
+        read_checkpoint(file)
+
+
+def test_a_folder_with_safetensors_is_read_as_before(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    converted("llama", folder)
+    assert read_checkpoint(folder).weight_files == (folder / "model.safetensors",)

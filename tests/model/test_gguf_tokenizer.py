@@ -1,0 +1,249 @@
+"""Tokenizers of GGUF metadata: the ids of the tokenizer files that the metadata was made of, and of llama.cpp."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from model.errors import ConfigError
+from model.text.byte_alphabet import byte_alphabet
+from model.text.gguf_pretokenizers import PRE_TOKENIZERS
+from model.text.sentencepiece_model import read_sentencepiece
+from model.text.tokenizer import Tokenizer
+from model.text.tokenizer_files import SENTENCEPIECE_NAMES
+from service.core.chat_template import template_of
+from tests.model.gguf_files import write_gguf
+from tests.model.tokenizer_folders import strings, write_folder
+
+_DATA = Path(__file__).parent.parent / "data" / "gguf_pretokenizers.json"
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+Entries = dict[str, tuple[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def write(path: Path, **entries: tuple[str, Any]) -> Path:
+    """A file with this tokenizer and no tensors."""
+    named = {f"tokenizer.{name.replace('__', '.')}": entry for name, entry in entries.items()}
+    return write_gguf(path, {"general.architecture": ("STRING", "llama"), **named}, {})
+
+
+def _ids(**tokens: int) -> Entries:
+    return {f"ggml__{name}_token_id": ("UINT32", token) for name, token in tokens.items()}
+
+
+def _pieces(folder: Path, kind: str) -> Entries:
+    model = read_sentencepiece(next(folder / name for name in SENTENCEPIECE_NAMES if (folder / name).is_file()))
+    found: Entries = {
+        "ggml__model": ("STRING", kind),
+        "ggml__tokens": ("ARRAY", [piece.text for piece in model.pieces]),
+        "ggml__scores": ("ARRAY", [piece.score for piece in model.pieces]),
+        "ggml__token_type": ("ARRAY", [int(piece.kind) for piece in model.pieces]),
+    }
+    if model.charsmap:
+        found["ggml__precompiled_charsmap"] = ("ARRAY", ("UINT8", list(model.charsmap)))
+    return found
+
+
+def _t5(folder: Path) -> Entries:
+    """The sentinels of T5's own class have no pieces; mT5's file is whole."""
+    return _pieces(folder, "t5") | _ids(eos=1, unknown=2, padding=0)
+
+
+def _llama(folder: Path) -> Entries:
+    return _pieces(folder, "llama") | _ids(bos=1, eos=2, unknown=0) | {"ggml__add_eos_token": ("BOOL", True)}
+
+
+def _gemma(folder: Path) -> Entries:
+    return _pieces(folder, "llama") | _ids(bos=2, eos=1, unknown=3) | {"ggml__add_space_prefix": ("BOOL", False)}
+
+
+def _xlm_roberta(folder: Path) -> Entries:
+    """The pieces in fairseq's order, the mask behind them."""
+    found = _pieces(folder, "t5")
+    first: Entries = {
+        "ggml__tokens": ("ARRAY", ["<s>", "<pad>", "</s>", "<unk>"]),
+        "ggml__scores": ("ARRAY", [0.0] * 4),
+        "ggml__token_type": ("ARRAY", [_CONTROL, _CONTROL, _CONTROL, _UNKNOWN]),
+    }
+    for (key, (_, before)), last in zip(first.items(), ("<mask>", 0.0, _CONTROL), strict=True):
+        found[key] = ("ARRAY", [*before, *found[key][1][3:], last])
+    mask = len(found["ggml__tokens"][1]) - 1
+    begins: Entries = {"ggml__add_bos_token": ("BOOL", True)}
+    return found | _ids(bos=0, eos=2, unknown=3, padding=1, mask=mask) | begins
+
+
+def _bert(folder: Path) -> Entries:
+    """Words begin with a mark where WordPiece has one for what follows them."""
+    names = (folder / "vocab.txt").read_text().split("\n")[:-1]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    marked = [name if name in special else name[2:] if name.startswith("##") else f"\u2581{name}" for name in names]
+    kinds = [_CONTROL if name in special else _NORMAL for name in names]
+    ids = {"padding": 0, "unknown": 1, "bos": 2, "cls": 2, "seperator": 3, "mask": 4}
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    lower = settings["do_lower_case"]
+    return _ids(**ids) | {
+        "ggml__model": ("STRING", "bert"),
+        "ggml__tokens": ("ARRAY", marked),
+        "ggml__token_type": ("ARRAY", kinds),
+        "ggml__normalizer__lowercase": ("BOOL", lower),
+        "ggml__normalizer__strip_accents": ("BOOL", settings.get("strip_accents", lower)),
+    }
+
+
+def _gpt2(folder: Path) -> Entries:
+    ids = json.loads((folder / "vocab.json").read_text())
+    merges = (folder / "merges.txt").read_text().split("\n")
+    names = sorted(ids, key=lambda name: ids[name])
+    control = ("<|endoftext|>",)
+    return _ids(bos=ids["<|endoftext|>"], eos=ids["<|endoftext|>"]) | {
+        "ggml__model": ("STRING", "gpt2"),
+        "ggml__pre": ("STRING", "gpt-2"),
+        "ggml__tokens": ("ARRAY", names),
+        "ggml__token_type": ("ARRAY", [_CONTROL if name in control else _NORMAL for name in names]),
+        "ggml__merges": ("ARRAY", [line for line in merges if line and not line.startswith("#version")]),
+    }
+
+
+MADE: dict[str, Callable[[Path], Entries]] = {
+    "mt5": _t5,
+    "llama-legacy": _llama,
+    "gemma": _gemma,
+    "xlm-roberta": _xlm_roberta,
+    "bert": _bert,
+    "bert-cased": _bert,
+    "gpt2": _gpt2,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_ids_and_texts_are_those_of_the_files(name: str, root: Path) -> None:
+    folder = write_folder(name, root / name)
+    if name == "gemma":  # as the pieces are called here
+        settings = {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = Tokenizer.from_folder(folder)
+    found = Tokenizer.from_folder(write(root / f"{name}.gguf", **MADE[name](folder)))
+    assert expected is not None and found is not None
+    for text in (*strings(400), "", " ", "\n"):
+        if name == "gemma" and "<mask>" in text:  # which these pieces do not have
+            continue
+        for added in (False, True):
+            ids = expected.encode(text, add_special_tokens=added)
+            assert found.encode(text, add_special_tokens=added).ids == ids.ids, text
+        assert found.decode(ids.ids) == expected.decode(ids.ids)
+    if name.startswith("bert"):
+        assert found.encode("one text", "another") == expected.encode("one text", "another")
+    assert (found.mask_id, found.unknown_id) == (expected.mask_id, expected.unknown_id) or name in ("gpt2", "gemma")
+
+
+@cache
+def pretokenizers() -> dict[str, Any]:
+    """Merges, pieces of texts, and digests of the ids that llama.cpp (of llama-cpp-python 0.3.36) finds in them.
+
+    For Qwen's rules the texts have no character in decomposed form, as llama.cpp does not compose it; `gpt-4o` has no
+    short form of English behind a mark, where llama.cpp's pattern is not the published one.
+    """
+    found: dict[str, Any] = json.loads(_DATA.read_text())
+    return found
+
+
+def random_texts() -> list[str]:
+    chance, pieces = random.Random(0), pretokenizers()["pieces"]
+    return ["".join(chance.choice(pieces) for _ in range(chance.randint(1, 14))) for _ in range(150)]
+
+
+def byte_level(path: Path, pre: str) -> Path:
+    merges = pretokenizers()["merges"]
+    names = ["<|begin|>", *byte_alphabet(), *(merge.replace(" ", "") for merge in merges)]
+    return write(
+        path,
+        **_ids(bos=0, eos=0),
+        ggml__model=("STRING", "gpt2"),
+        ggml__pre=("STRING", pre),
+        ggml__tokens=("ARRAY", names),
+        ggml__token_type=("ARRAY", [_CONTROL] + [_NORMAL] * (len(names) - 1)),
+        ggml__merges=("ARRAY", merges),
+    )
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_texts_are_cut_as_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(byte_level(tmp_path / "x.gguf", pre))
+    assert tokenizer is not None
+    ids = [list(found.ids) for found in tokenizer.encode_batch(random_texts())]
+    assert hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16] == pretokenizers()["digests"][pre]
+
+
+def test_qwens_texts_are_composed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(byte_level(tmp_path / "x.gguf", "qwen2"))
+    assert tokenizer is not None and tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ggml__pre": ("STRING", "marvellous")}, r"tokenizer\.ggml\.pre 'marvellous' is not served; put the model's"),
+        ({"ggml__pre": ("STRING", "")}, r"tokenizer\.ggml\.pre, how texts are cut, is missing"),
+        ({"ggml__model": ("STRING", "rwkv")}, r"tokenizer\.ggml\.model 'rwkv' is not served; served are gpt2, llama"),
+        ({"ggml__model": ("STRING", "llama")}, r"tokenizer\.ggml\.eos_token_id is missing"),
+        ({"ggml__model": ("STRING", "bert")}, r"tokenizer\.ggml\.(unknown|seperator)_token_id is missing"),
+        ({"ggml__model": ("STRING", "t5")}, r"tokenizer\.ggml\.scores has 0 of 2 entries"),
+        ({"ggml__merges": ("ARRAY", ["ab"])}, r"tokenizer\.ggml\.merges must join two tokens to another, found 'ab'"),
+        ({"ggml__merges": ("ARRAY", ["a b"])}, r"tokenizer\.ggml\.merges must join two tokens to another, found 'a b'"),
+        ({"huggingface__json": ("STRING", "{")}, "its tokenizer cannot be built"),
+        ({"ggml__tokens": ("ARRAY", ["a", "a"])}, r"tokenizer\.ggml\.tokens has the same text twice"),
+        ({"ggml__token_type": ("ARRAY", [1])}, r"tokenizer\.ggml\.token_type has 1 of 2 entries"),
+        ({"ggml__tokens": ("ARRAY", [1, 2])}, r"tokenizer\.ggml\.tokens must be a list of texts"),
+        ({"ggml__add_bos_token": ("UINT32", 1)}, r"tokenizer\.ggml\.add_bos_token must be true or false, found 1"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_by_its_key(changes: Entries, message: str, tmp_path: Path) -> None:
+    plain: Entries = {
+        "ggml__model": ("STRING", "gpt2"),
+        "ggml__pre": ("STRING", "gpt-2"),
+        "ggml__tokens": ("ARRAY", ["a", "b"]),
+        "ggml__merges": ("ARRAY", ("STRING", [])),
+    }
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_folder(write(tmp_path / "x.gguf", **(plain | changes)))
+
+
+def test_a_file_without_a_tokenizer_takes_ids_only(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(write(tmp_path / "x.gguf", ggml__model=("STRING", "none"))) is None
+
+
+def test_files_beside_win_in_a_folder(root: Path, tmp_path: Path) -> None:
+    """A file that is named stands for itself; in a folder tokenizer.json and the template beside it overrule it."""
+    entries = {"chat_template": ("STRING", "{{ bos_token }}{{ messages[0].content }}")}
+    file = byte_level(tmp_path / "x.gguf", "gpt-2")
+    named = write(
+        tmp_path / "y.gguf",
+        **entries,
+        **_ids(bos=1),
+        ggml__model=("STRING", "gpt2"),
+        ggml__tokens=("ARRAY", ["a", "<s>"]),
+    )
+    assert template_of(named) == ("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})
+    named.unlink()
+    assert template_of(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "beside"}))
+    assert template_of(tmp_path) == ("beside", {"bos_token": "<|begin|>", "eos_token": "<|begin|>"})
+    assert template_of(file) is None
+    other = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    beside, own = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(file)
+    assert beside is not None and own is not None
+    assert beside.vocab_size == 2 < own.vocab_size

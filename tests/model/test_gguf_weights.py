@@ -1,0 +1,305 @@
+"""GGUF files: their number formats, settings and tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.checkpoint.gguf.blocks import FORMATS
+from model.checkpoint.gguf.layout import ROUNDED
+from model.checkpoint.gguf.rope_factors import llama3_settings
+from model.checkpoint.tensor_files import TensorReader, TensorSource
+from model.checkpoint.tensor_sources import tensor_sources
+from model.config.formats import integers_in_groups
+from model.config.layer import BucketBiasConfig, LayerConfig, RopeScaling, RotaryConfig
+from model.config.model import ModelConfig
+from model.errors import ConfigError
+from model.gguf.container import read_gguf
+from model.gguf.types import BLOCK_TYPES
+from model.network.rotary import rotary_frequencies
+from model.network.weights import load_model, stored_tensors
+from tests.model.checkpoints import CPU, load_native, native_backends, saved
+from tests.model.gguf_files import conversions, converted, write_gguf
+from tests.model.parity import decoder_logits
+
+# The places of the last bytes of a block's float16, which are kept from being infinities, and a digest of what
+# `gguf.dequantize` (gguf 0.19) makes of blocks of bytes that SHA-256 makes.
+DEQUANTISED: dict[str, tuple[tuple[int, ...], str]] = {
+    "Q4_0": ((1,), "daacdb3426dfd246"),
+    "Q4_1": ((1, 3), "5437a0d2121f43b8"),
+    "Q5_0": ((1,), "5ef2f60d6dee8ef1"),
+    "Q5_1": ((1, 3), "07e1775ec7f3e666"),
+    "Q8_0": ((1,), "d8e5e6a4e520811c"),
+    "Q2_K": ((81, 83), "0ac6d81aedbcedeb"),
+    "Q3_K": ((109,), "d79653b0a1251ec0"),
+    "Q4_K": ((1, 3), "4db0b6674e598f7f"),
+    "Q5_K": ((1, 3), "5b0aa17d73cc3d8b"),
+    "Q6_K": ((209,), "035a9755d496a433"),
+    "IQ4_NL": ((1,), "43c9be665121a0c4"),
+    "IQ4_XS": ((1,), "13fe14b9aa742d67"),
+}
+
+
+def stream(count: int, seed: str) -> bytes:
+    """Bytes that are the same everywhere."""
+    parts = (hashlib.sha256(f"{seed} {number}".encode()).digest() for number in range(-(-count // 32)))
+    return b"".join(parts)[:count]
+
+
+def blocks_of(name: str, count: int, seed: str = "") -> bytes:
+    """Random blocks of a format, without infinities."""
+    size = next(kind.bytes for kind in BLOCK_TYPES.values() if kind.name == name)
+    data = bytearray(stream(size * count, name + seed))
+    for block in range(count):
+        for place in DEQUANTISED[name][0]:
+            data[block * size + place] &= 0xBF
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", DEQUANTISED)
+def test_numbers_are_those_that_ggml_computes_bit_for_bit(name: str) -> None:
+    size = next(kind.bytes for kind in BLOCK_TYPES.values() if kind.name == name)
+    blocks = torch.frombuffer(bytearray(blocks_of(name, 64)), dtype=torch.uint8).view(64, size)
+    values = FORMATS[name].values(blocks).numpy()
+    assert hashlib.sha256(values.astype("<f4").tobytes()).hexdigest()[:16] == DEQUANTISED[name][1]
+
+
+def plain(config: ModelConfig, kind: str) -> ModelConfig:
+    """A configuration without what GGUF has no place for: heads of training, and one constant of Gemma's and T5's."""
+    changes: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
+    changes |= {"masked_head": None, "pooler": False}
+    if kind == "mt5":
+        changes["model_type"] = "t5"
+    if kind == "nomic-bert":  # the conversion has a length of its own
+        changes["max_positions"] = 2048
+    for name, stack in config.stacks.items():
+        if kind.startswith(("gemma2", "gemma3")):  # query_pre_attn_scalar
+            stack = stack.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, scale=1.0)))
+        if "t5" in kind:
+            stack = stack.with_layers(reach_far)
+        changes[name] = stack
+    return replace(config, **changes)
+
+
+def reach_far(layer: LayerConfig) -> LayerConfig:
+    """With T5's own distance, which GGUF takes for granted."""
+    assert isinstance(layer.mixer.position, BucketBiasConfig)
+    return replace(layer, mixer=replace(layer.mixer, position=replace(layer.mixer.position, max_distance=128)))
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    return dict(stored_tensors(load_model(checkpoint, SdpaBackend())))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in conversions() if kind not in ("roberta", "bert-no-pooler")])
+def test_what_llama_cpp_converts_is_read_back(kind: str, tmp_path: Path) -> None:
+    """Settings are equal and tensors bit for bit, but for norms that were stored plus 1."""
+    period = {"attention__sliding_window_pattern": ("UINT32", 3)} if kind.startswith("gemma3") else {}  # ours is short
+    original, read = read_checkpoint(saved(kind).path), read_checkpoint(converted(kind, tmp_path, **period))
+    expected = plain(original.config, kind)
+    if kind == "llama-llama3":  # whose factors say nothing of the context that they were made for
+        position = read.config.decoder.layers[0].mixer.position  # type: ignore[union-attr]
+        expected = replace(
+            expected,
+            decoder=expected.decoder.with_layers(  # type: ignore[union-attr]
+                lambda layer: replace(layer, mixer=replace(layer.mixer, position=position))
+            ),
+        )
+    assert plain(read.config, kind) == expected
+    before, after = tensors_of(original), tensors_of(read)
+    assert before.keys() == after.keys()
+    close = [name for name in before if "gemma" in kind and name.endswith("norm.weight")]
+    assert all(torch.equal(before[name], after[name]) for name in before if name not in close)
+    assert all(torch.allclose(before[name], after[name], atol=2e-7) for name in close)
+
+
+def test_positions_of_a_roberta_begin_at_zero(tmp_path: Path) -> None:
+    """llama.cpp makes a BERT of it, without the rows of its table that no position has."""
+    config = read_checkpoint(converted("roberta", tmp_path)).config
+    assert config.encoder is not None and config.encoder.position is not None
+    assert (config.model_type, config.max_positions, config.encoder.position.offset) == ("bert", 64, 0)
+    before, after = (tensors_of(read_checkpoint(path)) for path in (saved("roberta").path, tmp_path / "roberta.gguf"))
+    table = "embeddings.position_embeddings.weight"
+    assert torch.equal(before[table][2:], after[table])
+    assert all(torch.equal(before[name], after[name]) for name in after if name != table)
+
+
+def test_factors_of_llama_3_are_the_same(tmp_path: Path) -> None:
+    paths = (saved("llama-llama3").path, converted("llama-llama3", tmp_path))
+    made, read = (read_checkpoint(path).config.decoder.layers[0].mixer.position for path in paths)  # type: ignore[union-attr]
+    assert isinstance(made, RotaryConfig) and isinstance(read, RotaryConfig)
+    assert torch.allclose(rotary_frequencies(made, CPU), rotary_frequencies(read, CPU), rtol=1e-5)
+
+
+def factors(original: float, low: float, high: float, factor: float, theta: float, dim: int) -> list[float]:
+    """What a conversion stores of such settings."""
+    config = RotaryConfig(
+        dim,
+        theta,
+        RopeScaling.LLAMA3,
+        factor=factor,
+        original_max_positions=original,  # type: ignore[arg-type]
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+    plain = rotary_frequencies(RotaryConfig(dim, theta), CPU)
+    return (plain / rotary_frequencies(config, CPU)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("original", "low", "high", "factor"),
+    [(8192, 1, 4, 8), (8192, 1, 4, 32), (4096, 1, 8, 4), (2048, 2, 4, 8)],
+)
+def test_settings_of_llama_3_are_found_again(original: int, low: float, high: float, factor: float) -> None:
+    found = llama3_settings(factors(original, low, high, factor, 500_000.0, 128), 500_000.0, 128, "x.gguf")
+    assert found["factor"] == pytest.approx(factor)
+    ratios = (
+        found[name] / found["low_freq_factor"] for name in ("original_max_position_embeddings", "high_freq_factor")
+    )
+    assert list(ratios) == pytest.approx([original / low, high / low], rel=1e-3)
+
+
+def test_factors_of_another_rule_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rope_freqs has factors that are not those"):
+        llama3_settings([1.0, 2.0, 3.0, 3.5], 10_000.0, 8, "x.gguf")
+    with pytest.raises(ConfigError, match="does not fit heads of 8"):
+        llama3_settings([1.0] * 5, 10_000.0, 8, "x.gguf")
+
+
+def quantised(into: Path, types: dict[str, str], *, hidden: int = 256, heads: int = 4) -> Path:
+    """A Llama of one layer whose matrices are random blocks of these types; others are F32."""
+    inner, vocab, kv = 512, 64, hidden // 2
+    shapes = {
+        "token_embd": (vocab, hidden),
+        "blk.0.attn_q": (hidden, hidden),
+        "blk.0.attn_k": (kv, hidden),
+        "blk.0.attn_v": (kv, hidden),
+        "blk.0.attn_output": (hidden, hidden),
+        "blk.0.ffn_gate": (inner, hidden),
+        "blk.0.ffn_up": (inner, hidden),
+        "blk.0.ffn_down": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Any] = {
+        f"{name}.weight": torch.ones(hidden) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")
+    }
+    for name, shape in shapes.items():
+        kind = types.get(name.rpartition(".")[2], "F32")
+        if kind == "F32":
+            tensors[f"{name}.weight"] = 0.05 * torch.randn(shape, generator=generator)
+            continue
+        block = next(one for one in BLOCK_TYPES.values() if one.name == kind)
+        data = small(kind, shape[0] * shape[1] // block.block, name)
+        tensors[f"{name}.weight"] = (kind, shape, data)
+    numbers = {"context_length": 64, "embedding_length": hidden, "block_count": 1, "feed_forward_length": inner}
+    numbers |= {"attention.head_count": heads, "attention.head_count_kv": heads // 2}
+    metadata: dict[str, tuple[str, Any]] = {"general.architecture": ("STRING", "llama")}
+    metadata |= {f"llama.{key}": ("UINT32", value) for key, value in numbers.items()}
+    metadata["llama.attention.layer_norm_rms_epsilon"] = ("FLOAT32", 1e-5)
+    metadata["tokenizer.ggml.model"] = ("STRING", "none")
+    return write_gguf(into / "quantised.gguf", metadata, tensors)
+
+
+def small(kind: str, count: int, seed: str) -> bytes:
+    """Random blocks whose float16 factors are about 0.001, and positive."""
+    size = next(one.bytes for one in BLOCK_TYPES.values() if one.name == kind)
+    data = bytearray(stream(size * count, kind + seed))
+    for block in range(count):
+        for place in DEQUANTISED[kind][0]:
+            data[block * size + place] = 0x14 if "_K" not in kind else 0x08
+    return bytes(data).replace(b"\x80", b"\x81") if kind == "Q8_0" else bytes(data)
+
+
+MIXED = {
+    "q4": {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q4_0", "attn_output": "Q4_1", "ffn_down": "IQ4_NL"},
+    "k": {**dict.fromkeys(("attn_q", "attn_k", "ffn_gate", "ffn_up"), "Q4_K"), "attn_v": "Q6_K", "ffn_down": "Q6_K"},
+    "q5": {
+        **dict(attn_q="Q5_0", attn_k="Q5_1", attn_v="Q8_0"),
+        **dict(ffn_gate="Q5_K", ffn_up="Q8_0", ffn_down="IQ4_XS", token_embd="Q6_K"),
+    },
+    "halves": {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "F32", "ffn_down": "Q3_K", "attn_output": "Q2_K"},
+}
+KEPT = {
+    "q4": {"qkv": (4, False), "out": (4, True), "down": (8, False)},
+    "k": {"qkv": (8, True), "up": (4, True), "down": (8, False)},
+    "q5": {"qkv": (8, True), "up": (8, True), "down": (8, False), "head": (8, False)},
+    "halves": {"down": (8, False), "out": (8, False)},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_projections_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    """Fused matrices have what holds all their parts; what has floats in it becomes floats."""
+    checkpoint = read_checkpoint(quantised(tmp_path, MIXED[name]))
+    kept = {target.rpartition(".")[2]: storage for target, storage in checkpoint.config.stored_as.items()}
+    assert kept == {part: integers_in_groups(bits, 32, offsets=offsets) for part, (bits, offsets) in KEPT[name].items()}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_c_computes_with_the_stored_integers(name: str, tmp_path: Path) -> None:
+    """Weights in C's panels are those of the file: within float32's rounding, or of integers of 8 bits where those of
+    16 were in a group; q and k with their rows in order again."""
+    path = quantised(tmp_path, MIXED[name])
+    checkpoint, model = read_checkpoint(path), read_gguf(path)
+    sources = tensor_sources(checkpoint)
+    with TensorReader(sources) as reader:
+        for part, kind in MIXED[name].items():
+            stored = model.tensors[f"{'' if part == 'token_embd' else 'blk.0.'}{part}.weight"]
+            data = path.read_bytes()[stored.offset : stored.offset + stored.nbytes]
+            if kind == "F32":
+                continue
+            blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, stored.type.bytes)
+            expected = FORMATS[kind].values(blocks).view(stored.shape)
+            if part in ("attn_q", "attn_k"):
+                expected = expected.unflatten(0, (-1, 32, 2)).transpose(1, 2).flatten(0, 2)
+            found = read_projection(reader, sources, PUBLISHED[part], stored.shape)
+            rounding = 1 / 250 if kind in ROUNDED and found[1] else 1e-6
+            limit = rounding * expected.view(len(expected), -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
+            assert ((found[0] - expected).abs() <= limit + 1e-12).all(), part
+
+
+PUBLISHED = {
+    **{f"attn_{part}": f"model.layers.0.self_attn.{part}_proj" for part in "qkv"},
+    **{f"ffn_{part}": f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "attn_output": "model.layers.0.self_attn.o_proj",
+    "token_embd": "lm_head",
+}
+
+
+def read_projection(
+    reader: TensorReader, sources: dict[str, TensorSource], name: str, shape: tuple[int, ...]
+) -> tuple[Tensor, bool]:
+    """A projection's matrix as its storage says, and whether it is kept as integers; rows read in odd pieces."""
+    rows = [
+        reader.region(f"{name}.weight", shape[1], slice(0, shape[1]), first, min(first + 37, shape[0]))
+        for first in range(0, shape[0], 37)
+    ]
+    matrix = torch.cat(rows)
+    if f"{name}.weight_scale" not in sources:
+        return matrix, False
+    groups = slice(0, shape[1] // 32)
+    scale = reader.region(f"{name}.weight_scale", groups.stop, groups, 0, shape[0])
+    found = matrix.float() * scale.repeat_interleave(32, dim=1)
+    if f"{name}.weight_offset" in sources:
+        found += reader.region(f"{name}.weight_offset", groups.stop, groups, 0, shape[0]).repeat_interleave(32, dim=1)
+    return found, True
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_c_and_torch_answer_alike(name: str, tmp_path: Path) -> None:
+    """C multiplies the stored integers with activations of 8 bits; torch dequantises them."""
+    checkpoint = read_checkpoint(quantised(tmp_path, MIXED[name]))
+    outputs: list[Tensor] = []
+    for backend in native_backends():
+        models = (load_model(checkpoint, SdpaBackend()), load_native(checkpoint, backend.library))
+        outputs += [decoder_logits(model, [tuple(range(1, 40))]) for model in models]
+        difference = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
+        assert 0 < difference < 0.03
