@@ -226,7 +226,7 @@ def test_a_rank_that_takes_no_messages_is_given_up(monkeypatch: pytest.MonkeyPat
     started = SimpleNamespace(rank=1, process=process, frames=FrameSocket(ours))
     monkeypatch.setattr(rank_processes, "_start", lambda *_: started)
     monkeypatch.setattr(rank_processes, "TIMEOUT_SECONDS", 0.2)
-    load_nothing = Load("", False, 64, "float32", "cpu", "sdpa", None)
+    load_nothing = Load("", False, 64, "float32", "cpu", "sdpa", None, None, "none")
     with theirs:
         ranks = RankProcesses("m", Group(Shard(0, 2), CPU), [load_nothing])
         long = Step((1, 1, 1, 0, 1), bytes(1 << 22), 1, False, 0, False, None)
