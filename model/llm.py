@@ -29,6 +29,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError, EngineDeadError
+from model.network.transformer import Transformer
 from model.text.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -51,6 +52,11 @@ class LLM:
         self._loaded = loaded
         self._generate = loaded.generate
         self._encode = loaded.encode
+
+    @property
+    def network(self) -> Transformer:
+        """The network, which computes without its modules where it runs in C."""
+        return self._encode.model
 
     def close(self) -> None:
         """End the model: the processes of its other ranks, if any, and its memory once nothing refers to this object.

@@ -41,7 +41,8 @@ MODEL = """
     engine              : errors config api system text media native checkpoint families families/table linear cache
                           attention sampling network parallel engine/scheduling engine/execution
     client              : errors api system text
-    llm                 : errors api text checkpoint engine
+    llm                 : errors api text checkpoint network engine
+    quantization        : errors api native gguf checkpoint families families/table linear attention network engine llm
     pretrained
     pretrained/training : errors config api text families families/table attention network llm pretrained
     pretrained/__main__ : pretrained pretrained/training
@@ -68,8 +69,8 @@ SERVICE = """
     runtimes/fronts     : model/errors model/api model/system model/checkpoint model/client settings core observability
                           planning lifecycle http app runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
-                          model/inspection model/engine model/llm settings observability lifecycle runtimes
-                          runtimes/ray_serve runtimes/fronts
+                          model/inspection model/engine model/llm model/quantization settings observability lifecycle
+                          runtimes runtimes/ray_serve runtimes/fronts
 """
 LOADTEST = """
     errors

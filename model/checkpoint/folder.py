@@ -36,7 +36,7 @@ from model.checkpoint.layouts import (
 from model.checkpoint.load_plan import stored_projections
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.state_dict import read_state_dict
-from model.checkpoint.stored_formats import Quantization, quantization_of
+from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
 from model.config.formats import FLOAT
 from model.config.model import ModelConfig
 from model.errors import ConfigError
@@ -58,6 +58,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     dtype: str  # of the stored weights by config.json, else float32
     packed: Mapping[str, Packed] = field(default_factory=dict)  # how packed projections are read, by stored name
+    quantization: str = "none"  # the setting that a CPU serves the folder with where none is given
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # by fields of SamplingParams
     sentences: SentenceSettings = field(default_factory=SentenceSettings)
     images: ImageProcessing | None = None
@@ -103,6 +104,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         weight_files=files,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         packed=packed,
+        quantization=made_for(settings),
         sampling_defaults=sampling_defaults(generation, encoder_decoder),
         sentences=sentences,
         images=read_image_processing(read_json(path / "preprocessor_config.json"), config.image)

@@ -19,9 +19,10 @@ from typing import Any
 from model.checkpoint.integer_formats import awq, compressed, gptq, targeted
 from model.checkpoint.layouts import IntegerLayout
 from model.checkpoint.quantization_settings import WHERE, either, expect
-from model.config.formats import FLOAT, INT8_ROWS, NumberKind, Storage
+from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage
 from model.errors import ConfigError
 
+OURS = "triptych"  # the key of what only this program reads
 _SETTINGS = {"quant_method": "compressed-tensors", "quantization_status": ("compressed", "frozen")}
 _8_BITS = {"num_bits": 8, "symmetric": True}
 _WHOLE = {"group_size": None, "block_structure": None}
@@ -68,6 +69,13 @@ def quantization_of(settings: Any, names: Collection[str] = ()) -> Quantization:
     return Quantization(layouts=found)
 
 
+def made_for(settings: Any) -> str:
+    """The setting `quantization` that a folder of `triptych quantize` is to be served with; raises `ConfigError`."""
+    ours = settings.get(OURS, {}) if isinstance(settings, Mapping) else {}
+    expect(f"{WHERE}.{OURS}", ours, {"quantization": ("none", *QUANTIZED_LAYERS)})
+    return str(ours.get("quantization", "none"))
+
+
 def fp8_storage(block: tuple[int, int], scale: str = "weight_scale") -> Storage:
     """Weights as float8_e4m3fn, of which blocks of so many outputs and inputs (0: all) share a scale."""
     cut = {(0, 0): "by tensor", (1, 0): "by row"}.get(block, f"by blocks of {block[0]} x {block[1]}")
@@ -78,7 +86,7 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
     form = settings.get("format", "int-quantized")
     if not isinstance(form, str) or form not in (*_COMPRESSED, _MIXED):
         raise ConfigError(f"{WHERE}.format: {form!r} is not served, only {either((*_COMPRESSED, _MIXED))}")
-    expect(WHERE, settings, {**_SETTINGS, "format": form}, known=("kv_cache_scheme",))
+    expect(WHERE, settings, {**_SETTINGS, "format": form}, known=("kv_cache_scheme", OURS))
     if (cache := settings.get("kv_cache_scheme")) is not None:
         expect(f"{WHERE}.kv_cache_scheme", cache, _FP8_CACHE)
     groups = settings.get("config_groups")

@@ -96,6 +96,8 @@ def load(spec: ModelSpec) -> LoadedModel:
     most = max_context(spec.engine, checkpoint.config, limits).tokens
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
     selection = _select(spec.engine, checkpoint.config, device, dtype)
+    if selection.library is not None and spec.engine.quantization == "none":
+        spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:

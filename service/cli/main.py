@@ -1,4 +1,4 @@
-"""The command line `triptych`: serve, serve-config, download, generate, encode, inspect.
+"""The command line `triptych`: serve, serve-config, download, generate, encode, inspect, quantize.
 
 Usage errors print one line and exit 2. Slow imports are inside the commands, so that `--help` answers at once.
 """
@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from model.api.engine_config import QUANTIZATIONS
 from model.api.sampling_bounds import check_value
 from model.checkpoint import hub
 from model.errors import ConfigError, EngineError
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_encode(commands)
     _add_inspect(commands)
+    _add_quantize(commands)
     _add_models(commands)
     return parser
 
@@ -206,6 +208,24 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--out", default="attention.html", metavar="FILE", help="its path (default: attention.html)")
     _add_verbose(parser)
     parser.set_defaults(command=_inspect, flags=_flags(parser))
+
+
+def _add_quantize(commands: Any) -> None:
+    text = "write a folder with a checkpoint's projections as integers, which serves itself on a CPU"
+    parser = commands.add_parser("quantize", help=text, description=text)
+    parser.add_argument("model", metavar="IN", help=_MODEL)
+    parser.add_argument("out", metavar="OUT", help="the new folder")
+    formats = [name for name in QUANTIZATIONS if name not in ("none", "fp8")]
+    parser.add_argument("--format", required=True, choices=formats, help="as in `serve --quantization`")
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        help="texts divided by blank lines: scales of 4 bits are searched by what these make of errors (default: by "
+        "errors of weights)",
+    )
+    sources.add_arguments(parser, (BY_NAME["dtype"],))
+    _add_verbose(parser)
+    parser.set_defaults(command=_quantize, flags=_flags(parser))
 
 
 def _add_models(commands: Any) -> None:
@@ -388,6 +408,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
         report = inspection.print_json if arguments.json else inspection.show
         report(name, _folder(path), context=arguments.context, memory=memory)
     return 0
+
+
+def _quantize(arguments: argparse.Namespace) -> int:
+    folder = _folder(_named(arguments.model)[1])
+    from service.cli import quantize
+
+    return quantize.run(arguments, folder)
 
 
 def _engine(arguments: argparse.Namespace) -> Any:

@@ -16,6 +16,7 @@ import pytest
 
 from model.errors import EngineDeadError
 from service.cli import main, serve
+from tests.model.checkpoints import native_backends
 
 
 def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,6 +58,7 @@ def test_help_shows_defaults_and_variables() -> None:
             ("encode", "--help"),
             ("inspect", "--help"),
             ("download", "--help"),
+            ("quantize", "--help"),
         ),
         *(("serve", "/no/such"), ("generate", "code", "x", "--dtype", "int3"), ("inspect", "nothing")),
     ],
@@ -180,6 +182,18 @@ def test_encode_prints_a_json_line_for_each_text() -> None:
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert [line["text"] for line in lines] == ["a cat", "a dog"]
     assert all(len(line["embedding"]) == 384 for line in lines)
+
+
+@pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+def test_quantize_writes_a_folder_and_says_what_it_lost(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = triptych_here("quantize", "normalize", str(out), "--format", "int4")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert f"{out}: 6.5 MB of weights became 2.1 MB\n48 matrices lost 8." in run.stdout
+    again = triptych_here("quantize", "normalize", str(out), "--format", "int4")
+    assert again.returncode == 2
+    assert again.stderr == f"triptych: {out} is there already: give the name of a new folder\n"
+    assert "int4 in groups of 64" in triptych_here("quantize", str(out), str(out) + "2", "--format", "int8").stderr
 
 
 def test_inspect_shows_the_anatomy_of_every_embedded_model() -> None:

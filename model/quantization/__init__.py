@@ -1,0 +1,1 @@
+"""Writes checkpoints whose projections are integers: the command `triptych quantize`."""

@@ -1,0 +1,256 @@
+"""Writes a folder with the projections of a checkpoint as integers, which serves itself.
+
+Matrices are read, rounded and written some rows at a time, so a model of any size takes some megabytes of memory. The
+integers and scales are those that `--quantization` makes of the same weights while it loads them, by the same C code.
+The folder appears under its name when all of it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.folder import Checkpoint
+from model.checkpoint.json_files import read_json
+from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
+from model.errors import ConfigError
+from model.native.library import Kind, Library
+from model.quantization.projections import Projection, describe
+from model.quantization.safetensors_file import Described, SafetensorsFile
+
+SHARD_BYTES = 5_000_000_000  # of a file of weights, unless a single tensor has more
+_WEIGHTS = (  # of whichever framework, with what says how they are stored
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot"),
+    *("*.index.json", "quantize_config.json", "quant_config.json", "config.json"),
+)
+_MODULES = "[0-9]_*/*"  # of sentence-transformers, with weights of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What rounding took from one matrix: sums of squares."""
+
+    error: float
+    weights: float
+
+    @property
+    def relative(self) -> float:
+        """The norm of the error by that of the weights."""
+        return math.sqrt(self.error / self.weights) if self.weights else 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What was written."""
+
+    bytes_before: int = 0
+    bytes_after: int = 0
+    losses: dict[str, Loss] = field(default_factory=dict)  # by stored name
+
+    @property
+    def loss(self) -> Loss:
+        """Of all matrices together."""
+        losses = self.losses.values()
+        return Loss(sum(loss.error for loss in losses), sum(loss.weights for loss in losses))
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """Rounds projections, whose weights are first rounded to the dtype that they would be served in."""
+
+    library: Library
+    dtype: torch.dtype
+    moments: Mapping[str, Tensor] = field(default_factory=dict)  # second moments of a projection's inputs, by target
+
+    def rows(self, projection: Projection, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Integers int8 `[count, inputs]` and scales `[count, groups]` of rows of a projection."""
+        if rows.dtype is not torch.bfloat16:
+            rows = rows.to(self.dtype)
+        weights = self.moments.get(projection.target) if projection.kind is Kind.INT4 else None
+        return self.library.quantise_rows(rows.contiguous(), projection.kind, projection.group, weights)
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, TensorSource],
+    projections: Mapping[str, Projection],
+    out: Path,
+    form: str,
+    quantizer: Quantizer,
+    progress: Callable[[float, str], None] = lambda share, name: None,
+) -> Report:
+    """Write the folder `out`, which must not be there; raises `ConfigError`, and leaves nothing then.
+
+    `tensors` are the checkpoint's, of which `projections` become integers of the format `form`. `progress` is told
+    how much is done, from 0 to 1, and what is next.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out} is there already: give the name of a new folder")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is no folder, so {out.name} cannot be written there")
+    made = None
+    try:
+        made = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        made.chmod(0o755)
+        report = _write_weights(made, tensors, projections, quantizer, progress)
+        _copy_files(checkpoint.path, made)
+        config = read_json(checkpoint.path / "config.json", required=True)
+        config.pop("compression_config", None)
+        config["quantization_config"] = describe(projections, tensors, form)
+        _write_json(made / "config.json", config)
+        made.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+    return report
+
+
+def _write_weights(
+    folder: Path,
+    tensors: Mapping[str, TensorSource],
+    projections: Mapping[str, Projection],
+    quantizer: Quantizer,
+    progress: Callable[[float, str], None],
+) -> Report:
+    report, done = Report(bytes_before=sum(map(_nbytes, tensors.values()))), 0
+    shards = list(_shards(tensors, projections))
+    names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else ["model.safetensors"]
+    places: dict[str, str] = {}
+    with TensorReader(tensors) as reader:
+        for file_name, shard in zip(names, shards, strict=True):
+            described = [one for name in shard for one in _written(tensors[name], projections.get(name))]
+            report.bytes_after += sum(one.nbytes for one in described)
+            places |= dict.fromkeys((one.name for one in described), file_name)
+            with SafetensorsFile(folder / file_name, described) as file:
+                for name in shard:
+                    progress(done / report.bytes_before, name)
+                    if name in projections:
+                        report.losses[name] = _quantise(file, reader, projections[name], quantizer)
+                    else:
+                        _copy(file, reader, tensors[name])
+                    done += _nbytes(tensors[name])
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": report.bytes_after}, "weight_map": dict(sorted(places.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return report
+
+
+def _shards(tensors: Mapping[str, TensorSource], projections: Mapping[str, Projection]) -> Iterator[Sequence[str]]:
+    """Yield the stored tensors of each file that is written, in the order that they are read in."""
+    shard: list[str] = []
+    size = 0
+    for name in sorted(tensors, key=lambda name: _place(tensors[name])):
+        more = sum(one.nbytes for one in _written(tensors[name], projections.get(name)))
+        if shard and size + more > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += more
+    yield shard
+
+
+def _place(tensor: TensorSource) -> tuple[str, int, str]:
+    return (str(tensor.path), tensor.offset, "") if isinstance(tensor, StoredTensor) else ("", 0, tensor.name)
+
+
+def _written(tensor: TensorSource, projection: Projection | None) -> list[Described]:
+    """What a stored tensor becomes in the folder."""
+    return (
+        [Described(tensor.name, tensor.kind, tensor.shape)] if projection is None else [*projection.tensors().values()]
+    )
+
+
+def _nbytes(tensor: TensorSource) -> int:
+    return Described(tensor.name, tensor.kind, tensor.shape).nbytes
+
+
+def _quantise(file: SafetensorsFile, reader: TensorReader, projection: Projection, quantizer: Quantizer) -> Loss:
+    """Write a matrix as integers and scales."""
+    written = projection.tensors()
+    integers_of, scales_of = written["integers"], written["scale"]
+    outputs, inputs = projection.shape
+    line, scale_line = integers_of.nbytes // outputs, scales_of.nbytes // outputs
+    error = weights = 0.0
+    for first, rows in _rows(reader, projection):
+        integers, scales = quantizer.rows(projection, rows)
+        file.write(integers_of.name, first * line, _bytes(_packed(integers, projection)))
+        file.write(scales_of.name, first * scale_line, _bytes(scales))
+        exact = rows.float()
+        spread = scales.repeat_interleave(projection.group or inputs, dim=1)[:, :inputs]
+        error += float((integers * spread - exact).square().sum(dtype=torch.float64))
+        weights += float(exact.square().sum(dtype=torch.float64))
+    if "shape" in written:
+        file.write(written["shape"].name, 0, _bytes(torch.tensor([outputs, inputs])))
+    return Loss(error, weights)
+
+
+def _rows(reader: TensorReader, projection: Projection) -> Iterator[tuple[int, Tensor]]:
+    """Yield some rows `[count, inputs]` after the other; each is valid until the next."""
+    stored, width = projection.source, projection.source.shape[1]
+    if not projection.transposed:
+        yield from reader.rows(stored, width, 0, stored.shape[0])
+        return
+    step = max(1, BUFFER_BYTES // (4 * stored.shape[0]))
+    for first in range(0, width, step):
+        columns = slice(first, min(first + step, width))
+        yield first, reader.region(stored, width, columns, 0, stored.shape[0]).t().contiguous()
+
+
+def _packed(integers: Tensor, projection: Projection) -> Tensor:
+    """The bytes of integers as they are stored: in words they are unsigned, the first in the lowest bits."""
+    if not projection.packed:
+        return integers
+    if projection.bits == 8:
+        return integers.view(torch.uint8) ^ 128
+    pairs = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4
+
+
+def _copy(file: SafetensorsFile, reader: TensorReader, tensor: TensorSource) -> None:
+    """Write a tensor as it is."""
+    if isinstance(tensor, StoredTensor) and tensor.strides is None:
+        at = 0
+        with tensor.path.open("rb") as stored:
+            stored.seek(tensor.offset)
+            left = _nbytes(tensor)
+            while left:
+                data = stored.read(min(left, BUFFER_BYTES))
+                if not data:
+                    raise ConfigError(f"{tensor.path.name} became shorter while {tensor.name} was read")
+                file.write(tensor.name, at, memoryview(data))
+                at, left = at + len(data), left - len(data)
+        return
+    rows, width = (tensor.shape[0], math.prod(tensor.shape[1:])) if tensor.shape else (1, 1)
+    for first, part in reader.rows(tensor, width, 0, rows):
+        file.write(tensor.name, first * width * tensor.dtype.itemsize, _bytes(part))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _copy_files(folder: Path, out: Path) -> None:
+    """Copy what lies beside the weights: the tokenizer, settings of generation, modules, texts for people."""
+    others = [file for file in folder.glob("*") if not any(fnmatchcase(file.name, pattern) for pattern in _WEIGHTS)]
+    for file in sorted([*others, *folder.glob(_MODULES)]):
+        if file.is_file() and not file.name.startswith("."):
+            copy = out / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,133 @@
+"""Which tensors of a checkpoint become integers, and what is written for each.
+
+Layers become what `--quantization` keeps of them, and a folder says that it is to be served so: whatever stays floats
+in it (a head, a matrix whose inputs do not fill words) is then rounded while it is loaded, to the same integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model.attention.reference import ReferenceBackend
+from model.checkpoint.folder import Checkpoint
+from model.checkpoint.tensor_files import TensorSource
+from model.errors import ConfigError
+from model.families import FAMILIES
+from model.families.table.rules import LinearRule
+from model.linear.base import linears
+from model.linear.native import NativeLinear
+from model.native.library import Kind
+from model.network.build import build_model
+from model.network.native_stack import native_linears
+from model.quantization.safetensors_file import Described
+
+FORMATS = ("int8", "int8-g128", "int4", "int4-g32", "int4-g128")  # those of `--quantization` that can be written
+_WORD = 32  # bits
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A stored matrix that becomes integers."""
+
+    source: TensorSource
+    stem: str  # its name without "weight"
+    target: str  # the projection of the network that it is (a part of)
+    kind: Kind
+    group: int  # inputs that share a scale; 0: all of an output's
+    transposed: bool  # in the checkpoint: [inputs, outputs]
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind is Kind.INT4 else 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        first, second = self.source.shape
+        return (second, first) if self.transposed else (first, second)
+
+    @property
+    def packed(self) -> bool:
+        """Whether integers lie in words of 32 bits ("pack-quantized"), rather than in bytes ("int-quantized")."""
+        return self.group > 0
+
+    @property
+    def fills_words(self) -> bool:
+        return not self.packed or self.shape[1] % (_WORD // self.bits) == 0
+
+    def tensors(self) -> dict[str, Described]:
+        """What is written for it: integers, scales and, beside words, its shape."""
+        outputs, inputs = self.shape
+        scales = -(-inputs // self.group) if self.group else 1
+        found = {"scale": Described(f"{self.stem}.weight_scale", "F32", (outputs, scales))}
+        if not self.packed:
+            return {"integers": Described(f"{self.stem}.weight", "I8", (outputs, inputs)), **found}
+        words = Described(f"{self.stem}.weight_packed", "I32", (outputs, inputs * self.bits // _WORD))
+        return {"integers": words, **found, "shape": Described(f"{self.stem}.weight_shape", "I64", (2,))}
+
+
+def find_projections(
+    checkpoint: Checkpoint, tensors: Mapping[str, TensorSource], form: str, dtype: torch.dtype
+) -> dict[str, Projection]:
+    """The matrices of layers that `--quantization` of this name keeps as integers, by stored name.
+
+    Raises `ConfigError` for a model that is not quantised so.
+    """
+    config = checkpoint.config
+    numbers = [storage.name for storage in config.stored_as.values() if storage.scale is not None]
+    if numbers:
+        raise ConfigError(f"{checkpoint.path.name} is quantised already: its projections are stored as {numbers[0]}")
+    network = build_model(config, ReferenceBackend(), native_linears(config, dtype, None, quantization=form))
+    kept = {
+        linear.spec.name: linear
+        for linear in linears(network)
+        if isinstance(linear, NativeLinear) and linear.kind in (Kind.INT4, Kind.INT8) and linear.spec.name != "head"
+    }
+    family, found = FAMILIES[config.model_type], dict[str, Projection]()
+    stored = {family.canonical(name): name for name in tensors}
+    for rule in family.rules(config):
+        if not isinstance(rule, LinearRule) or rule.target not in kept:
+            continue
+        name = stored.get(f"{rule.source}.weight", "")
+        stem, dot, tensor = name.rpartition(".")
+        linear = kept[rule.target]
+        if dot and tensor == "weight":
+            projection = Projection(tensors[name], stem, rule.target, linear.kind, linear.group, rule.transpose)
+            if projection.fills_words:
+                found[name] = projection
+    if not found:
+        raise ConfigError(
+            f"{form}: the native kernels compute no layer of {config.model_type}, so none becomes integers"
+        )
+    return found
+
+
+def describe(projections: Mapping[str, Projection], tensors: Mapping[str, TensorSource], form: str) -> dict[str, Any]:
+    """`quantization_config` of the folder, in the words of compressed-tensors; `triptych` is ours."""
+    one = next(iter(projections.values()))
+    weights: dict[str, Any] = {
+        **{"num_bits": one.bits, "type": "int", "symmetric": True, "dynamic": False},
+        **{"strategy": "group" if one.group else "channel", "group_size": one.group or None},
+    }
+    activations = None
+    if not one.packed:  # W8A8
+        activations = {**weights, "strategy": "token", "dynamic": True}
+    name = "pack-quantized" if one.packed else "int-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    stems = {name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight")}
+    left = {stem for stem in stems if len(tensors[f"{stem}.weight"].shape) == 2} - {
+        one.stem for one in projections.values()
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": name}},
+        "ignore": sorted(left | {"lm_head"}),
+        "kv_cache_scheme": None,
+        "triptych": {"quantization": form},
+    }

@@ -1,0 +1,53 @@
+"""The command `triptych quantize`: writes a folder whose projections are integers, and says what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from model.quantization.command import quantize
+from model.quantization.folder import Report
+
+_PROGRESS_SECONDS = 2.0  # between two words of how far it is
+_WORST = 3  # matrices that are named
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> int:
+    """Do what the command line says. Raises `ConfigError`."""
+    out = Path(arguments.out)
+    report = quantize(
+        folder,
+        out,
+        arguments.format,
+        texts=None if arguments.texts is None else Path(arguments.texts),
+        dtype=arguments.dtype or "auto",
+        progress=_Progress().tell,
+    )
+    _print(report, out)
+    return 0
+
+
+class _Progress:
+    """Says on standard error from time to time how far it is."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def tell(self, share: float, name: str) -> None:
+        if time.monotonic() - self._said >= _PROGRESS_SECONDS:
+            self._said = time.monotonic()
+            print(f"{100 * share:3.0f} %  {name}", file=sys.stderr, flush=True)
+
+
+def _print(report: Report, out: Path) -> None:
+    print(f"{out}: {_gb(report.bytes_before)} of weights became {_gb(report.bytes_after)}")
+    worst = sorted(report.losses, key=lambda name: -report.losses[name].relative)[:_WORST]
+    print(f"{len(report.losses)} matrices lost {report.loss.relative:.2%} of their norm; those that lost most:")
+    for name in worst:
+        print(f"  {report.losses[name].relative:.2%}  {name}")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

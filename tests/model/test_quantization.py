@@ -1,0 +1,214 @@
+"""`triptych quantize`: a folder of integers is what the same format makes of the weights while it loads them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from model.api.engine_config import EngineConfig
+from model.errors import ConfigError
+from model.linear.base import linears
+from model.llm import LLM
+from model.native.library import Kind, Library, native
+from model.pretrained import embedded_models
+from model.quantization import folder as writing
+from model.quantization.command import quantize
+from model.quantization.folder import Report
+from model.quantization.moments import input_moments
+from model.quantization.projections import FORMATS
+from model.quantization.safetensors_file import SafetensorsFile
+from tests.model.checkpoints import copied, native_backends, saved
+from tests.model.gguf_files import converted
+
+pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+
+
+def loaded(path: Path, quantization: str = "none", dtype: str = "auto") -> LLM:
+    return LLM(path, EngineConfig(device="cpu", dtype=dtype, quantization=quantization, kv_cache_memory=8 << 20))
+
+
+def arrays(llm: LLM) -> dict[str, Tensor]:
+    """What all projections keep."""
+    return {
+        f"{linear.spec.name}:{name}": array
+        for linear in linears(llm.network)
+        for name, array in linear.filled_arrays().items()
+    }
+
+
+def must_be_equal(folder: Path, original: Path, form: str, dtype: str = "auto") -> None:
+    ours, expected = arrays(loaded(folder, dtype=dtype)), arrays(loaded(original, form, dtype))
+    assert ours.keys() == expected.keys()
+    assert [name for name, array in expected.items() if not torch.equal(array, ours[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *(("llama-gqa", form) for form in FORMATS),
+        ("llama-tied", "int4"),
+        ("gpt2", "int4"),  # stored transposed
+        ("gpt-neox", "int8-g128"),  # queries, keys and values in turns
+        ("phi3", "int4-g32"),
+        ("marian", "int4"),
+        ("bert", "int4-g32"),
+    ],
+)
+def test_a_written_folder_is_what_is_made_while_weights_are_loaded(kind: str, form: str, tmp_path: Path) -> None:
+    original = saved(kind).path
+    report = quantize(original, tmp_path / "out", form)
+    assert report.bytes_after < report.bytes_before and report.losses
+    must_be_equal(tmp_path / "out", original, form)
+    assert 0.001 < report.loss.relative < (0.2 if form.startswith("int4") else 0.02)
+    assert {file.name for file in original.iterdir()} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_weights_are_rounded_to_the_dtype_that_is_served(tmp_path: Path) -> None:
+    original = saved("llama-gqa").path
+    for dtype in ("float32", "bfloat16"):
+        quantize(original, tmp_path / dtype, "int8", dtype=dtype)
+        must_be_equal(tmp_path / dtype, original, "int8", dtype)
+    files = [(tmp_path / dtype / "model.safetensors").read_bytes() for dtype in ("float32", "bfloat16")]
+    assert files[0] != files[1]
+
+
+def test_the_file_is_what_compressed_tensors_describes(tmp_path: Path) -> None:
+    """Numbers of 4 bits and 8 more than they are, the first in the lowest bits of a word; read by `safetensors`."""
+    original = saved("llama-gqa").path
+    quantize(original, tmp_path / "out", "int4-g32", dtype="float32")
+    stored, floats = load_file(tmp_path / "out" / "model.safetensors"), load_file(original / "model.safetensors")
+    stem = "model.layers.1.mlp.down_proj"
+    words, scales = stored[f"{stem}.weight_packed"], stored[f"{stem}.weight_scale"]
+    outputs, inputs = stored[f"{stem}.weight_shape"].tolist()
+    assert (outputs, inputs) == (32, 48) and words.shape == (32, 6) and scales.shape == (32, 2)
+    integers = torch.stack([(words >> 4 * place) & 15 for place in range(8)], dim=2).flatten(1) - 8
+    weight = integers * scales.repeat_interleave(32, dim=1)[:, :inputs]
+    assert (weight - floats[f"{stem}.weight"]).norm() < 0.12 * floats[f"{stem}.weight"].norm()
+    assert torch.equal(stored["lm_head.weight"], floats["lm_head.weight"])
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "pack-quantized" and settings["triptych"] == {"quantization": "int4-g32"}
+    assert settings["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SHARD_BYTES", 8_000)
+    shares: list[float] = []
+    original = saved("llama-sharded").path
+    quantize(original, tmp_path / "out", "int8", progress=lambda share, name: shares.append(share))
+    files = sorted(file.name for file in (tmp_path / "out").glob("model-*"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) > 3
+    assert not list((tmp_path / "out").glob("pytorch_model*"))
+    assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] < 1
+    must_be_equal(tmp_path / "out", original, "int8")
+
+
+def test_a_matrix_that_does_not_fill_words_stays_as_it_is(tmp_path: Path) -> None:
+    """And becomes integers while it is loaded: albert's embeddings have 12 dimensions, of no layer; these have 12."""
+    original = saved("qwen3").path  # 4 heads of 12
+    report = quantize(original, tmp_path / "out", "int4")
+    assert len(report.losses) == 14
+    must_be_equal(tmp_path / "out", original, "int4")
+
+
+def test_nothing_is_left_behind_where_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SafetensorsFile, "write", full)
+    with pytest.raises(ConfigError, match="out cannot be written: No space left on device"):
+        quantize(saved("llama-gqa").path, tmp_path / "out", "int4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_done_is_said_before_any_work(tmp_path: Path) -> None:
+    original = saved("llama-gqa").path
+    (tmp_path / "there").mkdir()
+    quantize(original, tmp_path / "out", "int4")
+    for given, message in (
+        ((original, tmp_path / "there", "int4"), "there is there already"),
+        ((original, tmp_path / "no" / "out", "int4"), "no is no folder, so out cannot be written there"),
+        ((original, tmp_path / "new", "int5"), "format 'int5' cannot be written; expected one of int8, "),
+        ((tmp_path / "out", tmp_path / "new", "int8"), "out is quantised already: .* int4 in groups of 64"),
+        ((converted("llama-gqa", tmp_path), tmp_path / "new", "int8"), "is a GGUF file, whose formats are its own"),
+        ((saved("xlnet").path, tmp_path / "new", "int4"), "the native kernels compute no layer of xlnet"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            quantize(*given)
+    with pytest.raises(ConfigError, match="texts are for the search of scales in 4 bits; int8 has none"):
+        quantize(original, tmp_path / "new", "int8", texts=tmp_path / "texts")
+    with pytest.raises(ConfigError, match="missing cannot be read"):
+        quantize(original, tmp_path / "new", "int4", texts=tmp_path / "missing")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_folder_says_of_its_format_is_checked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize(saved("llama-gqa").path, out, "int4")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["triptych"] = {"quantization": "int3"}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config\.triptych\.quantization: 'int3' is not served"):
+        loaded(out)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("texts") / "texts"
+    file.write_text("def area(width, height):\n    return width * height\n\nimport json\nclass Reader:\n    pass\n")
+    return file
+
+
+@pytest.mark.parametrize("model", ["code", "normalize"])
+def test_texts_say_what_errors_count(model: str, texts: Path, tmp_path: Path) -> None:
+    """Errors times the second moments of inputs become fewer, though weights lose more."""
+    original = Path(embedded_models()[model])
+    plain, searched = (
+        quantize(original, tmp_path / name, "int4", texts=file) for name, file in (("a", None), ("b", texts))
+    )
+    assert plain.loss.relative < searched.loss.relative < 1.3 * plain.loss.relative
+    targets = [linear.spec.name for linear in linears(loaded(original).network) if ".layers." in linear.spec.name]
+    moments = input_moments(original, texts.read_text().split("\n\n"), targets, "float32")
+    assert moments.keys() == set(targets)
+    library = native()
+    assert isinstance(library, Library)
+    if model == "code":
+        weight = load_file(original / "model.safetensors")["layers.2.mlp.down_proj.weight"].float()
+        errors = []
+        for counts in (None, moments["decoder.layers.2.mlp.down"]):
+            integers, scales = library.quantise_rows(weight, Kind.INT4, 64, counts)
+            error = (integers * scales.repeat_interleave(64, dim=1) - weight).square()
+            errors.append(float((error * moments["decoder.layers.2.mlp.down"]).sum()))
+        assert errors[1] < 0.95 * errors[0]
+
+
+def test_second_moments_are_those_of_the_inputs(tmp_path: Path) -> None:
+    original = Path(embedded_models()["code"])
+    moments = input_moments(original, ["import json"], ["decoder.layers.0.attn.qkv"], "float32")
+    llm = loaded(original, dtype="float32")
+    assert llm.tokenizer is not None and llm.network.tokens is not None and llm.network.decoder is not None
+    ids = torch.tensor(llm.tokenizer.encode("import json").ids)
+    rows = llm.network.decoder.layers[0].attn_norms.pre(llm.network.tokens.weight[ids].float())
+    expected = rows.square().mean(0)
+    assert torch.allclose(moments["decoder.layers.0.attn.qkv"], expected + 0.01 * expected.mean(), rtol=1e-4)
+
+
+def test_losses_of_nothing_are_none() -> None:
+    assert Report().loss.relative == 0.0
+    assert math.isclose(writing.Loss(0.04, 4.0).relative, 0.1)
+
+
+def test_weights_of_torch_save_become_safetensors(tmp_path: Path) -> None:
+    original = copied("llama-gqa", tmp_path / "in")
+    tensors = load_file(original / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].t().contiguous().t()
+    torch.save(tensors, original / "pytorch_model.bin")
+    (original / "model.safetensors").unlink()
+    quantize(original, tmp_path / "out", "int4")
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    must_be_equal(tmp_path / "out", saved("llama-gqa").path, "int4")
