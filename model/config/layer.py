@@ -25,6 +25,7 @@ class RopeScaling(StrEnum):
     NTK = "ntk"  # the base times the factor, and every position divided by factor^(2 / dim) (GTE)
     LLAMA3 = "llama3"  # only long wavelengths are stretched (Llama 3.1)
     YARN = "yarn"  # a ramp between stretched and not (Peng et al. 2023)
+    LONGROPE = "longrope"  # a factor a pair, of two lists: for short and for long contexts (Ding et al. 2024)
 
 
 class NormSpan(StrEnum):
@@ -74,6 +75,8 @@ class RotaryConfig:
     truncate: bool = True
     attention_factor: float = 1.0  # of cosine and sine
     interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
+    short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
+    long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
 
     def __post_init__(self) -> None:
         require_positive(self, dim=self.dim)
@@ -81,6 +84,9 @@ class RotaryConfig:
             raise ConfigError(f"rotary dimensions come in pairs, found {self.dim}")
         if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
             raise ConfigError(f"rope scaling {self.scaling} needs the original context")
+        lists = (self.short_factors, self.long_factors)
+        if self.scaling is RopeScaling.LONGROPE and any(len(factors) != self.dim // 2 for factors in lists):
+            raise ConfigError(f"longrope needs two lists of {self.dim // 2} factors, found {[*map(len, lists)]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,6 +349,16 @@ class ModelConfig:
             return self.max_positions
         return int(self.max_positions * min(factors))
 
+    @property
+    def short_context(self) -> int | None:
+        """Tokens up to which a request's keys are computed in another way than beyond (LongRoPE); None: there is none.
+
+        What a request may come to decides for all of its tokens, so that keys in the cache keep what they were.
+        """
+        rotaries = self.decoder.rotaries if self.decoder is not None else ()
+        found = [one.original_max_positions for one in rotaries if one.scaling is RopeScaling.LONGROPE]
+        return min(found, default=None)
+
     def stretched(self, context: int) -> ModelConfig:
         """For sequences of up to `context` tokens: a dynamic rotary base is then the one for that length."""
 

@@ -316,7 +316,12 @@ def _generate_engine(
     pools: tuple[PoolSize, ...],
 ) -> GenerateEngine:
     config, device = checkpoint.config, next(model.parameters()).device
-    block_manager = BlockManager(pools, spec.engine.block_size, prefix_caching=spec.engine.prefix_caching)
+    block_manager = BlockManager(
+        pools,
+        spec.engine.block_size,
+        prefix_caching=spec.engine.prefix_caching,
+        short_context=model.config.short_context,
+    )
     cache = _cache(model, spec.engine, [pool.num_pages for pool in pools], device)
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
     graphs, unrecorded = None, ""

@@ -1,7 +1,8 @@
 """The encoder-decoder of 2017 (Vaswani et al.) and its variants with other norms and positions.
 
 Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, post-norm. BART (Lewis et al. 2020) has
-learned positions and an embedding norm. mBART, M2M-100 (and NLLB) and Pegasus are pre-norm, with a final norm.
+learned positions and an embedding norm. mBART, M2M-100 (and NLLB), Pegasus and Blenderbot are pre-norm, with a final
+norm.
 """
 
 from __future__ import annotations
@@ -110,6 +111,11 @@ def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return config(raw, names, offset=offset, inclusive=True, pre_norm=True, head_bias=False)
 
 
+def blenderbot(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(max_position_embeddings=128, decoder_start_token_id=1)
+    return config(raw, names, positions=PositionKind.LEARNED, pre_norm=True)
+
+
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
@@ -148,5 +154,6 @@ FAMILIES = {
     "bart": Family(_LEARNED, rules, "model.", _DROPPED),
     "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model.", _DROPPED),
     "m2m_100": Family(m2m_100, rules, "model.", _TABLES),
+    "blenderbot": Family(blenderbot, rules, "model.", _DROPPED),
     "pegasus": Family(partial(config, pre_norm=True, float16_overflows=True), rules, "model.", _TABLES),
 }

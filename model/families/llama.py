@@ -1,12 +1,13 @@
 """Llama and its variants: rotary positions, RMS pre-norm, a gated MLP, grouped-query attention.
 
-Llama (Touvron et al. 2023), Mistral (a sliding window), Qwen2 (biases of q, k, v), Qwen3 (norms of q and k), Phi-3
-(fused projections, partial rotation). The Gemmas build on this table.
+Llama (Touvron et al. 2023), Mistral (a sliding window), Ministral (in some layers), Qwen2 (biases of q, k, v), Qwen3
+(norms of q and k), Phi-3 and Phi-4-mini (fused projections, partial rotation, LongRoPE). Gemma builds on this table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, StackConfig
@@ -19,6 +20,7 @@ from model.families.table.helpers import (
     affine,
     fused,
     heads_norm,
+    layers_by_type,
     refuse_unless,
     repeat,
     self_attention,
@@ -62,6 +64,19 @@ def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
+def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build Ministral, whose layers are listed: with a window, or without."""
+    raw = raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=8)
+    base, window = config(raw, names), raw.get("sliding_window", 4096)
+    assert base.decoder is not None
+    layer, count = base.decoder.layers[0], base.decoder.num_layers
+    sliding = replace(layer, mixer=replace(layer.mixer, window=window))
+    layers = {"sliding_attention": sliding, "full_attention": layer}
+    if window is None and raw.get("layer_types") is None:
+        return base
+    return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, count + 1)))
+
+
 def _full_attention(raw: Settings) -> None:
     """Refuse Qwen's sliding windows in some of the layers."""
     refuse_unless(raw, use_sliding_window=False)
@@ -85,7 +100,8 @@ def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    raw.get("original_max_position_embeddings")  # only used by rope types that `rotary` refuses
+    refuse_unless(raw, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False)
+    raw.get("original_max_position_embeddings")  # only used by longrope
     raw = raw.otherwise(max_position_embeddings=4096, rms_norm_eps=1e-5)
     return with_attention(config(raw, names), window=raw.get("sliding_window"))
 
@@ -141,6 +157,7 @@ DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq", "lm_head.*")
 FAMILIES = {
     "llama": either_way(Family(config, rules, "model.", DROPPED)),
     "mistral": either_way(Family(mistral, rules, "model.", DROPPED)),
+    "ministral": either_way(Family(ministral, rules, "model.", DROPPED)),
     "qwen2": either_way(Family(qwen2, rules, "model.", DROPPED)),
     "qwen3": either_way(Family(qwen3, rules, "model.", DROPPED)),
     "phi3": either_way(Family(phi3, phi3_rules, "model.", DROPPED)),

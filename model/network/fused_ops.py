@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.layer import RotaryConfig
+from model.config.layer import RopeScaling, RotaryConfig
 from model.network.norms import OffsetRMSNorm
 from model.network.rotary import rotary_frequencies, rotate, turns
 from model.system import fallbacks
@@ -133,7 +133,15 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 _turns = fused(turns)
 
 
-def rotary_tables(config: RotaryConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.rotary.rotate`."""
+def rotary_tables(
+    config: RotaryConfig, positions: Tensor, dtype: torch.dtype, contexts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.rotary.rotate`.
+
+    `contexts` `[T]` are what the rows' requests may come to, which LongRoPE asks for.
+    """
     frequencies = rotary_frequencies(config, positions.device)
+    if config.scaling is RopeScaling.LONGROPE:
+        assert contexts is not None
+        frequencies = frequencies[(contexts > config.original_max_positions).long()]  # [T, R / 2]
     return _turns(positions, frequencies, config.attention_factor, dtype, config.interleaved)

@@ -28,6 +28,7 @@ class StackInput:
     other_pools: tuple[AttentionMetadata, ...] = ()  # the same by the tables of the others
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
     adapters: RowAdapters | None = None  # None: no row has one
+    contexts: Tensor | None = None  # [T] tokens that each row's request may come to; None: those of its segment
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""

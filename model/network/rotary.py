@@ -20,7 +20,10 @@ def inverse_frequencies(base: float, size: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
-    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was."""
+    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was.
+
+    LONGROPE: `[2, R / 2]`, for short contexts and for long ones.
+    """
     theta, factor, dim = config.theta, config.factor, config.dim
     if config.scaling is RopeScaling.DYNAMIC and config.length > config.original_max_positions:
         stretch = factor * config.length / config.original_max_positions - (factor - 1)
@@ -36,6 +39,9 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
         plain = _llama3(config, plain)
     elif config.scaling is RopeScaling.YARN:
         plain = _yarn(config, plain)
+    elif config.scaling is RopeScaling.LONGROPE:
+        factors = torch.tensor((config.short_factors, config.long_factors), dtype=plain.dtype, device=device)
+        plain = plain / factors
     return plain.float()
 
 
@@ -70,8 +76,8 @@ def turns(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position `[T]` for `rotate` (Su et al. 2021; halves rotated as Llama does).
 
-    Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` `[R / 2]`, to be broadcast over heads; with
-    `interleaved` pairs are neighbours.
+    Two of `[T, 1, R]` for the R dimensions that turn by `frequencies` (`[R / 2]`, or each row by its own `[T, R / 2]`),
+    to be broadcast over heads; with `interleaved` pairs are neighbours.
     """
     angles = positions[:, None].float() * frequencies  # [T, R / 2]
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend
-from model.config.layer import RotaryConfig
+from model.config.layer import RopeScaling, RotaryConfig
 from model.linear.base import Linear
 from model.network.disentangled import RelativeTable
 from model.network.fused_ops import rotary_tables
 from model.network.inputs import CrossInput, StackInput
 from model.network.rotary import sinusoids_of_distances
 from model.network.score_bias import BucketBias, StepBias
+from model.system.transfer import device_tensor
 
 
 class StepContext:
@@ -53,8 +54,19 @@ class StepContext:
     def rotary(self, config: RotaryConfig) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[T, 1, R]` of the rows' positions, for `model.network.rotary.rotate`."""
         if config not in self._rotaries:
-            self._rotaries[config] = rotary_tables(config, self.inputs.positions, self._dtype)
+            long = config.scaling is RopeScaling.LONGROPE
+            contexts = self._contexts if long else None
+            self._rotaries[config] = rotary_tables(config, self.inputs.positions, self._dtype, contexts)
         return self._rotaries[config]
+
+    @cached_property
+    def _contexts(self) -> Tensor:
+        """`[T]`"""
+        if self.inputs.contexts is not None:
+            return self.inputs.contexts
+        metadata = self.inputs.metadata
+        rows = [length for length in metadata.q_lens for _ in range(length)]
+        return device_tensor(rows, self.inputs.positions.device, torch.int64)
 
     def sinusoids(self, length: int, size: int, dtype: torch.dtype) -> Tensor:
         """`[2 length - 1, size]` of the distances from `1 - length` to `length - 1` (XLNet)."""

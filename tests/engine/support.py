@@ -108,7 +108,7 @@ def running(
     decoder = model.config.decoder
     assert decoder is not None
     pools = pools_for(decoder, num_blocks)
-    blocks = BlockManager(pools, block_size)
+    blocks = BlockManager(pools, block_size, short_context=model.config.short_context)
     cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU)
     runner = RecordingRunner(model, cache, blocks)
     scheduler = Scheduler(blocks, max_num_seqs, budget)

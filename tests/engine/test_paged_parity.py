@@ -103,6 +103,20 @@ def test_chunks_prefix_hits_and_preemption(kind: str, backend: AttentionBackend)
     assert worst(kind, run, [*requests, *again]) < CLOSE
 
 
+def test_short_and_long_requests_of_one_prompt_share_no_blocks() -> None:
+    """LongRoPE: what a request may come to decides how its keys are turned, from the first on (16 tokens here)."""
+    kind, length = "phi3-longrope", 9
+    for backend in BACKENDS:
+        run = running(kind, backend=backend)
+        requests = [request(kind, f"r{i}", length, 0, max_tokens=most) for i, most in enumerate((7, 8, 20, 6))]
+        for one in requests:
+            run.engine.add(one)
+            run.run()
+        assert worst(kind, run, requests) < CLOSE
+        hits = [max(o.cached_tokens for o in run.outputs if o.request_id == one.request_id) for one in requests]
+        assert hits == [0, 0, 8, 8]
+
+
 TABLES = [(kind, "tables") for kind in KINDS] + [(kind, "source_tables") for kind in KINDS if kind in ENCODER_DECODERS]
 
 

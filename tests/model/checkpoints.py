@@ -187,6 +187,7 @@ _ENCODER_DECODERS: Rows = {
     "mbart": random_model("MBartForConditionalGeneration", BART),
     "m2m-100": random_model("M2M100ForConditionalGeneration", BART),
     "m2m-100-other-pad": random_model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),
+    "blenderbot": random_model("BlenderbotForConditionalGeneration", BART),
     "pegasus": random_model("PegasusForConditionalGeneration", BART),
     "t5-relu": random_model("T5ForConditionalGeneration", T5),
     "t5-gated-untied": _t5_untied("T5ForConditionalGeneration", num_decoder_layers=3),

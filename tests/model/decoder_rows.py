@@ -36,6 +36,16 @@ _OLMO3_ROPES = dict(
     full_attention=dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16),
     sliding_attention=dict(rope_type="default", rope_theta=500.0),
 )
+_LONGROPE = dict(
+    original_max_position_embeddings=16,
+    rope_parameters=dict(
+        rope_type="longrope",
+        rope_theta=500.0,
+        original_max_position_embeddings=16,
+        short_factor=[1.0, 1.1, 1.3, 1.7],
+        long_factor=[1.0, 2.0, 5.0, 8.0],
+    ),
+)
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
 _FALCON = dict(**{**SIZES, "num_attention_heads": 6, "hidden_size": 48}, **_IDS, **_ROPE)
 del _FALCON["intermediate_size"]
@@ -44,6 +54,8 @@ _OPT: dict[str, Any] = dict(vocab_size=VOCAB, num_hidden_layers=2, num_attention
 _OPT |= dict(max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=1)
 
 DENSE_DECODERS: Rows = {
+    "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
+    "phi3-longrope": random_model("Phi3ForCausalLM", LLAMA, **_LONGROPE),
     "granite": random_model("GraniteForCausalLM", LLAMA, **_MULTIPLIERS),
     "smollm3": random_model(
         "SmolLM3ForCausalLM",

@@ -35,7 +35,63 @@ def _config(architecture: str, model_type: str, **settings: Any) -> str:
     return json.dumps({**_TRAINING, "architectures": [architecture], "model_type": model_type, **settings})
 
 
+def _factors(count: int) -> dict[str, list[float]]:
+    """Some of the right number, instead of the published ones."""
+    return dict(short_factor=[1.0] * count, long_factor=[1.0 + 0.5 * pair for pair in range(count)])
+
+
+def _phi3(**settings: Any) -> str:
+    base = dict(
+        attention_bias=False,
+        bos_token_id=199999,
+        embd_pdrop=0.0,
+        eos_token_id=199999,
+        hidden_act="silu",
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        original_max_position_embeddings=4096,
+        pad_token_id=199999,
+        resid_pdrop=0.0,
+        rms_norm_eps=1e-05,
+        rope_theta=10000.0,
+    )
+    return _config("Phi3ForCausalLM", "phi3", **{**base, **settings})
+
+
 PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
+    "Phi-3-mini-128k-instruct": (
+        3_821_079_552,
+        _phi3(
+            rope_scaling=dict(type="longrope", **_factors(48)),
+            bos_token_id=1,
+            eos_token_id=32000,
+            max_position_embeddings=131072,
+            num_key_value_heads=32,
+            pad_token_id=32000,
+            sliding_window=262144,
+            tie_word_embeddings=False,
+            vocab_size=32064,
+        ),
+    ),
+    "Phi-4-mini-instruct": (
+        3_836_021_760,
+        _phi3(
+            full_attn_mod=1,
+            interpolate_factor=1,
+            lm_head_bias=False,
+            mlp_bias=False,
+            partial_rotary_factor=0.75,
+            rope_scaling=dict(type="longrope", **_factors(48)),
+            max_position_embeddings=131072,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            sliding_window=262144,
+            tie_word_embeddings=True,
+            vocab_size=200064,
+        ),
+    ),
     "granite-3.3-2b-instruct": (
         2_533_539_840,
         _config(

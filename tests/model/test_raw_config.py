@@ -27,10 +27,10 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 CLASSES = (
-    *("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2", "GPTNeoX"),
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2", "GPTNeoX"),
     *("Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere", "Cohere2", "StableLm", "Starcoder2", "Phi"),
     *("GPTJ", "CodeGen", "Falcon", "Bloom", "Mpt", "OPT"),
-    *("Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
+    *("Blenderbot", "Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5"),
     *("Bert", "Roberta", "Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert"),
     *("XLNet", "ViT", "ModernBert", "Deberta", "DebertaV2"),
     *("EuroBert", "NomicBert", "Gte", "JinaEmbeddingsV3"),
@@ -236,7 +236,7 @@ def rotary(model: ModelConfig) -> RotaryConfig:
 
 
 class TestRope:
-    @pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "ntk"])
+    @pytest.mark.parametrize("kind", ["su", "mrope", "ntk"])
     @pytest.mark.parametrize("key", ["type", "rope_type"])
     def test_types_that_are_not_served(self, kind: str, key: str) -> None:
         with pytest.raises(ConfigError, match=f"rope type '{kind}' is not served; served are default, linear, dynamic"):
@@ -261,6 +261,24 @@ class TestRope:
         found = config_from_raw({**LLAMA, "rope_parameters": {**new, "rope_theta": 5e5}})
         assert config_from_raw(old) == found
         assert (rotary(found).theta, rotary(found).scaling) == (5e5, RopeScaling(scaling["type"]))
+
+    @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+    def test_longrope_as_the_first_files_of_phi3_have_it(self, kind: str) -> None:
+        """The temperature is by the longer context, as no factor is set."""
+        lists = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+        raw = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16}
+        found = rotary(config_from_raw({**raw, "rope_scaling": {"type": kind, **lists}}))
+        assert (found.scaling, found.original_max_positions, found.factor) == (RopeScaling.LONGROPE, 16, 4.0)
+        assert (found.short_factors, found.long_factors) == ((1.0, 1.5), (2.0, 4.0))
+        assert found.attention_factor == pytest.approx(1.5**0.5)
+
+    def test_longrope_says_what_is_missing(self) -> None:
+        lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 3}
+        with pytest.raises(ConfigError, match="needs original_max_position_embeddings"):
+            config_from_raw({**LLAMA, "rope_scaling": {"type": "longrope", **lists}})
+        lists["original_max_position_embeddings"] = 16  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match=r"longrope needs two lists of 4 factors, found \[4, 3\]"):
+            config_from_raw({**LLAMA, "rope_scaling": {"type": "longrope", **lists}})
 
     def test_a_part_of_a_head_turns(self) -> None:
         for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):

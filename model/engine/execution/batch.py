@@ -46,22 +46,23 @@ class BatchLayout:
     def sizes(self) -> list[int]:
         """Of each field of `StepBatch`, in its order."""
         t, b, p = self.tokens, self.segments, self.pools
-        return [t, t, p * t, t, b + 1, b, p * b * self.blocks, b, p * b * self.source_blocks]
+        return [t, t, t, p * t, t, b + 1, b, p * b * self.blocks, b, p * b * self.source_blocks]
 
     @property
     def before_tables(self) -> int:
         """Integers in front of the tables: they lie alike whatever the tables' lengths."""
-        return sum(self.sizes[:6])
+        return sum(self.sizes[:7])
 
     def split(self, flat: Tensor) -> StepBatch:
         """Views of a row of so many integers."""
-        ids, positions, slots, placeholders, cu_seqlens, kv_lens, tables, source_lens, source_tables = flat.split(
-            self.sizes
+        ids, positions, contexts, slots, placeholders, cu_seqlens, kv_lens, tables, source_lens, source_tables = (
+            flat.split(self.sizes)
         )
         p, b = self.pools, self.segments
         return StepBatch(
             ids,
             positions,
+            contexts,
             slots.view(p, self.tokens),
             placeholders,
             cu_seqlens,
@@ -78,6 +79,7 @@ class StepBatch:
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
+    contexts: Tensor  # [T] tokens that the row's request may come to
     slots: Tensor  # [P, T] in each pool, for its keys and values
     placeholders: Tensor  # [T] row of the previous step whose token this is, not known on the host; else NO_SLOT
     cu_seqlens: Tensor  # [B + 1]
@@ -102,14 +104,14 @@ def pack(
     sizes = layout.sizes
     row = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=pinned)
     flat, count = row.numpy(), layout.segments
-    ids, positions, slots, rows, cu_seqlens, kv_lens, tables, source_lens, source_tables = _cut(flat, sizes)
+    ids, positions, contexts, slots, rows, cu_seqlens, kv_lens, tables, source_lens, source_tables = _cut(flat, sizes)
     slots[:] = rows[:] = NO_SLOT
     slots = slots.reshape(layout.pools, layout.tokens)
     if layout.tokens == count:  # one token each, which is what nearly all steps are
-        _pack_single(steps, block_size, placeholders, (ids, positions, slots, rows))
+        _pack_single(steps, block_size, placeholders, (ids, positions, contexts, slots, rows))
         cu_seqlens[:] = np.arange(count + 1)
     else:
-        _pack_runs(steps, block_size, placeholders, (ids, positions, slots, rows))
+        _pack_runs(steps, block_size, placeholders, (ids, positions, contexts, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
     tables = tables.reshape(layout.pools, -1)
@@ -140,14 +142,16 @@ def _fill_tables(flat: NDArray[np.int64], width: int, tables: Sequence[BlockTabl
         begin += width
 
 
-_Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+_Column = NDArray[np.int64]
+_Columns = tuple[_Column, _Column, _Column, _Column, _Column]
 
 
 def _pack_single(
     steps: Sequence[ScheduledSequence], size: int, placeholders: Mapping[int, int], columns: _Columns
 ) -> None:
-    ids, positions, slots, rows = columns
+    ids, positions, contexts, slots, rows = columns
     count = len(steps)
+    contexts[:count] = [step.sequence.longest_context for step in steps]
     ids[:count] = [step.sequence.token_ids[step.start] for step in steps]
     positions[:count] = at = np.array([step.start for step in steps], dtype=np.int64)
     for pool, pool_slots in enumerate(slots):
@@ -160,12 +164,13 @@ def _pack_single(
 def _pack_runs(
     steps: Sequence[ScheduledSequence], size: int, placeholders: Mapping[int, int], columns: _Columns
 ) -> None:
-    ids, positions, slots, rows = columns
+    ids, positions, contexts, slots, rows = columns
     begin = 0
     for step in steps:
         end, stop = begin + step.num_tokens, step.start + step.num_tokens
         ids[begin:end] = step.sequence.token_ids[step.start : stop]
         positions[begin:end] = at = np.arange(step.start, stop)
+        contexts[begin:end] = step.sequence.longest_context
         for pool_slots, table in zip(slots, step.sequence.tables, strict=True):
             pool_slots[begin:end] = table.row[at // size] * size + at % size
         rows[end - 1] = placeholders.get(id(step.sequence), NO_SLOT)

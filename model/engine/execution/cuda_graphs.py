@@ -158,7 +158,7 @@ class DecodeGraphs:
             ]
 
         first, *others = metadata(step.kv_lens, step.tables, step.slots)
-        inputs = StackInput(step.ids, step.positions, first, other_pools=tuple(others))
+        inputs = StackInput(step.ids, step.positions, first, other_pools=tuple(others), contexts=step.contexts)
         if self._model.encoder is None:
             return inputs, None
         first, *others = metadata(step.source_lens, step.source_tables, None)

@@ -107,7 +107,7 @@ class StepProgram:
             fill_placeholders(step, tokens)
         q_lens = tuple(np.diff(host.cu_seqlens.numpy()).tolist())
         metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True, uneven=plan.uneven)
-        inputs = StackInput(step.ids, step.positions, metadata, other_pools=tuple(others))
+        inputs = StackInput(step.ids, step.positions, metadata, other_pools=tuple(others), contexts=step.contexts)
         cross = None
         if self._model.encoder is not None:
             metadata, *others = self._metadata(

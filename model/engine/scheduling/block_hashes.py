@@ -13,19 +13,24 @@ from model.engine.scheduling.sequence import SequenceState
 
 
 class BlockHasher:
-    """Hashes of blocks of `block_size` tokens; `across_requests`: equal ones of two requests are equal."""
+    """Hashes of blocks of `block_size` tokens; `across_requests`: equal ones of two requests are equal.
 
-    def __init__(self, block_size: int, *, across_requests: bool) -> None:
+    Beyond `short_context` tokens a request's keys are others than up to it (`ModelConfig.short_context`).
+    """
+
+    def __init__(self, block_size: int, *, across_requests: bool, short_context: int | None = None) -> None:
         self._block_size = block_size
         self._across_requests = across_requests
+        self._short_context = short_context
 
     def root(self, sequence: SequenceState) -> bytes:
-        """The hash of what all blocks depend on before the first token: salt and source."""
+        """The hash of what all blocks depend on before the first token: salt, source, and whether it may be long."""
         if sequence.root_hash is None:
             request = sequence.request
             salt = (request.cache_salt if self._across_requests else request.request_id).encode()
             source = request.source.digest if request.source is not None else b""
-            sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source).digest()
+            long = self._short_context is not None and sequence.longest_context > self._short_context
+            sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source + b"long" * long).digest()
         return sequence.root_hash
 
     def block(self, sequence: SequenceState, index: int) -> bytes:

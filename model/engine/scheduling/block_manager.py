@@ -43,7 +43,15 @@ class BlockCopy(NamedTuple):
 class BlockManager:
     """The pools of one model and the tables of its sequences; the first pool is that which reads furthest back."""
 
-    def __init__(self, pools: Sequence[PoolSize], block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PoolSize],
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        short_context: int | None = None,
+    ) -> None:
+        """`short_context` is the model's: longer requests share no blocks with others (`BlockHasher`)."""
         self.pools = tuple(BlockPool(*size) for size in pools)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -52,7 +60,7 @@ class BlockManager:
         # Full blocks before the one being filled that are still read; None: all.
         self._reach = [None if pool.window is None else self.blocks_for(pool.window - 1) for pool in self.pools]
         self._windowed = [(at, reach) for at, reach in enumerate(self._reach) if reach is not None]
-        self._hasher = BlockHasher(block_size, across_requests=prefix_caching)
+        self._hasher = BlockHasher(block_size, across_requests=prefix_caching, short_context=short_context)
         self._sources: Counter[bytes] = Counter()  # sequences that have not ended, by salt and source
 
     def reset(self) -> None:

@@ -48,6 +48,7 @@ class SequenceState:
     token_ids: list[int]
     stop_token_ids: frozenset[int]
     num_prompt_tokens: int = 0
+    longest_context: int = 0  # tokens that it may come to
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of them, found in the cache
     num_offered_blocks: int = 0  # of its full blocks, offered to the cache
@@ -72,6 +73,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         p = self.params
+        self.longest_context = self.num_prompt_tokens + p.max_tokens
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         looked_at = p.logprobs is not None or p.prompt_logprobs is not None
         self.can_run_ahead = not (history or looked_at or p.num_beams > 1 or p.grammar)
@@ -112,7 +114,7 @@ class SequenceState:
         child.tables = [BlockTable() for _ in self.tables]
         child.source_tables = [BlockTable() for _ in self.source_tables]
         child.uses_source = False
-        child.num_prompt_tokens = self.num_prompt_tokens
+        child.num_prompt_tokens, child.longest_context = self.num_prompt_tokens, self.longest_context
         child.history = self.history.fork() if self.history is not None else None
         child.block_hashes = list(self.block_hashes)
         if self.matcher is not None:

@@ -28,6 +28,7 @@ _DECODER = ClassifierTable("score", _LAST, bias=False)
 _SCORING = (
     "llama",
     "mistral",
+    "ministral",
     "qwen2",
     "qwen3",
     "phi3",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from model.config.layer import RopeScaling, RotaryConfig
@@ -19,7 +20,9 @@ _KNOWN = {
     "yarn": _COMMON
     | {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
     | {"mscale", "mscale_all_dim", "truncate"},
+    "longrope": _COMMON | {"original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
+_OLDER_LONGROPE = ("su", "yarn")  # what the first Phi-3 called it
 
 
 def rotary(
@@ -30,6 +33,7 @@ def rotary(
     if not isinstance(scaling, dict):
         raise ConfigError(f"rope settings must be an object, found {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = "longrope" if "long_factor" in scaling and kind in _OLDER_LONGROPE else kind
     if kind not in _KNOWN:
         raise ConfigError(f"rope type {kind!r} is not served; served are {', '.join(_KNOWN)}")
     unknown = sorted(scaling.keys() - _KNOWN[kind])
@@ -41,6 +45,8 @@ def rotary(
     if kind == "default":
         return RotaryConfig(dim, theta, interleaved=interleaved)
     max_positions = raw["max_position_embeddings"]
+    if kind == "longrope":
+        return _longrope(raw, scaling, RotaryConfig(dim, theta, interleaved=interleaved), max_positions)
     original = scaling.get("original_max_position_embeddings") or max_positions
     factor = scaling.get("factor")
     if factor is None:
@@ -59,6 +65,26 @@ def rotary(
         truncate=scaling.get("truncate", True),
         attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
         interleaved=interleaved,
+    )
+
+
+def _longrope(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: int) -> RotaryConfig:
+    """Return LongRoPE's settings; its temperature is `sqrt(1 + ln s / ln L)` for a context of L, stretched by s, unless
+    it is set (Ding et al. 2024; the temperature is of Phi-3's code)."""
+    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    if not original:
+        raise ConfigError("rope type 'longrope' needs original_max_position_embeddings")
+    factor, temperature = scaling.get("factor") or max_positions / original, scaling.get("attention_factor")
+    if temperature is None:
+        temperature = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(
+        plain,
+        scaling=RopeScaling.LONGROPE,
+        factor=float(factor),
+        original_max_positions=original,
+        attention_factor=float(temperature),
+        short_factors=tuple(map(float, scaling["short_factor"])),
+        long_factors=tuple(map(float, scaling["long_factor"])),
     )
 
 
