@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from model.errors import ConfigError
 from model.native.library import Library, native
 from model.pretrained import embedded_models
 from tests.model.checkpoints import KINDS, prompt, saved
+from tests.model.packers import CASES, folders
 
 FILE = Path(__file__).parent / "data" / "digests.json"
 FORMATS: dict[str, dict[str, Any]] = {
@@ -43,6 +45,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 ON_RANKS = ("llama-gqa", "bart", "bert")  # two processes each: one of each form
 OF_SOME = {"ranks": ON_RANKS, "int4": (*ON_RANKS, "gpt2", "code"), "int8-g128": ON_RANKS}  # formats of these alone
+PACKED = ("awq", "gptq act-order", "w4a16", "w8a16 channel asymmetric")  # integers as tools packed them
 PARAMS = (
     SamplingParams(max_tokens=6, logprobs=3, prompt_logprobs=1),
     SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2, logprobs=1),
@@ -66,6 +69,13 @@ def digests() -> Iterator[tuple[str, str]]:
                 found = digest(kind, paths.get(kind) or saved(kind).path, settings)
                 if found is not None:
                     yield f"{kind}/{name}", found
+    for kind in PACKED:
+        with TemporaryDirectory() as folder:
+            stored, _ = folders(CASES[kind], Path(folder))
+            for name in ("float32", "bfloat16"):
+                found = digest(kind, stored, FORMATS[name])
+                if found is not None:
+                    yield f"packed {kind}/{name}", found
 
 
 def digest(kind: str, path: Path, settings: dict[str, Any]) -> str | None:

@@ -18,8 +18,7 @@ from model.config.formats import Storage
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
-_WORD = 32  # bits
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's numbers, in their order
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight numbers a word has, from the lowest bits on
 _LEAST_LINE = 1024  # words of a line that are read at once where a tensor is transposed
 _FLOATS = ("F16", "BF16", "F32")
 
@@ -133,8 +132,8 @@ class _Matrix:
         columns = slice(first // layout.per_word, -(-last // layout.per_word))
         begins = columns.start * layout.per_word
         for row, words in reader.columns(self.weight, width, columns, 0, self.weight.shape[0]):
-            numbers = _around_zero(_numbers(words, layout), layout)
-            found[:, row : row + len(words)] = numbers[:, first - begins : last - begins].t()
+            numbers = _around_zero(_numbers_below(words.t(), layout), layout)
+            found[:, row : row + len(words)] = numbers[first - begins : last - begins]
         return found
 
     def scales(self, reader: TensorReader, first: int, last: int) -> Tensor:
@@ -152,9 +151,9 @@ class _Matrix:
             zeros = _numbers(self._of_rows(reader, self.zeros, first, last), layout)[:, : self.groups]
         else:
             begin, end = first // layout.per_word, -(-last // layout.per_word)
-            words = self._of_rows(reader, self.zeros, begin, end).t().contiguous()  # [groups, words]
+            words = self._of_rows(reader, self.zeros, begin, end)  # [words, groups]
             begins = begin * layout.per_word
-            zeros = _numbers(words, layout)[:, first - begins : last - begins].t()
+            zeros = _numbers_below(words, layout)[first - begins : last - begins]
         most = (1 << layout.bits) - 1
         return scales * (layout.midst - ((zeros.int() + layout.zeros_less) & most))
 
@@ -215,8 +214,11 @@ class Products:
     def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
         matrix = self.matrix
         groups = self._groups(reader)
-        rows = matrix.integers(reader, first, last).float() * matrix.scales(reader, first, last)[:, groups]
-        return rows if matrix.zeros is None else rows + matrix.offsets(reader, first, last)[:, groups]
+        rows = matrix.integers(reader, first, last).float()
+        rows *= matrix.scales(reader, first, last).index_select(1, groups)
+        if matrix.zeros is not None:
+            rows += matrix.offsets(reader, first, last).index_select(1, groups)
+        return rows
 
     def _groups(self, reader: TensorReader) -> Tensor:
         """The group of each input."""
@@ -231,14 +233,29 @@ class Products:
 
 def _numbers(words: Tensor, layout: IntegerLayout) -> Tensor:
     """Return the unsigned numbers of words, uint8 `[rows, numbers]`, of int32 `[rows, words]`."""
-    data = words.contiguous().view(torch.uint8)
-    if layout.bits == 4:
-        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
-    if layout.interleaved:
-        data = data.view(len(data), -1, len(_AWQ_PLACES))[:, :, list(_AWQ_PLACES)].flatten(1)
+    data = words.reshape(-1).view(torch.uint8).view(len(words), -1)
+    if layout.bits == 4:  # each byte becomes the two of a number of 16 bits
+        pairs = data.to(torch.int16)
+        pairs |= pairs << 4
+        pairs &= 0x0F0F
+        data = pairs.view(torch.uint8)
     return data
 
 
+def _numbers_below(words: Tensor, layout: IntegerLayout) -> Tensor:
+    """Return numbers as `_numbers` does, below each other: `[numbers, columns]` of `[words, columns]`."""
+    data = words.reshape(-1).view(torch.uint8).view(*words.shape, 4).transpose(1, 2)  # [words, bytes, columns]
+    if layout.bits == 8:
+        return data.flatten(0, 1)
+    places = _AWQ_ORDER if layout.interleaved else range(2 * data.shape[1])
+    data, found = data.contiguous(), torch.empty(len(data), len(places), data.shape[2], dtype=torch.uint8)
+    for place, to in enumerate(places):
+        byte = data[:, place // 2]
+        found[:, to] = byte >> 4 if place % 2 else byte & 15
+    return found.flatten(0, 1)
+
+
 def _around_zero(numbers: Tensor, layout: IntegerLayout) -> Tensor:
-    """Return unsigned numbers less what stands for zero, as int8."""
-    return (numbers ^ 128).view(torch.int8) if layout.bits == 8 else numbers.view(torch.int8) - layout.midst
+    """Return unsigned numbers less what stands for zero, as int8; in place."""
+    numbers = numbers.view(torch.int8)
+    return numbers.bitwise_xor_(-128) if layout.bits == 8 else numbers.sub_(layout.midst)

@@ -16,8 +16,10 @@ from torch import Tensor
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
+from model.checkpoint import content
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.weights_cache import WeightsCache
+from model.config.formats import integers_in_groups
 from model.engine.builder import load
 from model.engine.memory_plan import plan_weights
 from model.engine.model_info import weight_bytes
@@ -30,7 +32,7 @@ from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
 from model.network.weights import load_model
 from tests.model.checkpoints import load_native, native_backends
-from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders
+from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders, quantise, tensors_of
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
 
@@ -90,19 +92,23 @@ def test_it_is_told_what_becomes_of_them(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @needs_native
-def test_the_weights_cache_knows_how_they_were_packed(tmp_path: Path) -> None:
+def test_the_weights_cache_knows_how_they_were_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes with other settings are other weights."""
+    monkeypatch.setattr(content, "_SETTLED_SECONDS", 0.0)
     stored, _ = folders(CASES["gptq"], tmp_path)
 
-    def layout() -> str:
+    def outcome() -> tuple[str, Tensor]:
         checkpoint = read_checkpoint(stored)
         linear = native_linears(checkpoint.config, torch.float32, native_backends()[0].library)
-        return PackedWeights(WeightsCache(tmp_path / "cache", None), checkpoint, SdpaBackend(), linear)._layout
+        weights = PackedWeights(WeightsCache(tmp_path / "cache", None), checkpoint, SdpaBackend(), linear)
+        model = weights.load()
+        return weights.outcome, decoder_logits(model, PROMPTS)
 
-    before = layout()
-    assert layout() == before
+    written, mapped = outcome(), outcome()
+    assert (written[0], mapped[0]) == ("written", "mapped") and torch.equal(written[1], mapped[1])
     describe(stored, {**GPTQ, "checkpoint_format": "gptq_v2"})
-    assert layout() != before
+    other = outcome()
+    assert other[0] == "written" and not torch.equal(other[1], mapped[1])
 
 
 @torch.inference_mode()
@@ -181,6 +187,71 @@ def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         describe(stored, None)
         (stored / file).write_text(json.dumps(settings))
         assert read_checkpoint(stored).packed == expected
+
+
+def mixed(*groups: tuple[list[str], dict[str, Any]]) -> dict[str, Any]:
+    """Several groups of projections, each with a format of its own."""
+    found = {}
+    for number, (targets, settings) in enumerate(groups):
+        group = settings["config_groups"]["group_0"]
+        found[f"group_{number}"] = {**group, "targets": targets, "format": settings["format"]}
+    return {**compressed("mixed-precision"), "config_groups": found}
+
+
+def test_of_several_groups_the_closest_target_counts(tmp_path: Path) -> None:
+    """Names before patterns before the class; queries, keys and values of several kinds are what holds all of them."""
+    stored, plain = folders(CASES["w4a16"], tmp_path)
+    (tmp_path / "wide").mkdir()
+    wide, wide_plain = folders(CASES["w8a16"], tmp_path / "wide")
+    of_8_bits = ("self_attn.k_proj", "mlp.down_proj")
+
+    def exchange(others: Path) -> Callable[[dict[str, Tensor]], None]:
+        def change(tensors: dict[str, Tensor]) -> None:
+            found = load_file(others / "model.safetensors")
+            tensors.update(
+                {name: found[name] for name in found if any(f".{stem}.weight" in name for stem in of_8_bits)}
+            )
+
+        return change
+
+    edit(stored, exchange(wide))
+    edit(plain, exchange(wide_plain))
+    targets = ["re:.*mlp[.]down_proj$", "model.layers.0.self_attn.k_proj"]
+    describe(stored, mixed((["Linear"], compressed()), (targets, compressed(num_bits=8, group_size=128))))
+    found = read_checkpoint(stored).config.stored_as
+    assert found["decoder.layers.0.mlp.down"] == integers_in_groups(8, 128, offsets=False)
+    assert found["decoder.layers.0.mlp.up"] == integers_in_groups(4, 64, offsets=False)
+    assert found["decoder.layers.0.attn.qkv"] == integers_in_groups(8, 64, offsets=False)
+    ours, theirs = (load_model(read_checkpoint(one), SdpaBackend()).state_dict() for one in (stored, plain))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    for hostile in ("re:(a+)+$", "re:(.*)*x", "re:.*.*.*.*.*.*x"):
+        describe(stored, mixed(([hostile], compressed()), (["Linear"], compressed(num_bits=8, group_size=128))))
+        with pytest.raises(ConfigError, match=r"config_groups\.group_0\.targets: .* is not served"):
+            read_checkpoint(stored)
+    describe(stored, mixed((["re:.*q_proj"], compressed()), (targets, compressed(num_bits=8, group_size=128))))
+    with pytest.raises(ConfigError, match=r"none targets model\.layers\.0\.mlp\.gate_proj"):
+        read_checkpoint(stored)
+
+
+@needs_native
+def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
+    """GPTQ's `lm_head`; its rows do not fill words, nor panels."""
+    case = CASES["gptq"]
+    stored, plain = folders(case, tmp_path)
+    floats = load_file(plain / "model.safetensors")
+    found = quantise(floats["lm_head.weight"], case)
+    edit(plain, lambda tensors: tensors.update({"lm_head.weight": found.floats}))
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        del tensors["lm_head.weight"]
+        tensors.update(tensors_of(case, "lm_head", found))
+
+    edit(stored, pack)
+    ours, theirs = (load_model(read_checkpoint(one), SdpaBackend()).state_dict() for one in (stored, plain))
+    assert torch.equal(ours["head.weight"], theirs["head.weight"])
+    model = load_native(read_checkpoint(stored), native_backends()[0].library)
+    (head,) = (linear for linear in linears(model) if linear.spec.name == "head")
+    assert isinstance(head, GivenIntegersLinear) and head.kind is Kind.INT4
 
 
 @pytest.mark.parametrize(
