@@ -10,25 +10,40 @@
 #include "gemm.h"
 #include "groups.h"
 
-#define MOST_GROUPS 4  /* whose weights are unpacked, and whose sums are kept, before rows pass */
+#define PAIR_ROWS (2 * TILE_ROWS)
+#define PASS_GROUPS 2  /* whose sums are kept before rows get their scales */
+#define DEPTH 256      /* numbers of k that are unpacked before rows pass; one or more passes */
 #define LINE_NUMBERS 8 /* of k in 64 bytes of INT4 */
-#define UNPACK_PREFETCH 4096 /* bytes: how much before their use weights are asked for */
-#define ROWS_AT_ONCE 4 /* that get their scales between two groups of the next block */
+#define SLOTS 4        /* products of tiles of one pass of a tile of rows, or of one group of two */
 #define SUMS_STRIDE (GEMM_SCRATCH / LANES)
 
-/* 16 rows (or all) by one or two panels over a part of k: groups [first, last) of `groups`. */
+/* Sums of one or two groups, of up to 32 rows and two panels, that wait for their scales: the vector units have time
+ * for it while the next are multiplied. */
 typedef struct {
-    int64_t row, panel, first, last, groups;
-    int rows, wide;
-    int done;               /* rows whose scales are applied: here or, of overlapping ones, by the block before */
-    const char *weights[2]; /* [k / 4][16][4] int8 */
-} GroupBlock;
-
-/* Sums of groups that wait for their scales: the vector units have time for it while the next block is multiplied. */
-typedef struct {
-    GroupBlock block;
-    int32_t sums[2][MOST_GROUPS][TILE_ROWS][PANEL_WIDTH];
+    int64_t row, panel;              /* the first ones */
+    int rows, wide, groups;          /* wide: there are two panels, of which else the second is not used */
+    int done, overlapping;           /* rows that have their scales; of them by the block before */
+    int last;                        /* whether k ends with these groups */
+    const float *scale[2], *offset[2];
+    const char *steps;               /* of row 0 */
+    int32_t sums[PASS_GROUPS][2][PAIR_ROWS][PANEL_WIDTH] __attribute__((aligned(64)));
 } PendingGroups;
+
+/* Lines of two panels that are asked for while others are multiplied. */
+typedef struct {
+    const char *at[2];
+    int64_t left; /* of each */
+} ColdLines;
+
+/* What a thread keeps while it multiplies. */
+typedef struct {
+    const Product *product;
+    const char *weights[2]; /* [k / 4][16][4] int8, of the part of k that is multiplied */
+    int32_t *late[SLOTS];   /* where tiles 1 to 3 go: they are stored while later ones are multiplied */
+    ColdLines cold;
+    PendingGroups pending[2], *now, *before;
+    char unpacked[2][DEPTH * PANEL_WIDTH] __attribute__((aligned(64)));
+} GroupWork;
 
 /* Write `count` numbers of k of INT4 as bytes. */
 static void unpack(const char *from, int64_t count, char *to) {
@@ -38,154 +53,223 @@ static void unpack(const char *from, int64_t count, char *to) {
         __m512i low = _mm512_and_si512(line, halves), high = _mm512_and_si512(_mm512_srli_epi16(line, 4), halves);
         _mm512_storeu_si512(to, _mm512_sub_epi8(low, eights));
         _mm512_storeu_si512(to + TILE_BYTES, _mm512_sub_epi8(high, eights));
-        __builtin_prefetch(from + UNPACK_PREFETCH, 0, 3);
     }
+    __asm__ volatile("" ::: "memory"); /* GCC's loads of tiles do not say that they read memory */
 }
 
-/* Add the groups of the next `count` rows of a block to what lies in the scratch; `count`, `wide` and `has_offset` are
+/* Add the groups of the next `rows` rows to what lies in the scratch; `rows`, `groups` and `has_offset` are
  * constants. */
-INLINE void scale_rows(int count, int wide, int has_offset, const Product *p, PendingGroups *pending) {
-    const PackedMatrix *m = p->matrix;
-    GroupBlock *block = &pending->block;
-    int64_t groups = block->groups, stride = p->operand.stride, row = block->row + block->done;
-    int64_t at = (block->panel * groups + block->first) * PANEL_WIDTH, next = groups * PANEL_WIDTH;
-    const char *steps = (const char *)p->operand.rows + row * stride + groups * m->group;
-    const int32_t *sums = pending->sums[0][0][block->done];
+INLINE void scale_rows(int rows, int groups, int has_offset, const Product *p, PendingGroups *pending) {
+    int64_t stride = p->operand.stride, row = pending->row + pending->done;
+    const char *steps = pending->steps + row * stride;
+    const int32_t *sums = pending->sums[0][0][pending->done];
     float *to = p->scratch + row * GEMM_SCRATCH;
-    vec totals[ROWS_AT_ONCE][2];
-    for (int i = 0; i < count; i++)
-        for (int j = 0; j <= wide; j++)
-            totals[i][j] = block->first ? load(to + i * GEMM_SCRATCH + j * PANEL_WIDTH) : splat(0.0f);
-    steps += block->first * (int64_t)sizeof(GroupStep);
-    for (int64_t g = block->first; g < block->last; g++, at += PANEL_WIDTH, sums += TILE_ROWS * PANEL_WIDTH) {
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++) {
-            GroupStep step = ((const GroupStep *)(steps + i * stride))[g - block->first];
+    vec scale[PASS_GROUPS][2], offset[PASS_GROUPS][2];
+    for (int g = 0; g < groups; g++)
+        for (int j = 0; j < 2; j++) {
+            scale[g][j] = load(pending->scale[j] + g * PANEL_WIDTH);
+            if (has_offset) offset[g][j] = load(pending->offset[j] + g * PANEL_WIDTH);
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++, to += GEMM_SCRATCH, steps += stride) {
+        vec totals[2] = {load(to), load(to + PANEL_WIDTH)};
 #pragma GCC unroll 2
-            for (int j = 0; j <= wide; j++) {
+        for (int g = 0; g < groups; g++) {
+            const GroupStep *step = (const GroupStep *)steps + g;
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
                 ivec whole;
-                memcpy(&whole, sums + (j * MOST_GROUPS * TILE_ROWS + i) * PANEL_WIDTH, sizeof whole);
-                const float *offset = has_offset ? m->offset + at + j * next : NULL;
-                totals[i][j] = add_group(totals[i][j], whole, step, m->scale + at + j * next, offset);
+                memcpy(&whole, sums + ((g * 2 + j) * PAIR_ROWS + i) * PANEL_WIDTH, sizeof whole);
+                totals[j] = add_group(totals[j], whole, *step, scale[g][j]);
+                if (has_offset) totals[j] = add_offset(totals[j], *step, offset[g][j]);
             }
         }
+        for (int j = 0; j < 2; j++) store(to + j * PANEL_WIDTH, totals[j]);
     }
-    for (int i = 0; i < count; i++)
-        for (int j = 0; j <= wide; j++) store(to + i * GEMM_SCRATCH + j * PANEL_WIDTH, totals[i][j]);
-    block->done += count;
+    pending->done += rows;
 }
 
-/* Do that for ROWS_AT_ONCE rows, or those that are left; behind the last part of k write the outputs. */
-INLINE void scale_some(const Product *p, PendingGroups *pending) {
-    GroupBlock *block = &pending->block;
-    int left = block->rows - block->done, has_offset = p->matrix->offset != NULL;
-    if (left >= ROWS_AT_ONCE && block->wide && !has_offset) {
-        scale_rows(ROWS_AT_ONCE, 1, 0, p, pending);
-        return;
+/* Do that for up to `most` rows; `groups` and `has_offset` are constants. */
+INLINE void scale_some(int most, int groups, int has_offset, const Product *p, PendingGroups *pending) {
+    int left = (int)min_i64(most, pending->rows - pending->done);
+    for (; left >= 8; left -= 8) scale_rows(8, groups, has_offset, p, pending);
+    for (; left > 0; left--) scale_rows(1, groups, has_offset, p, pending);
+}
+
+INLINE void scale_before(int most, int has_offset, GroupWork *w) {
+    if (w->before->groups == PASS_GROUPS) scale_some(most, PASS_GROUPS, has_offset, w->product, w->before);
+    else scale_some(most, 1, has_offset, w->product, w->before);
+}
+
+/* Give the last rows that wait their scales; behind the last part of k write the outputs. */
+INLINE void finish_before(int has_offset, GroupWork *w) {
+    const PendingGroups *before = w->before;
+    scale_before(PAIR_ROWS, has_offset, w);
+    if (!before->last || !before->rows) return;
+    SumTile tile = {.row = before->row + before->overlapping, .column = before->panel * PANEL_WIDTH};
+    tile.rows = before->rows - before->overlapping, tile.vectors = before->wide ? 2 * PANEL_VECS : PANEL_VECS;
+    tile.sums = (vec *)(w->product->scratch + tile.row * GEMM_SCRATCH), tile.stride = SUMS_STRIDE;
+    epilogue(w->product, &tile);
+    for (int i = 0; i < tile.rows; i++) /* for the panels that follow */
+        for (int j = 0; j < 2; j++) tile.sums[i * SUMS_STRIDE + j] = splat(0.0f);
+}
+
+/* Ask for a few of the lines that are needed next. */
+INLINE void prefetch_cold(int count, ColdLines *cold) {
+    if (cold->left <= 0) return;
+    for (int i = 0; i < count; i++, cold->at[0] += TILE_BYTES, cold->at[1] += TILE_BYTES) {
+        __builtin_prefetch(cold->at[0], 0, 3);
+        __builtin_prefetch(cold->at[1], 0, 3);
     }
-    for (int i = 0; i < left && i < ROWS_AT_ONCE; i++)
-        if (block->wide) scale_rows(1, 1, has_offset, p, pending);
-        else scale_rows(1, 0, has_offset, p, pending);
+    cold->left -= count;
 }
 
-/* Give a block's last rows their scales; behind the last part of k write the outputs. */
-static void finish_groups(const Product *p, PendingGroups *pending, int overlapping) {
-    GroupBlock *block = &pending->block;
-    while (block->done < block->rows) scale_some(p, pending);
-    if (block->rows == 0 || block->last < block->groups) return;
-    SumTile tile = {.row = block->row + overlapping, .column = block->panel * PANEL_WIDTH};
-    tile.rows = block->rows - overlapping, tile.vectors = block->wide ? 2 * PANEL_VECS : PANEL_VECS;
-    tile.sums = (vec *)(p->scratch + tile.row * GEMM_SCRATCH), tile.stride = SUMS_STRIDE;
-    epilogue(p, &tile);
-}
-
-/* Sum the integers of a block's groups, each in one or two (`steps`) tiles of k; meanwhile scale the block before.
- * `steps` and `wide` are constants. */
-INLINE void sum_groups(int steps, int wide, const Product *p, PendingGroups *now, PendingGroups *before) {
-    const GroupBlock *block = &now->block;
-    int64_t step = p->matrix->group / steps, stride = p->operand.stride;
-    const char *rows = (const char *)p->operand.rows + block->row * stride + block->first * p->matrix->group;
-    const char *left = block->weights[0], *right = block->weights[1];
-    for (int64_t g = 0; g < block->last - block->first; g++) {
-        TILE_ZERO(0);
-        if (wide) TILE_ZERO(1);
+/* Sum the integers of one pass: of two tiles of rows one group after the other (`high`), of one tile two groups at
+ * once, by two panels, so that four sums are in tiles. A sum is stored three products of tiles behind its last: sooner
+ * it is not ready, and what follows would wait. Meanwhile the pass before gets its scales. A group is one or two
+ * (`steps`) tiles of k. `steps`, `high` and `has_offset` are constants. */
+INLINE void sum_pass(int steps, int high, int has_offset, GroupWork *w, const char *rows, const char *left,
+                     const char *right) {
+    PendingGroups *now = w->now;
+    int64_t group = w->product->matrix->group, step = group / steps, stride = w->product->operand.stride;
+    for (int g = 0; g < now->groups; g += high ? 1 : PASS_GROUPS) {
+        int64_t second = !high && now->groups == PASS_GROUPS ? group : 0; /* if there is none, its sums are not used */
+        const char *low = high ? rows + TILE_ROWS * stride : rows + second;
 #pragma GCC unroll 2
-        for (int i = 0; i < steps; i++, rows += step, left += step * PANEL_WIDTH, right += step * PANEL_WIDTH) {
+        for (int i = 0; i < steps; i++) {
             TILE_LOAD(4, rows, stride);
             TILE_LOAD(6, left, TILE_BYTES);
-            TILE_DOT_SIGNED(0, 4, 6);
-            if (wide) {
-                TILE_LOAD(7, right, TILE_BYTES);
-                TILE_DOT_SIGNED(1, 4, 7);
+            if (!i) {
+                TILE_STORE(1, w->late[1], TILE_BYTES);
+                TILE_ZERO(0);
             }
+            TILE_DOT_SIGNED(0, 4, 6);
+            TILE_LOAD(7, right, TILE_BYTES);
+            if (!i) {
+                TILE_STORE(2, w->late[2], TILE_BYTES);
+                TILE_ZERO(1);
+            }
+            TILE_DOT_SIGNED(1, 4, 7);
+            TILE_LOAD(5, low, stride);
+            if (!high) TILE_LOAD(6, left + second * PANEL_WIDTH, TILE_BYTES);
+            if (!i) {
+                TILE_STORE(3, w->late[3], TILE_BYTES);
+                TILE_ZERO(2);
+            }
+            TILE_DOT_SIGNED(2, 5, 6);
+            prefetch_cold(4, &w->cold);
+            scale_before(8, has_offset, w);
+            if (!high) TILE_LOAD(7, right + second * PANEL_WIDTH, TILE_BYTES);
+            if (i == steps - 1) TILE_STORE(0, now->sums[g][0][0], TILE_BYTES);
+            if (!i) TILE_ZERO(3);
+            TILE_DOT_SIGNED(3, 5, 7);
+            prefetch_cold(4, &w->cold);
+            scale_before(8, has_offset, w);
+            rows += step, low += step, left += step * PANEL_WIDTH, right += step * PANEL_WIDTH;
         }
-        TILE_STORE(0, now->sums[0][g], TILE_BYTES);
-        if (wide) TILE_STORE(1, now->sums[1][g], TILE_BYTES);
-        scale_some(p, before);
+        w->late[1] = now->sums[g][1][0];
+        w->late[2] = high ? now->sums[g][0][TILE_ROWS] : now->sums[g + 1][0][0];
+        w->late[3] = high ? now->sums[g][1][TILE_ROWS] : now->sums[g + 1][1][0];
     }
 }
 
-/* Multiply the block that `now` names, and finish the one before. */
-static void multiply_group_block(const Product *p, PendingGroups *now, PendingGroups *before) {
-    int steps = p->matrix->group > TILE_BYTES ? 2 : 1, overlapping = before->block.done;
-    if (steps == 2 && now->block.wide) sum_groups(2, 1, p, now, before);
-    else if (steps == 2) sum_groups(2, 0, p, now, before);
-    else if (now->block.wide) sum_groups(1, 1, p, now, before);
-    else sum_groups(1, 0, p, now, before);
-    finish_groups(p, before, overlapping);
-}
-
-/* What threads keep while they multiply. */
+/* A part of k: numbers [from, to), of panels from `panel` on, of which there are one or (`wide`) two. */
 typedef struct {
-    PendingGroups pending[2], *now, *before;
-    char unpacked[2][MOST_GROUPS * 128 * PANEL_WIDTH];
-} GroupBuffers;
+    int64_t panel, from, to;
+    int wide;
+} GroupPart;
 
-/* Multiply rows [from, to) of `rows` by one or two panels. */
-static void multiply_group_panels(const Product *p, int64_t rows, int64_t from, int64_t to, GroupBlock block,
-                                  GroupBuffers *buffers) {
+/* Multiply rows from `row` on, two tiles of them or the last one, by a part of k. `steps`, `high` and `has_offset`
+ * are constants. */
+INLINE void multiply_rows(int steps, int high, int has_offset, GroupWork *w, GroupPart part, int64_t rows, int64_t row) {
+    const Product *p = w->product;
     const PackedMatrix *m = p->matrix;
-    int64_t groups = block.groups;
-    for (block.first = 0; block.first < groups; block.first = block.last) {
-        block.last = min_i64(block.first + MOST_GROUPS, groups);
-        int64_t k = block.first * m->group, count = (block.last - block.first) * m->group;
-        for (int j = 0; j <= block.wide; j++) {
-            const char *panel = (const char *)m->data + (block.panel + j) * grouped_panel_bytes(m);
-            if (m->dtype == INT4) unpack(panel + k * PANEL_WIDTH / 2, count, buffers->unpacked[j]);
-            block.weights[j] = m->dtype == INT4 ? buffers->unpacked[j] : panel + k * PANEL_WIDTH;
+    int64_t groups = group_count(m), g = part.from / m->group, end = part.to / m->group;
+    /* the last tiles begin early enough to be whole, if there are so many rows */
+    int64_t height = high ? PAIR_ROWS : TILE_ROWS, begin = rows <= height ? 0 : min_i64(row, rows - height);
+    const char *values = (const char *)p->operand.rows + begin * p->operand.stride + part.from;
+    const char *left = w->weights[0], *right = w->weights[1];
+    int64_t size = PASS_GROUPS * m->group;
+    for (; g < end; g += PASS_GROUPS, values += size, left += size * PANEL_WIDTH, right += size * PANEL_WIDTH) {
+        PendingGroups *now = w->now;
+        now->row = begin, now->panel = part.panel, now->wide = part.wide, now->rows = (int)min_i64(rows, height);
+        now->groups = end - g > 1 ? PASS_GROUPS : 1, now->done = now->overlapping = (int)(row - begin);
+        now->last = g + now->groups == groups;
+        now->steps = (const char *)(group_steps(m, p->operand.rows) + g);
+        for (int j = 0; j < 2; j++) {
+            int64_t at = ((part.panel + (part.wide ? j : 0)) * groups + g) * PANEL_WIDTH;
+            now->scale[j] = m->scale + at;
+            if (has_offset) now->offset[j] = m->offset + at;
         }
-        if (!block.wide) block.weights[1] = block.weights[0];
-        for (int64_t row = from; row < to; row += TILE_ROWS) {
-            block.row = max_i64(0, min_i64(row, rows - TILE_ROWS)); /* the last tile is whole, if there are so many */
-            block.done = (int)(row - block.row), block.rows = (int)min_i64(TILE_ROWS, rows);
-            PendingGroups *now = buffers->now, *before = buffers->before;
-            now->block = block;
-            multiply_group_block(p, now, before);
-            buffers->now = before, buffers->before = now;
-        }
+        sum_pass(steps, high, has_offset, w, values, left, right);
+        finish_before(has_offset, w);
+        PendingGroups *finished = w->before;
+        w->before = now, w->now = finished;
     }
+}
+
+/* Where a panel's weights lie from number k on. */
+INLINE const char *panel_weights(const PackedMatrix *m, int64_t panel, int64_t k) {
+    return (const char *)m->data + panel * grouped_panel_bytes(m) + k * PANEL_WIDTH / (m->dtype == INT4 ? 2 : 1);
+}
+
+/* Multiply rows [from, to) of `rows` by one or two panels, of [.., last); `steps` and `has_offset` are constants. */
+INLINE void multiply_group_panels(int steps, int has_offset, GroupWork *w, int64_t rows, int64_t from, int64_t to,
+                                  GroupPart part, int64_t last) {
+    const PackedMatrix *m = w->product->matrix;
+    int64_t depth = grouped_k(m);
+    for (part.from = 0; part.from < depth; part.from = part.to) {
+        part.to = min_i64(part.from + DEPTH, depth);
+        for (int j = 0; j < 2; j++) {
+            const char *weights = panel_weights(m, part.panel + (part.wide ? j : 0), part.from);
+            if (m->dtype == INT4) unpack(weights, part.to - part.from, w->unpacked[j]);
+            w->weights[j] = m->dtype == INT4 ? w->unpacked[j] : weights;
+        }
+        int more = part.to < depth;
+        int64_t ahead = min_i64(part.panel + (more ? 0 : 2), last - 1);
+        for (int j = 0; j < 2; j++) w->cold.at[j] = panel_weights(m, min_i64(ahead + j, last - 1), more ? part.to : 0);
+        w->cold.left = (part.to - part.from) * PANEL_WIDTH / (m->dtype == INT4 ? 2 : 1) / TILE_BYTES;
+        for (int64_t row = from; row < to; row += PAIR_ROWS)
+            if (rows - row > TILE_ROWS) multiply_rows(steps, 1, has_offset, w, part, rows, row);
+            else multiply_rows(steps, 0, has_offset, w, part, rows, row);
+    }
+}
+
+/* Multiply all rows by panels [first, last), as many rows at a time as stay in the second cache; `steps` and
+ * `has_offset` are constants. */
+INLINE void multiply_group_rows(int steps, int has_offset, GroupWork *w, int64_t rows, int64_t first, int64_t last) {
+    int64_t bytes = rows * w->product->operand.stride, times = bytes / CACHED_ROW_BYTES + 1;
+    int64_t chunk = round_up((rows + times - 1) / times, PAIR_ROWS);
+    for (int64_t from = 0; from < rows; from += chunk)
+        for (int64_t panel = first; panel < last; panel += 2) {
+            GroupPart part = {.panel = panel, .wide = last - panel > 1};
+            multiply_group_panels(steps, has_offset, w, rows, from, min_i64(from + chunk, rows), part, last);
+        }
+    TILE_STORE(1, w->late[1], TILE_BYTES);
+    TILE_STORE(2, w->late[2], TILE_BYTES);
+    TILE_STORE(3, w->late[3], TILE_BYTES);
+    finish_before(has_offset, w);
 }
 
 void amx_multiply_groups(const Product *p, int64_t rows, int64_t first, int64_t last) {
     const PackedMatrix *m = p->matrix;
-    GroupBuffers buffers __attribute__((aligned(64)));
-    TileShapes shapes = shapes_of((int)min_i64(rows, TILE_ROWS), TILE_ROWS);
+    GroupWork work __attribute__((aligned(64)));
+    int low = (int)min_i64(rows, TILE_ROWS);
+    TileShapes shapes = shapes_of(low, rows > TILE_ROWS && rows < PAIR_ROWS ? (int)rows - TILE_ROWS : low);
     if (m->group < TILE_BYTES) { /* half a tile of k */
-        shapes.row_bytes[4] = (uint16_t)m->group;
+        shapes.row_bytes[4] = shapes.row_bytes[5] = (uint16_t)m->group;
         shapes.rows[6] = shapes.rows[7] = (uint8_t)(m->group / 4);
     }
-    int64_t bytes = rows * p->operand.stride, times = bytes / CACHED_ROW_BYTES + 1;
-    int64_t chunk = round_up((rows + times - 1) / times, TILE_ROWS); /* rows that stay in the second cache */
-    buffers.now = buffers.pending, buffers.before = buffers.pending + 1;
-    buffers.before->block = (GroupBlock){0};
+    work.product = p, work.now = work.pending, work.before = work.pending + 1;
+    work.before->rows = work.before->done = work.before->groups = 0;
+    for (int slot = 0; slot < SLOTS; slot++) work.late[slot] = work.before->sums[slot / 2][slot % 2][0];
+    memset(p->scratch, 0, rows * GEMM_SCRATCH * sizeof(float));
     tiles_begin(shapes);
-    for (int64_t from = 0; from < rows; from += chunk)
-        for (int64_t panel = first; panel < last; panel += 2) {
-            GroupBlock block = {.panel = panel, .groups = group_count(m), .wide = last - panel > 1};
-            multiply_group_panels(p, rows, from, min_i64(from + chunk, rows), block, &buffers);
-        }
+    if (m->group > TILE_BYTES && m->offset) multiply_group_rows(2, 1, &work, rows, first, last);
+    else if (m->group > TILE_BYTES) multiply_group_rows(2, 0, &work, rows, first, last);
+    else if (m->offset) multiply_group_rows(1, 1, &work, rows, first, last);
+    else multiply_group_rows(1, 0, &work, rows, first, last);
     tiles_end();
-    finish_groups(p, buffers.before, buffers.before->block.done);
 }
 
 #endif

@@ -160,7 +160,8 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
             for (int j = 0; j < panels * PANEL_VECS; j++) {
                 int64_t at = j / PANEL_VECS * groups * PANEL_WIDTH + j % PANEL_VECS * LANES;
                 ivec whole = rows == 1 ? sums[i][j] + more[j] : sums[i][j];
-                acc[i][j] = add_group(acc[i][j], whole, steps[i][g], scale + at, offset ? offset + at : NULL);
+                acc[i][j] = add_group(acc[i][j], whole, steps[i][g], load(scale + at));
+                if (offset) acc[i][j] = add_offset(acc[i][j], steps[i][g], load(offset + at));
             }
     }
     SumTile tile = {t.row, t.panel * PANEL_WIDTH, t.count, panels * PANEL_VECS, acc[0], VECS};

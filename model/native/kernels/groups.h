@@ -14,8 +14,9 @@ typedef struct {
     int32_t sum; /* of the group's integers */
 } GroupStep;
 
+/* An odd number of lines of memory: the rows of a tile lie in different sets of the first cache. */
 INLINE int64_t grouped_row_bytes(const PackedMatrix *matrix) {
-    return round_up(grouped_k(matrix) + group_count(matrix) * (int64_t)sizeof(GroupStep), 64);
+    return round_up(grouped_k(matrix) + group_count(matrix) * (int64_t)sizeof(GroupStep) - 64, 128) + 64;
 }
 
 /* The steps of a row's groups. */
@@ -24,10 +25,13 @@ INLINE const GroupStep *group_steps(const PackedMatrix *matrix, const void *row)
 }
 
 /* The sum of 16 or fewer outputs with that of one more group, of which `whole` is the sum of integers. */
-INLINE vec add_group(vec sums, ivec whole, GroupStep step, const float *scale, const float *offset) {
-    vec scaled = __builtin_convertvector(whole, vec) * splat(step.scale);
-    sums = fma_vec(scaled, load(scale), sums);
-    return offset ? fma_vec(splat(step.scale * (float)step.sum), load(offset), sums) : sums;
+INLINE vec add_group(vec sums, ivec whole, GroupStep step, vec scale) {
+    return fma_vec(__builtin_convertvector(whole, vec) * splat(step.scale), scale, sums);
+}
+
+/* What follows it where weights have offsets. */
+INLINE vec add_offset(vec sums, GroupStep step, vec offset) {
+    return fma_vec(splat(step.scale * (float)step.sum), offset, sums);
 }
 
 /* Round a row of floats to integers between -127 and 127, a group at a time. */
