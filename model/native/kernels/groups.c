@@ -136,7 +136,7 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
                 sums[i][j] = (ivec){0} - zero_point(dtype) * steps[i][g].sum, more[j] = (ivec){0};
         for (int64_t k = g * group; k < (g + 1) * group; k += depth, weights += LINE_BYTES) {
             ivec w[VECS][2];
-            if (t.cold && rows > 1) {
+            if (t.cold) {
                 const char *line = weights + PREFETCH_LINES * LINE_BYTES;
                 if (line >= end) line += (panels - 1) * panel_bytes;
 #pragma GCC unroll 4
