@@ -74,6 +74,7 @@ class RotaryConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # of cosine and sine
+    growth: float = 0.0  # queries grow by 1 + growth * ln(1 + floor(position / original context)) (Llama 4)
     interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
     short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
     long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
@@ -182,6 +183,9 @@ class AttentionConfig:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:
             raise ConfigError(f"{self.position.dim} rotary dimensions are more than the {self.head_dim} of a head")
+        grows = isinstance(self.position, RotaryConfig) and self.position.growth
+        if grows and self.qk_norm is not None and self.qk_norm_span is NormSpan.HEAD:
+            raise ConfigError("queries that grow with their position have no norm of each head")
         if isinstance(self.position, AlibiConfig) and len(self.position.slopes) != self.num_heads:
             raise ConfigError(f"{len(self.position.slopes)} slopes are not one for each of {self.num_heads} heads")
 

@@ -29,6 +29,7 @@ from model.families.table.helpers import (
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from model.families.table.text_part import text_part
 
 _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 
@@ -64,6 +65,18 @@ def mistral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
+_MINISTRAL3_ROPE = dict(type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16_384)
+_MINISTRAL3_ROPE |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+
+
+def ministral3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build Ministral 3, whose queries grow with their position beyond the original context."""
+    raw = raw.otherwise(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144, num_key_value_heads=8)
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raw = raw.but(rope_parameters=_MINISTRAL3_ROPE)
+    return with_attention(config(raw, names), window=raw.get("sliding_window"))
+
+
 def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build Ministral, whose layers are listed: with a window, or without."""
     raw = raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=8)
@@ -75,6 +88,15 @@ def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     if window is None and raw.get("layer_types") is None:
         return base
     return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, count + 1)))
+
+
+def _mistral3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build the language model of Mistral Small 3.1 and later, or of Ministral 3."""
+    kinds = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}
+    kind = raw.get("model_type", "mistral")
+    if kind not in kinds:
+        raise ConfigError(f"text_config of a {kind!r} is not served; served are {', '.join(kinds)}")
+    return kinds[kind](raw, names)
 
 
 def _full_attention(raw: Settings) -> None:
@@ -158,6 +180,8 @@ FAMILIES = {
     "llama": either_way(Family(config, rules, "model.", DROPPED)),
     "mistral": either_way(Family(mistral, rules, "model.", DROPPED)),
     "ministral": either_way(Family(ministral, rules, "model.", DROPPED)),
+    "ministral3": either_way(Family(ministral3, rules, "model.", DROPPED)),
+    "mistral3": text_part(Family(_mistral3, rules, dropped=DROPPED)),
     "qwen2": either_way(Family(qwen2, rules, "model.", DROPPED)),
     "qwen3": either_way(Family(qwen3, rules, "model.", DROPPED)),
     "phi3": either_way(Family(phi3, phi3_rules, "model.", DROPPED)),

@@ -140,7 +140,7 @@ class Stack(ctypes.Structure):
 
 
 class RotaryTable(ctypes.Structure):
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64), ("interleaved", c_int64))
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64), ("interleaved", c_int64), ("growth", c_void_p))
 
 
 class Step(ctypes.Structure):

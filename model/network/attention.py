@@ -48,6 +48,8 @@ class SelfAttention(nn.Module):
         v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(config.position, RotaryConfig) and config.position.growth:
+            q = q * step.query_growth(config.position)[:, None, None].to(q.dtype)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
         if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
             mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias)

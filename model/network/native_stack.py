@@ -163,6 +163,10 @@ class NativeStack:
                     for rotary, (cos, sin) in zip(self._rotaries, pairs, strict=True)
                 )
             )
+            for place, rotary in enumerate(self._rotaries):
+                if rotary.growth:
+                    kept.append(context.query_growth(rotary))
+                    step.rotary[place].growth = kept[-1].data_ptr()
         if self._score_biases:
             step.score_biases = self._make_biases(max(inputs.metadata.kv_lens))
         if self._relative:

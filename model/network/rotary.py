@@ -85,6 +85,11 @@ def turns(
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+def query_growth(config: RotaryConfig, positions: Tensor) -> Tensor:
+    """What queries at positions `[T]` are multiplied by, `[T]` float32."""
+    return 1 + config.growth * torch.log1p(torch.floor(positions.float() / config.original_max_positions))
+
+
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
     """`x` `[T, H, D]` turned by its positions: scores then depend on differences of positions only."""
     cos, sin = rotary

@@ -13,7 +13,7 @@ from model.linear.base import Linear
 from model.network.disentangled import RelativeTable
 from model.network.fused_ops import rotary_tables
 from model.network.inputs import CrossInput, StackInput
-from model.network.rotary import sinusoids_of_distances
+from model.network.rotary import query_growth, sinusoids_of_distances
 from model.network.score_bias import BucketBias, StepBias
 from model.system.transfer import device_tensor
 
@@ -36,6 +36,7 @@ class StepContext:
         self._relative = relative
         self._dtype = dtype
         self._rotaries: dict[RotaryConfig, tuple[Tensor, Tensor]] = {}
+        self._growths: dict[RotaryConfig, Tensor] = {}
         self._sinusoids: dict[int, Tensor] = {}
 
     @cached_property
@@ -58,6 +59,12 @@ class StepContext:
             contexts = self._contexts if long else None
             self._rotaries[config] = rotary_tables(config, self.inputs.positions, self._dtype, contexts)
         return self._rotaries[config]
+
+    def query_growth(self, config: RotaryConfig) -> Tensor:
+        """What the rows' queries are multiplied by, `[T]` float32."""
+        if config not in self._growths:
+            self._growths[config] = query_growth(config, self.inputs.positions)
+        return self._growths[config]
 
     @cached_property
     def _contexts(self) -> Tensor:

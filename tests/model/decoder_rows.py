@@ -53,8 +53,40 @@ BLOOM = dict(vocab_size=VOCAB, hidden_size=36, n_layer=2, n_head=6, **_IDS)
 _OPT: dict[str, Any] = dict(vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, ffn_dim=48)
 _OPT |= dict(max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=1)
 
+_MINISTRAL3 = dict(
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=500.0,
+        factor=4.0,
+        original_max_position_embeddings=8,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.3,
+    )
+)
+_VISION = dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8)
+
+
+def _with_images(name: str, text: dict[str, Any], **settings: Any) -> Callable[[], Any]:
+    """A model that reads images too, whose language model is compared."""
+
+    def make() -> Any:
+        import transformers
+
+        vision = dict(hidden_size=16, **_VISION, **({"head_dim": 8} if name == "Mistral3" else {}))
+        config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **settings)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
 DENSE_DECODERS: Rows = {
     "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
+    "ministral3": random_model("Ministral3ForCausalLM", LLAMA, head_dim=12, **_MINISTRAL3),
+    "mistral3": _with_images("Mistral3", dict(model_type="ministral3", **LLAMA, head_dim=12, **_MINISTRAL3)),
+    "gemma3-with-images": _with_images(
+        "Gemma3", dict(model_type="gemma3_text", **LLAMA, head_dim=12, sliding_window=5), mm_tokens_per_image=4
+    ),
     "phi3-longrope": random_model("Phi3ForCausalLM", LLAMA, **_LONGROPE),
     "granite": random_model("GraniteForCausalLM", LLAMA, **_MULTIPLIERS),
     "smollm3": random_model(

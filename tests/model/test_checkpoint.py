@@ -25,7 +25,7 @@ from model.network.weights import load_model, stored_tensors
 from tests.model.checkpoints import KINDS, copied, loaded, saved
 
 # Heads of pre-training, and sinusoids that are stored although they are computed.
-NOT_SERVED = ("mask_emb", "lm_loss.")
+NOT_SERVED = ("mask_emb", "lm_loss.", "vision_tower.", "multi_modal_projector.")
 COMPUTED = ("encoder.embed_positions.weight", "decoder.embed_positions.weight")
 
 
@@ -254,8 +254,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "'rwkv' is not served; served are .*bert.*llama.*marian.*t5",
     ),
     "rope scaling": (
-        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        "rope type 'longrope'.* served are default, linear",
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "mrope", "rope_theta": 1e4}),
+        "rope type 'mrope'.* served are default, linear",
     ),
     "old rope scaling": (
         lambda f: edit_json(f / "config.json", rope_parameters=None, rope_scaling={"type": "su", "factor": 2.0}),

@@ -117,6 +117,11 @@ def angles(base: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     return both.cos(), both.sin()
 
 
+def growth(base: int, positions: Tensor) -> Tensor:
+    """What queries at these positions are multiplied by, in float64; of the last base alone not 1."""
+    return 1 + 0.3 * (1 + positions.double() // 8).log() * BASES[base][2]
+
+
 def slopes_of(case: Case) -> Tensor:
     return case.weight("slopes", case.heads).abs()
 
@@ -174,6 +179,7 @@ class Reference:
             k = k if source is not None else head_norm(case, "k", k)
         if case.rotary >= 0:
             q, k = (rotated(part, case.rotary) for part in (q, k))
+            q = q * growth(case.rotary, torch.arange(q.shape[1]))[:, None]
         k, v = (part.repeat_interleave(case.heads // case.kv_heads, 0) for part in (k, v))
         scores = q @ k.transpose(1, 2) * case.scale
         if case.softcap:
@@ -246,8 +252,8 @@ class InC:
         tables = [tuple(part.float().contiguous() for part in angles(base, positions)) for base in range(len(BASES))]
         rotary = (RotaryTable * len(BASES))(
             *(
-                RotaryTable(self._at(c), self._at(s), c.shape[1], base[2])
-                for base, (c, s) in zip(BASES, tables, strict=True)
+                RotaryTable(self._at(c), self._at(s), c.shape[1], base[2], self._growth(number, positions))
+                for number, (base, (c, s)) in enumerate(zip(BASES, tables, strict=True))
             )
         )
         step = Step(rows=len(x), last_layer=len(self.cases), num_segments=3 if paged else 1, segments=segments)
@@ -293,6 +299,9 @@ class InC:
     def _at(self, tensor: Tensor) -> int:
         self._kept.append(tensor if tensor.is_contiguous() else tensor.contiguous())
         return self._kept[-1].data_ptr()
+
+    def _growth(self, base: int, positions: Tensor) -> int | None:
+        return self._at(growth(base, positions).float()) if BASES[base][2] else None
 
     def _norm(self, case: Case, name: str, size: int) -> Norm:
         shift = self._at(case.weight(name.replace("_norm", "_shift"), size)) if case.layer_norms else None

@@ -17,7 +17,9 @@ _KNOWN = {
     "linear": _COMMON,
     "dynamic": _COMMON | {"original_max_position_embeddings"},
     "llama3": _COMMON | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    # The context stands in Ministral 3's settings too.
     "yarn": _COMMON
+    | {"llama_4_scaling_beta", "max_position_embeddings"}
     | {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
     | {"mscale", "mscale_all_dim", "truncate"},
     "longrope": _COMMON | {"original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
@@ -64,6 +66,7 @@ def rotary(
         beta_slow=scaling.get("beta_slow") or 1.0,
         truncate=scaling.get("truncate", True),
         attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
+        growth=float(scaling.get("llama_4_scaling_beta") or 0.0),
         interleaved=interleaved,
     )
 

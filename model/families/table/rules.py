@@ -125,13 +125,13 @@ class Family:
 
     `config` gets the raw config.json and the tensor names, which tell what a config only claims (tied head, pooler);
     names are None where a config is looked at without weights. `prefix` is what a headed model puts before its base
-    model's names, `dropped` patterns (fnmatch) are tensors that carry nothing to serve.
+    model's names (of several the first that fits), `dropped` patterns (fnmatch) are of tensors that carry nothing.
     `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads).
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
     rules: Callable[[ModelConfig], Iterable[Rule]]
-    prefix: str = ""
+    prefix: str | tuple[str, ...] = ""
     dropped: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
@@ -149,7 +149,9 @@ class Family:
 
     def canonical(self, name: str) -> str:
         """Without the prefix and what `torch.nn.utils.parametrize` adds; norms had a gamma and a beta once."""
-        stem, _, kind = name.removeprefix(self.prefix).rpartition(".")
+        prefixes = (self.prefix,) if isinstance(self.prefix, str) else self.prefix
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        stem, _, kind = name.removeprefix(prefix).rpartition(".")
         if kind == "original":
             stem, _, kind = stem.replace("parametrizations.", "").rpartition(".")
         kind, stem = _OLD_NAMES.get(kind, kind), self.renamed.get(stem, stem)

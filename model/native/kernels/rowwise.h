@@ -43,6 +43,13 @@ static inline void add_in_place(float *x, const float *y, int64_t size) {
     for (; i < size; i++) x[i] += y[i];
 }
 
+/* Multiply x [size] by `factor`. */
+static inline void scale_in_place(float *x, float factor, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) * factor);
+    for (; i < size; i++) x[i] *= factor;
+}
+
 /* Rotate pairs (i, i + size / 2) of a head's first `size` numbers by the angles whose cosines and sines [size] these
  * are (Su et al. 2021, in the order of GPT-NeoX). */
 static inline void rotate(float *head, const float *cos, const float *sin, int64_t size) {

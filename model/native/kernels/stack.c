@@ -180,6 +180,7 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
             (rotary->interleaved ? rotate_neighbours : rotate)(q + head * a->dim, rotary->cos + angles,
                                                                rotary->sin + angles, rotary->dim);
         }
+        if (rotary && rotary->growth) scale_in_place(q, rotary->growth[t->first_row + row], keys);
         if (pages) write_kv(a, pages, slots[row], q + keys, q + values);
         if (kind == BF16) narrow_in_place(q, width);
     }

@@ -62,6 +62,7 @@ typedef struct {
     const float *cos, *sin;
     int64_t dim;
     int64_t interleaved; /* whether pairs are neighbours, not a half of dim apart */
+    const float *growth; /* [rows] what queries are multiplied by; null: nothing */
 } RotaryTable;
 
 /* One run through layers [first_layer, last_layer) of a stack; behind its last layer comes the final norm. */
