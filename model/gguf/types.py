@@ -42,3 +42,4 @@ _OTHERS = {
 }
 BLOCK_TYPES = _SERVED | {number: BlockType(name, 1, 1, served=False) for number, name in _OTHERS.items()}
 SERVED_NAMES = tuple(kind.name for kind in _SERVED.values())
+FLOATS = ("F32", "F16", "BF16")

@@ -14,11 +14,10 @@ from torch import Tensor
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.gguf.blocks import FORMATS
-from model.checkpoint.gguf.layout import ROUNDED
 from model.checkpoint.gguf.rope_factors import llama3_settings
 from model.checkpoint.tensor_files import TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
-from model.config.formats import integers_in_groups
+from model.config.formats import Storage, integers_in_groups
 from model.config.layer import BucketBiasConfig, LayerConfig, RopeScaling, RotaryConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
@@ -227,11 +226,24 @@ MIXED = {
     },
     "halves": {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "F32", "ffn_down": "Q3_K", "attn_output": "Q2_K"},
 }
-KEPT = {
-    "q4": {"qkv": (4, False), "out": (4, True), "down": (8, False)},
-    "k": {"qkv": (8, True), "up": (4, True), "down": (8, False)},
-    "q5": {"qkv": (8, True), "up": (8, True), "down": (8, False), "head": (8, False)},
-    "halves": {"down": (8, False), "out": (8, False)},
+KEPT: dict[str, dict[str, Storage]] = {
+    "q4": {
+        "qkv": integers_in_groups(4, 32, offsets=False),
+        "out": integers_in_groups(4, 32, offsets=True),
+        "down": integers_in_groups(8, 32, offsets=False),
+    },
+    "k": {
+        "qkv": Storage("Q4_K and Q6_K", nearest=(8, 32)),
+        "up": integers_in_groups(4, 32, offsets=True),
+        "down": Storage("Q6_K", nearest=(8, 32)),
+    },
+    "q5": {
+        "qkv": integers_in_groups(8, 32, offsets=True),
+        "up": integers_in_groups(8, 32, offsets=True),
+        "down": integers_in_groups(8, 32, offsets=False),
+        "head": Storage("Q6_K", nearest=(8, 32)),
+    },
+    "halves": {"down": Storage("Q3_K", nearest=(8, 32)), "out": Storage("Q2_K", nearest=(8, 32))},
 }
 
 
@@ -240,13 +252,12 @@ def test_projections_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> N
     """Fused matrices have what holds all their parts; what has floats in it becomes floats."""
     checkpoint = read_checkpoint(quantised(tmp_path, MIXED[name]))
     kept = {target.rpartition(".")[2]: storage for target, storage in checkpoint.config.stored_as.items()}
-    assert kept == {part: integers_in_groups(bits, 32, offsets=offsets) for part, (bits, offsets) in KEPT[name].items()}
+    assert kept == KEPT[name]
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_c_computes_with_the_stored_integers(name: str, tmp_path: Path) -> None:
-    """Weights in C's panels are those of the file: within float32's rounding, or of integers of 8 bits where those of
-    16 were in a group; q and k with their rows in order again."""
+def test_what_is_read_stands_for_the_stored_numbers(name: str, tmp_path: Path) -> None:
+    """Integers times scales are the file's numbers within float32's rounding, floats are equal; rows are in order."""
     path = quantised(tmp_path, MIXED[name])
     checkpoint, model = read_checkpoint(path), read_gguf(path)
     sources = tensor_sources(checkpoint)
@@ -261,8 +272,9 @@ def test_c_computes_with_the_stored_integers(name: str, tmp_path: Path) -> None:
             if part in ("attn_q", "attn_k"):
                 expected = expected.unflatten(0, (-1, 32, 2)).transpose(1, 2).flatten(0, 2)
             found = read_projection(reader, sources, PUBLISHED[part], stored.shape)
-            rounding = 1 / 250 if kind in ROUNDED and found[1] else 1e-6
-            limit = rounding * expected.view(len(expected), -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
+            if not found[1]:
+                assert torch.equal(found[0], expected), part
+            limit = 1e-6 * expected.view(len(expected), -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
             assert ((found[0] - expected).abs() <= limit + 1e-12).all(), part
 
 

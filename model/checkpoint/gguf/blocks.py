@@ -46,8 +46,11 @@ def _floats(part: Tensor) -> Tensor:
 
 def _nibbles(part: Tensor, run: int) -> Tensor:
     """Bytes `[N, count]` as `[N, 2 * count / run, run]`: the lower halves of each run of bytes, then the upper ones."""
-    runs = part.reshape(len(part), -1, 1, run)
-    return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1, 2)
+    runs = part.reshape(len(part), -1, run)
+    found = torch.empty(len(part), runs.shape[1], 2, run, dtype=torch.uint8)
+    torch.bitwise_and(runs, 15, out=found[:, :, 0])
+    torch.bitwise_right_shift(runs, 4, out=found[:, :, 1])
+    return found.flatten(1, 2)
 
 
 def _shifted(part: Tensor, run: int, shifts: range) -> Tensor:
@@ -57,8 +60,8 @@ def _shifted(part: Tensor, run: int, shifts: range) -> Tensor:
 
 
 def _signed(numbers: Tensor, centre: int = 0) -> Tensor:
-    """Numbers of up to 7 bits in bytes, less `centre`."""
-    return numbers.view(torch.int8) - centre if centre else numbers.view(torch.int8)
+    """Numbers of up to 7 bits in bytes, less `centre`, in their place."""
+    return numbers.view(torch.int8).sub_(centre) if centre else numbers.view(torch.int8)
 
 
 def _one(blocks: Tensor) -> Factors:

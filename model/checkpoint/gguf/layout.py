@@ -1,7 +1,7 @@
 """Which tensor of a GGUF file a published name means, and in which number formats projections are kept.
 
-Integers in groups of 32 stay as they are stored. Those in groups of 16 (Q6_K, Q3_K, Q2_K) become integers of 8 bits in
-groups of 32, each within 1/254 of the largest of its group. No torch.
+Integers in groups of 32 stay as they are stored. What has groups of 16 (Q6_K, Q3_K, Q2_K), or is fused with it, is read
+as the numbers that it stands for, which C keeps in the nearest integers of 8 bits in groups of 32. No torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 from model.checkpoint.gguf.architectures import DROPPED_TENSORS, Architecture
 from model.checkpoint.gguf.settings import architecture_of
-from model.config.formats import FLOAT, Storage, integers_in_groups, joined
+from model.config.formats import Storage, integers_in_groups, joined
 from model.config.model import ModelConfig
 from model.families import FAMILIES, config_from_raw
 from model.families.table.rules import LinearRule
 from model.gguf.container import GGUFModel, GGUFTensor
+from model.gguf.types import FLOATS
 
 _GROUP = 32
 # Bits of an integer, and whether groups have offsets, of formats whose groups have 32 numbers.
@@ -31,8 +32,7 @@ _EXACT = {
     "IQ4_NL": integers_in_groups(8, _GROUP, offsets=False),
     "IQ4_XS": integers_in_groups(8, _GROUP, offsets=False),
 }
-_ROUNDED = integers_in_groups(8, _GROUP, offsets=False)
-ROUNDED = ("Q6_K", "Q3_K", "Q2_K")
+_NEAREST = (8, _GROUP)  # bits and group that C keeps what has smaller groups in
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,6 @@ class Origin:
     tensor: GGUFTensor
     paired: int = 0  # rows of a head whose two halves are in turns; 0: rows are in their order
     less: float = 0.0  # what was added to every number
-
-    @property
-    def storage(self) -> Storage:
-        """How it is kept as the matrix of a projection."""
-        kind = self.tensor.type.name
-        return _ROUNDED if kind in ROUNDED else _EXACT.get(kind, FLOAT)
 
 
 def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
@@ -110,12 +104,16 @@ def gguf_config(raw: Mapping[str, Any], found: Mapping[str, Origin]) -> ModelCon
 def _stored_as(config: ModelConfig, found: Mapping[str, Origin]) -> Iterator[tuple[str, Storage]]:
     family = FAMILIES[config.model_type]
     by_stem = {family.canonical(name).removesuffix(".weight"): origin for name, origin in found.items()}
-    targets: dict[str, list[Storage]] = {}
+    kinds: dict[str, list[str]] = {}
+    turned = set()
     for rule in family.rules(config):
         if isinstance(rule, LinearRule):
             origin = by_stem.get(rule.source)
-            plain = origin is None or rule.transpose or rule.interleaved is not None or len(origin.tensor.shape) != 2
-            targets.setdefault(rule.target, []).append(FLOAT if plain or origin is None else origin.storage)
-    for target, storages in targets.items():
-        if FLOAT not in storages and (storage := joined(storages)) is not None:
-            yield target, storage
+            kinds.setdefault(rule.target, []).append("F32" if origin is None else origin.tensor.type.name)
+            turned |= {rule.target} if rule.transpose or rule.interleaved is not None else set()
+    for target, found_kinds in kinds.items():
+        if any(kind in FLOATS for kind in found_kinds):
+            continue
+        exact = [_EXACT[kind] for kind in found_kinds if kind in _EXACT and target not in turned]
+        whole = joined(exact) if len(exact) == len(found_kinds) else None
+        yield target, whole or Storage(" and ".join(dict.fromkeys(found_kinds)), nearest=_NEAREST)

@@ -24,7 +24,7 @@ from model.gguf.container import read_gguf
 from model.gguf.types import BlockType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GROUP = 32
+_GROUP = 32  # numbers that share a scale, of what is kept as it is stored
 
 
 class _Part(StrEnum):
@@ -49,41 +49,38 @@ class _Decoder:
 
     def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
         """Return rows `[first, last)`: numbers, integers, or factors of their groups."""
-        stored = self._bytes(reader, first, last)
-        if self.type.name in _FLOATS:
-            values = stored.view(_FLOATS[self.type.name])
-            return values.float() - self.less if self.less else values
-        kind, blocks = FORMATS[self.type.name], stored.view(-1, self.type.bytes)
-        if self.part is _Part.VALUES:
-            values = kind.values(blocks)
-            return (values - self.less if self.less else values).view(last - first, -1)
-        if kind.group != _GROUP:
-            return self._regrouped(kind.values(blocks)).view(last - first, -1)
-        if self.part is _Part.INTEGERS:
-            return self._checked(kind.integers(blocks) - kind.centre).view(last - first, -1)
-        scale, offset = kind.factors(blocks)
-        if self.part is _Part.OFFSET:
-            scale = torch.zeros_like(scale) if offset is None else offset + kind.centre * scale
-        return scale.view(last - first, -1)
+        unit, width = self.paired or 1, self.stored.shape[1]
+        begin, end = first // unit, -(-last // unit)
+        parts = [
+            self._decoded(self._in_order(stored.view(-1, width)))
+            for _, stored in reader.rows(self.stored, unit * width, begin, end)
+        ]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found[first - begin * unit : last - begin * unit]
 
-    def _bytes(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        """Read the bytes of rows, in the order that they are wanted in."""
-        width = self.stored.shape[1]
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """Put the bytes of the rows of whole heads in the order that they are wanted in."""
         if not self.paired:
-            return reader.region(self.stored, width, slice(0, width), first, last)
-        begin, end = first // self.paired * self.paired, -(-last // self.paired) * self.paired
-        heads = reader.region(self.stored, width, slice(0, width), begin, end).view(-1, self.paired // 2, 2, width)
-        return heads.transpose(1, 2).reshape(-1, width)[first - begin : last - begin].contiguous()
+            return rows
+        return rows.view(-1, self.paired // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
-    def _regrouped(self, values: Tensor) -> Tensor:
-        """Numbers in groups of 16 as the nearest integers of 8 bits in groups of 32."""
-        groups = values.view(-1, _GROUP)
-        scale = groups.abs().amax(dim=1, keepdim=True) / 127
-        if self.part is _Part.SCALE:
-            return scale
-        if self.part is _Part.OFFSET:
-            return torch.zeros_like(scale)
-        return (groups / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127).to(torch.int8)
+    def _decoded(self, rows: Tensor) -> Tensor:
+        """What the bytes of rows stand for; nothing of them is kept."""
+        if self.type.name in _FLOATS:
+            values = rows.view(_FLOATS[self.type.name])
+            return values.float() - self.less if self.less else values.clone()
+        kind, blocks = FORMATS[self.type.name], rows.view(-1, self.type.bytes)
+        if self.part is _Part.VALUES:
+            found = kind.values(blocks)
+            found = found - self.less if self.less else found
+        elif self.part is _Part.INTEGERS:
+            found = self._checked(kind.integers(blocks))
+            found = found - kind.centre if kind.centre else found
+        else:
+            found, offset = kind.factors(blocks)
+            if self.part is _Part.OFFSET:
+                found = torch.zeros_like(found) if offset is None else offset + kind.centre * found
+        return found.reshape(len(rows), -1)
 
     def _checked(self, integers: Tensor) -> Tensor:
         if self.type.name == "Q8_0" and bool((integers == -128).any()):
@@ -126,7 +123,7 @@ def _sources(name: str, origin: Origin, storage: Storage) -> Iterator[TensorSour
         decoder = _Decoder(tensor.type, part, origin.paired, origin.less, tensor.name, stored)
         return DecodedTensor(name=name, kind=kind, shape=shape, decoder=decoder)
 
-    if storage == FLOAT:
+    if storage.numbers is None:
         yield decoded(name, kind if kind in _FLOATS and not origin.less else "F32", shape, _Part.VALUES)
         return
     stem, groups = name.removesuffix("weight"), (shape[0], -(-shape[1] // _GROUP))
