@@ -46,7 +46,7 @@ from model.network.packed_weights import PackedWeights
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.group import Group
-from model.parallel.rank0 import Rank0Cache, Rank0Transformer, load_rank0
+from model.parallel.rank0 import Rank0Transformer, load_rank0
 from model.system import fallbacks
 from model.system.devices import resolve_device
 from model.system.host_memory import available_memory
@@ -357,9 +357,10 @@ def _cache(model: Transformer, engine: EngineConfig, num_pages: Sequence[int], d
     """The caches of all layers, of the heads that this rank has."""
     assert model.decoder is not None
     rank_processes, dtype = _rank_processes(model), kv_dtype(engine, model.dtype)
-    if rank_processes is None:
-        return KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device)
-    return Rank0Cache(model.decoder.config, num_pages, engine.block_size, dtype, device, rank_processes)
+    cache = KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device)
+    if rank_processes is not None:
+        rank_processes.make_pools(num_pages, engine.block_size, dtype)
+    return cache
 
 
 def _overlaps(config: ModelConfig, device: torch.device) -> bool:

@@ -124,7 +124,10 @@ class RankWorker:
     @torch.inference_mode()
     def _step(self, step: Step) -> None:
         assert self._program is not None and self._group is not None
-        self._program.run(StepPlan.of(step, pinned=self._group.device.type == "cuda"), None)
+        plan = StepPlan.of(step, pinned=self._group.device.type == "cuda")
+        hidden, _ = self._program.run(plan, None)
+        for _ in self._program.prompt_logits(plan, hidden):
+            pass  # rank 0 scores the prompts; this rank has part of the vocabulary
 
     @torch.inference_mode()
     def _call(self, call: Call) -> None:
@@ -138,15 +141,8 @@ class RankWorker:
             model.encode(*arguments)
         elif call.name == "logits":
             model.logits(*arguments)
-        elif call.name == "masked_logits":
-            model.masked_logits(*arguments)
         else:
-            assert cache is not None
-            if call.name == "write_encoder_output":
-                encoder_output, slots = arguments
-                model.write_encoder_output(encoder_output, cache, slots)
-            else:
-                cache.copy_blocks(*arguments)
+            model.masked_logits(*arguments)
 
     def _recorder(self, device: torch.device) -> Recorder:
         return CudaRecorder(device, collective=True)

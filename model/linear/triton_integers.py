@@ -103,9 +103,9 @@ def ones_like(packed, DTYPE: tl.constexpr, IN_WORDS: tl.constexpr):
 
 
 @triton.jit
-def scaled(products, sums, scale, offset):
+def scaled(products, sums, scale, offset, OFFSETS: tl.constexpr):
     """Sums over a group of rows times integers, and of the rows alone, to those of rows times weights."""
-    if offset is None:
+    if not OFFSETS:
         result = products * scale[None, :].to(tl.float32)
     elif offset.dtype == tl.int8:
         result = (products + sums * offset[None, :].to(tl.float32)) * scale[None, :].to(tl.float32)
@@ -116,8 +116,8 @@ def scaled(products, sums, scale, offset):
 
 @triton.jit
 def read_factor(factors, group, output, N):
-    """The scales, or offsets, of a group; None where there are none."""
-    return None if factors is None else tl.load(factors + group * N + output)
+    """The scales, or offsets, of a group."""
+    return tl.load(factors + group * N + output)
 
 
 @triton.jit(do_not_specialize=["M", "spans", "part_spans"], do_not_specialize_on_alignment=["out", "sums_of_parts"])
@@ -161,12 +161,14 @@ def grouped_product(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     begin = part * part_spans
     end = tl.minimum(begin + part_spans, spans)
-    group = begin * EACH if GROUP > 0 else 0
-    scale, offset = read_factor(scales, group, output, N), read_factor(offsets, group, output, N)
+    group = tl.minimum(begin, spans - 1) * EACH if GROUP > 0 else 0  # the last part may have nothing to do
+    OFFSETS: tl.constexpr = offsets is not None
+    scale = read_factor(scales, group, output, N)
+    offset = read_factor(offsets, group, output, N) if OFFSETS else scale
     second_scale, second_offset = scale, offset
     if EACH == 2:
         second_scale = read_factor(scales, group + 1, output, N)
-        second_offset = read_factor(offsets, group + 1, output, N)
+        second_offset = read_factor(offsets, group + 1, output, N) if OFFSETS else second_scale
     for span in range(begin, end):
         if EVEN:
             a = tl.load(x_at + span * (2 * HALF), mask=live[:, None], other=0.0)
@@ -180,32 +182,28 @@ def grouped_product(
             total = tl.dot(b, w, tl.dot(a, v, total, input_precision="ieee"), input_precision="ieee")
         else:
             group = tl.minimum(span + 1, end - 1) * EACH  # read one span ahead: nothing else hides the wait
-            next_scale, next_offset = read_factor(scales, group, output, N), read_factor(offsets, group, output, N)
+            next_scale = read_factor(scales, group, output, N)
+            next_offset = read_factor(offsets, group, output, N) if OFFSETS else next_scale
             products = tl.dot(a, v, input_precision="ieee")
             sums = products
-            if offsets is not None:
+            if OFFSETS:
                 ones = ones_like(packed, dtype, IN_WORDS)
                 sums = tl.dot(a, ones, input_precision="ieee")
             if EACH == 2:
-                total += scaled(products, sums, scale, offset)
-                scale = second_scale
-                if offsets is not None:
-                    offset = second_offset
+                total += scaled(products, sums, scale, offset, OFFSETS)
+                scale, offset = second_scale, second_offset
                 second_scale = read_factor(scales, group + 1, output, N)
-                if offsets is not None:
-                    second_offset = read_factor(offsets, group + 1, output, N)
+                second_offset = read_factor(offsets, group + 1, output, N) if OFFSETS else second_scale
                 products = tl.dot(b, w, input_precision="ieee")
                 sums = products
-                if offsets is not None:
+                if OFFSETS:
                     sums = tl.dot(b, ones, input_precision="ieee")
             else:
                 products = tl.dot(b, w, products, input_precision="ieee")
-                if offsets is not None:
+                if OFFSETS:
                     sums = tl.dot(b, ones, sums, input_precision="ieee")
-            total += scaled(products, sums, scale, offset)
-            scale = next_scale
-            if offsets is not None:
-                offset = next_offset
+            total += scaled(products, sums, scale, offset, OFFSETS)
+            scale, offset = next_scale, next_offset
     if GROUP == 0:
         total = total * scale[None, :].to(tl.float32)
     at = m.to(tl.int64)[:, None] * N + n[None, :]

@@ -1,7 +1,8 @@
 """Messages from rank 0 to the other ranks: plain data over a socket; the tensors of a call by broadcast.
 
-A step of the generate engine is one message with its integers. Everything else is calls (encoding, copies of blocks,
-scores of prompts), whose arguments are sent as the fields of their dataclasses, with a placeholder for each tensor.
+A step of the generate engine is one message with its integers. Everything else is calls (of the encode engine, and
+what is measured at start), whose arguments are sent as the fields of their dataclasses, with a placeholder for each
+tensor.
 Nothing is pickled.
 """
 
@@ -15,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from model.api.source import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.config.formats import NumberFormat
 from model.network.inputs import CrossInput, StackInput
@@ -64,6 +66,10 @@ class Step(msgspec.Struct, tag=True):
     num_known: int  # so many tokens come by broadcast before the step
     uneven: bool
     logit_rows: tuple[int, ...] | None
+    copies: tuple[tuple[int, int, int], ...] = ()
+    sources: tuple[Source, ...] = ()
+    source_slots: tuple[int, ...] = ()
+    scored: tuple[tuple[int, int], ...] = ()
 
 
 class Call(msgspec.Struct, tag=True):

@@ -1,16 +1,16 @@
-"""Rank 0's Transformer and KV cache send each call to the other ranks before making it.
+"""Rank 0's Transformer sends each call to the other ranks before making it.
 
-    engine -- decode, encode, logits, ... --> Rank0Transformer, Rank0Cache
-                                                  |  the call as data, its tensors by broadcast
-                                                  v
-                                              ranks 1 and up, which make the same call
+    encode engine -- decode, encode, logits, ... --> Rank0Transformer
+                                                         |  the call as data, its tensors by broadcast
+                                                         v
+                                                     ranks 1 and up, which make the same call
 
-Requests, scheduling and sampling exist on rank 0 only.
+Steps of the generate engine are no calls (`model.engine.execution.step_program`). Requests, scheduling and sampling
+exist on rank 0 only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from model.attention.base import AttentionBackend
 from model.attention.selection import Selection
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint
-from model.config.model import ModelConfig, StackConfig
+from model.config.model import ModelConfig
 from model.linear.factory import LinearFactory
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
@@ -48,10 +48,6 @@ class Rank0Transformer(Transformer):
         with self.rank_processes.call("encode", inputs):
             return super().encode(inputs)
 
-    def write_encoder_output(self, encoder_output: Tensor, cache: KVCache, slots: Tensor) -> None:
-        with self.rank_processes.call("write_encoder_output", encoder_output, slots):
-            super().write_encoder_output(encoder_output, cache, slots)
-
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
         self._check_ids(inputs)
         with self.rank_processes.call("decode", inputs, cache is not None, cross):
@@ -73,27 +69,6 @@ class Rank0Transformer(Transformer):
         ids, size = inputs.input_ids, self.config.embedding.vocab_size
         if inputs.pixels is None and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise IndexError(f"a token id is outside the vocabulary of {size}")
-
-
-class Rank0Cache(KVCache):
-    """Rank 0's KV pools of its own heads; every other rank has pools with the same numbers of blocks."""
-
-    def __init__(
-        self,
-        decoder: StackConfig,
-        num_pages: Sequence[int],
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank_processes: RankProcesses,
-    ) -> None:
-        super().__init__(decoder, num_pages, block_size, dtype, device)
-        self._rank_processes = rank_processes
-        rank_processes.make_pools(num_pages, block_size, dtype)
-
-    def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
-        with self._rank_processes.call("copy_blocks", pool, list(targets), list(sources)):
-            super().copy_blocks(pool, targets, sources)
 
 
 def load_rank0(

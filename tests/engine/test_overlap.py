@@ -36,6 +36,8 @@ KINDS = ["gpt2", "llama-gqa", "gemma3", "t5-relu", "bart"]
 class LengthsBackend(SdpaBackend):
     """Believes the device's lengths only, as kernels do, and writes nothing to slots below 0."""
 
+    graph_safe = True
+
     def forward(self, query, key, value, cache, metadata, config, bias=None) -> Tensor:  # type: ignore[no-untyped-def]
         lengths = metadata.device_lengths
         if lengths is None or metadata.block_tables is None:

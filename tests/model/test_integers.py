@@ -112,7 +112,7 @@ def test_parts_of_the_inputs_are_added_in_order_whichever_is_done_last(
     bits: int, group: int, device: torch.device
 ) -> None:
     """And a row's bits do not depend on how many rows the tile has."""
-    linear = filled(70, 1100, bits, group, device=device)
+    linear = filled(70, 1100, bits, group, device=device)  # 18 or 9 spans: the last of 8 parts has none
     packed = (linear.weight, linear.weight_scale, None, linear.bias, bits, group)
     x = torch.randn(16, 1100, device=device)
     for parts in (2, 8):

@@ -150,7 +150,11 @@ def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: l
         assert len(prompt_logprobs(found)) == len(requests[-1].prompt_token_ids) - 1
         assert model.generate is not None
         assert model.generate.scheduler.num_preemptions > 0
-        steps = [one for one in threads[0].frames.messages if isinstance(one, Step)]
+        begun = next(at for at, one in enumerate(threads[0].frames.messages) if isinstance(one, Step))
+        steps = threads[0].frames.messages[begun:]
+        assert all(isinstance(one, Step) for one in steps)  # copies, encoded sources and scored prompts are in them
+        assert any(step.copies for step in steps) and any(step.scored for step in steps)
+        assert any(step.sources for step in steps) == (kind == "bart")
         assert sum(step.replayed for step in steps) > 10
         assert any(not step.replayed for step in steps)
         assert any(step.num_known for step in steps) == overlap

@@ -1,6 +1,6 @@
 """A scheduled step as tensors: packs it, runs the Transformer, samples. Keeps no state of requests.
 
-SchedulerOutput -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> next tokens
+SchedulerOutput -> StepPlan -> StepProgram: hidden states, logits -> next tokens
 
 A step is launched, then collected. On a GPU the next one may be launched between the two: the tokens that it needs of
 the one before are taken where they are, on the device.
@@ -8,8 +8,9 @@ the one before are taken where they are, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,6 @@ from model.cache.paged import KVCache
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.sources import source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
@@ -90,13 +90,7 @@ class ModelRunner:
         Appends prompt log-probabilities to the sequences that ask for them.
         """
         steps = decodes_first(output.scheduled)
-        if output.copies:
-            self._copy_blocks(output.copies)
-        new_sources = [step for step in steps if step.encode_source]
-        if new_sources:
-            self._encode_sources(new_sources)
-        hidden, logits = self._run(steps, before)  # [T, d], [S, V]
-        self._prompt_logprobs(steps, hidden)
+        logits = self._run(steps, output.copies, before)  # [S, V]
         sampling = [step for step in steps if step.samples]
         for step in steps:
             if step.sequence.history is not None and not step.samples:
@@ -109,45 +103,58 @@ class ModelRunner:
         smallest = packed_input([[0]], self.device, causal=self.model.encoder is None)
         (self.model.decode if self.model.encoder is None else self.model.encode)(smallest)
 
-    def _encode_sources(self, steps: Rows[ScheduledSequence]) -> None:
-        sources = [step.sequence.request.source for step in steps]
-        encoder_output = self.model.encode(source_input([one for one in sources if one], self.device))  # [S, d]
-        slots: list[int] = []
-        for pool in range(len(self.cache.pools)):
-            for step in steps:
-                table, length = step.sequence.source_tables[pool], step.sequence.source_length
-                slots += self.block_manager.slots(table, 0, length)
-        by_pool = self._tensor(slots).view(len(self.cache.pools), -1)  # [P, S]
-        self.model.write_encoder_output(encoder_output, self.cache, by_pool)
-
-    def _copy_blocks(self, copies: Rows[BlockCopy]) -> None:
-        for pool in range(len(self.cache.pools)):
-            if found := [copy for copy in copies if copy.pool == pool]:
-                self.cache.copy_blocks(pool, [copy.target for copy in found], [copy.source for copy in found])
-
-    def _run(self, steps: Rows[ScheduledSequence], before: Launched | None) -> tuple[Tensor, Tensor]:
-        """Hidden states `[T, d]` of all scheduled tokens, and logits `[S, V]` of the last ones of those that sample."""
-        plan = self._plan(steps, before)
+    def _run(self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None) -> Tensor:
+        """Logits `[S, V]` of the last tokens of the sequences that sample; prompts are scored on the way."""
+        plan, slices = self._plan(steps, copies, before)
         tokens = before.tokens if before is not None and plan.num_known else None
-        if self._ranks is None:
-            return self._program.run(plan, tokens)
-        plan.check_ids(self.model.config.embedding.vocab_size)
-        with self._ranks.sending(plan.message()):
-            return self._program.run(plan, tokens)
+        together: AbstractContextManager[None] = nullcontext()
+        if self._ranks is not None:
+            plan.check_ids(self.model.config.embedding.vocab_size)
+            together = self._ranks.sending(plan.message())
+        with together:
+            hidden, logits = self._program.run(plan, tokens)
+            for rows, part in zip(self._program.prompt_logits(plan, hidden), slices, strict=True):
+                scored, top = self._tensor(part.token_ids), [part.top] * len(rows)
+                part.sequence.prompt_logprobs += token_logprobs(rows, scored, top)
+        return logits
 
-    def _plan(self, steps: Rows[ScheduledSequence], before: Launched | None) -> StepPlan:
+    def _plan(
+        self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None
+    ) -> tuple[StepPlan, list[PromptSlice]]:
         placeholders: dict[int, int] = {}
         if before is not None:
             placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
         replayed = self.graphs is not None and self.graphs.fits(steps)
-        uneven = are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
+        splits_keys = self.model.backend.graph_safe  # by lengths on the device, which others have on the host
+        uneven = splits_keys and are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
         layout = BatchLayout.of(steps)
         if self.graphs is not None and replayed:
             uneven = uneven and bool(self.graphs.uneven_sizes)
             layout = self.graphs.layout(layout, uneven=uneven)
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
-        return StepPlan(layout, row, len(steps), replayed, num_known, uneven, _last_rows(steps))
+        new = [step.sequence for step in steps if step.encode_source]
+        slices = list(prompt_slices(steps))
+        plan = StepPlan(
+            layout,
+            row,
+            len(steps),
+            replayed,
+            num_known,
+            uneven,
+            _last_rows(steps),
+            copies=tuple((copy.pool, copy.target, copy.source) for copy in copies),
+            sources=tuple(sequence.request.source for sequence in new if sequence.request.source is not None),
+            source_slots=tuple(self._source_slots(new)),
+            scored=tuple(part.rows for part in slices),
+        )
+        return plan, slices
+
+    def _source_slots(self, sequences: Rows[SequenceState]) -> Iterator[int]:
+        """Where each pool has the positions of new sources."""
+        for pool in range(len(self.cache.pools)):
+            for sequence in sequences:
+                yield from self.block_manager.slots(sequence.source_tables[pool], 0, sequence.source_length)
 
     def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], logits: Tensor) -> Launched:
         places = {id(step.sequence): row for row, step in enumerate(steps)}
@@ -199,23 +206,33 @@ class ModelRunner:
             history=sequence.history,
         )
 
-    def _prompt_logprobs(self, steps: Rows[ScheduledSequence], hidden: Tensor) -> None:
-        """Log-probabilities of prompt tokens from the rows before them, a slice of rows at a time."""
-        first = 0
-        for step in steps:
-            sequence, top = step.sequence, step.sequence.params.prompt_logprobs
-            if top is not None:
-                known = len(sequence.prompt_logprobs)  # a recomputed prompt is scored only once
-                stop = min(step.start + step.num_tokens + 1, sequence.num_prompt_tokens)
-                for begin in range(max(known, step.start + 1), stop, LOGPROB_ROWS):
-                    end = min(begin + LOGPROB_ROWS, stop)
-                    rows = hidden[first + begin - 1 - step.start : first + end - 1 - step.start]
-                    tokens = self._tensor(sequence.token_ids[begin:end])
-                    sequence.prompt_logprobs += token_logprobs(self.model.logits(rows), tokens, [top] * len(rows))
-            first += step.num_tokens
-
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return device_tensor(list(values), self.device, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSlice:
+    """Some tokens of a prompt that are scored by the rows before them."""
+
+    sequence: SequenceState
+    rows: tuple[int, int]  # of the step's hidden states
+    token_ids: Rows[int]
+    top: int  # likeliest tokens that are asked for beside them
+
+
+def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
+    """What a step scores of prompts, in slices of `LOGPROB_ROWS`."""
+    first = 0
+    for step in steps:
+        sequence, top = step.sequence, step.sequence.params.prompt_logprobs
+        if top is not None:
+            known = len(sequence.prompt_logprobs)  # a recomputed prompt is scored only once
+            stop = min(step.start + step.num_tokens + 1, sequence.num_prompt_tokens)
+            before = first - 1 - step.start
+            for begin in range(max(known, step.start + 1), stop, LOGPROB_ROWS):
+                end = min(begin + LOGPROB_ROWS, stop)
+                yield PromptSlice(sequence, (before + begin, before + end), sequence.token_ids[begin:end], top)
+        first += step.num_tokens
 
 
 def _last_rows(steps: Rows[ScheduledSequence]) -> tuple[int, ...] | None:

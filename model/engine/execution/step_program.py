@@ -1,12 +1,16 @@
-"""A packed step from its integers to logits: what every rank of a model does alike, from the same row of integers.
+"""A step from its integers to logits: what every rank of a model does alike, from the same plan.
 
-Rank 0 packs a step and sends it (`model.parallel.messages.Step`); with one rank nothing is sent. Hidden states are
+    copies of blocks -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> logits
+
+Rank 0 plans a step and sends it (`model.parallel.messages.Step`); with one rank nothing is sent. Hidden states are
 whole on each rank and stay there. Sampling is rank 0's alone: tokens that the next step waits for are sent with that
 step, from device to device, so no rank's host waits for them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.api.source import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
+from model.engine.execution.sources import source_input
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
 from model.parallel.group import Group
@@ -38,14 +44,28 @@ class StepPlan:
     num_known: int = 0  # tokens that the step before sampled, if this one waits for some of them
     uneven: bool = False  # of the sequences with one token a few have nearly all keys
     logit_rows: tuple[int, ...] | None = None  # rows of hidden states that logits are computed of; None: all
+    copies: tuple[tuple[int, int, int], ...] = ()  # pool, target and source of each block that is copied before
+    sources: tuple[Source, ...] = ()  # encoded before
+    source_slots: tuple[int, ...] = ()  # [P * S] of their S positions in each pool
+    scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that prompts are scored by, behind the step
 
     def message(self) -> Step:
         """The plan for the other ranks."""
         from model.parallel.messages import Step  # a machine with one rank needs no msgspec
 
-        row = self.row.numpy().tobytes()
-        flags = (self.replayed, self.num_known, self.uneven)
-        return Step(astuple(self.layout), row, self.num_segments, *flags, self.logit_rows)
+        return Step(
+            astuple(self.layout),
+            self.row.numpy().tobytes(),
+            self.num_segments,
+            self.replayed,
+            self.num_known,
+            self.uneven,
+            self.logit_rows,
+            self.copies,
+            self.sources,
+            self.source_slots,
+            self.scored,
+        )
 
     @classmethod
     def of(cls, message: Step, *, pinned: bool) -> StepPlan:
@@ -59,13 +79,18 @@ class StepPlan:
             message.num_known,
             message.uneven,
             message.logit_rows,
+            message.copies,
+            message.sources,
+            message.source_slots,
+            message.scored,
         )
 
     def check_ids(self, vocabulary: int) -> None:
         """Raise `IndexError` for a token id outside the vocabulary, which would break a group of ranks."""
         step = self.layout.split(self.row)
         ids, placeholders = step.ids.numpy(), step.placeholders.numpy()
-        if ((ids >= vocabulary) | ((ids < 0) & (placeholders == NO_SLOT))).any():
+        wrong = ((ids >= vocabulary) | ((ids < 0) & (placeholders == NO_SLOT))).any()
+        if wrong or any(source.token_ids and not _within(source.token_ids, vocabulary) for source in self.sources):
             raise IndexError(f"a token id is outside the vocabulary of {vocabulary}")
 
 
@@ -85,6 +110,9 @@ class StepProgram:
 
         `tokens` are those that the step before sampled; ranks other than 0 get them from rank 0.
         """
+        self._copy_blocks(plan)
+        if plan.sources:
+            self._encode(plan)
         if plan.num_known and self._group is not None:
             if tokens is None:
                 tokens = torch.empty(plan.num_known, dtype=torch.int64, device=self._cache.device)
@@ -99,6 +127,25 @@ class StepProgram:
         if not len(rows):
             return hidden, rows
         return hidden, Transformer.logits(self._model, rows)  # which sends nothing to other ranks
+
+    def prompt_logits(self, plan: StepPlan, hidden: Tensor) -> Iterator[Tensor]:
+        """The logits of each range of rows that prompts are scored by, each when it is asked for."""
+        for first, last in plan.scored:
+            yield Transformer.logits(self._model, hidden[first:last])
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        by_pool: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for pool, target, source in plan.copies:
+            by_pool[pool].append((target, source))
+        for pool, blocks in by_pool.items():
+            targets, sources = zip(*blocks, strict=True)
+            self._cache.copy_blocks(pool, targets, sources)
+
+    def _encode(self, plan: StepPlan) -> None:
+        """Encode the new sources and put their cross keys and values into the pools."""
+        encoder_output = Transformer.encode(self._model, source_input(plan.sources, self._cache.device))  # [S, d]
+        slots = self._tensor(plan.source_slots).view(len(self._cache.pools), -1)  # [P, S]
+        self._model.write_encoder_output(encoder_output, self._cache, slots)
 
     def _launch(self, plan: StepPlan, tokens: Tensor | None) -> Tensor:
         row, host = to_device(plan.row, self._cache.device), plan.layout.split(plan.row)
@@ -141,3 +188,7 @@ class StepProgram:
 
     def _tensor(self, values: tuple[int, ...]) -> Tensor:
         return device_tensor(values, self._cache.device, torch.int64)
+
+
+def _within(ids: tuple[int, ...], size: int) -> bool:
+    return min(ids) >= 0 and max(ids) < size
