@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.checkpoint.coded_decoders import coded
+from model.checkpoint.coded_layouts import CodedLayout
 from model.checkpoint.layouts import Along, IntegerLayout, Packed
 from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
 from model.config.formats import Storage
@@ -32,13 +34,17 @@ def unpacked(stored: Mapping[str, StoredTensor], packed: Mapping[str, Packed]) -
     for stem, one in packed.items():
         for name in one.layout.names:
             tensors.pop(f"{stem}.{name}", None)
-        tensors |= {tensor.name: tensor for tensor in _decoded(stem, one, stored)}
+        if isinstance(one.layout, CodedLayout):
+            decoded = coded(stem, one.layout, one.storage, stored)
+        else:
+            decoded = _decoded(stem, one.layout, one.storage, stored)
+        tensors |= {tensor.name: tensor for tensor in decoded}
     return tensors
 
 
-def _decoded(stem: str, packed: Packed, stored: Mapping[str, StoredTensor]) -> Iterator[DecodedTensor]:
-    layout, storage = packed.layout, packed.storage
-
+def _decoded(
+    stem: str, layout: IntegerLayout, storage: Storage, stored: Mapping[str, StoredTensor]
+) -> Iterator[DecodedTensor]:
     def find(name: str | None, kinds: tuple[str, ...]) -> StoredTensor | None:
         if name is None:
             return None

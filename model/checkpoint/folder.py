@@ -26,7 +26,7 @@ from model.checkpoint.gguf.layout import gguf_config, origins
 from model.checkpoint.gguf.settings import pooling, raw_settings, recommended_sampling
 from model.checkpoint.json_files import read_json
 from model.checkpoint.layouts import (
-    IntegerLayout,
+    Layout,
     Packed,
     consumed_names,
     find_layouts,
@@ -130,7 +130,7 @@ def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:
 def _stored_as(
     config: ModelConfig,
     quantization: Quantization,
-    layouts: Mapping[str, IntegerLayout],
+    layouts: Mapping[str, Layout],
     names: frozenset[str],
 ) -> tuple[ModelConfig, dict[str, Packed]]:
     """Return the network with the formats of its projections, and how packed ones are read."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from model.checkpoint.layouts import Along, IntegerLayout
+from model.checkpoint.layouts import Along, IntegerLayout, Layout
 from model.checkpoint.quantization_settings import WHERE, expect, group_size
 from model.errors import ConfigError
 
@@ -107,13 +107,13 @@ def compressed(where: str, group: Mapping[str, Any], form: str) -> IntegerLayout
     )
 
 
-def targeted(groups: Mapping[str, tuple[IntegerLayout, Any]], names: Collection[str]) -> dict[str, IntegerLayout]:
+def targeted(groups: Mapping[str, tuple[Layout, Any]], names: Collection[str]) -> dict[str, Layout]:
     """The layouts of compressed-tensors' projections, of groups by name with their targets; raises `ConfigError`.
 
     One group has all that has its tensors. Of several the one that names a projection has it, as a whole or by a
     regular expression (`re:`), else the one that targets the class Linear.
     """
-    found: dict[str, IntegerLayout] = {}
+    found: dict[str, Layout] = {}
     for stem in sorted({stem for layout, _ in groups.values() for stem in stems_of(layout, names)}):
         ranked = []
         for name, (layout, targets) in groups.items():
@@ -149,7 +149,7 @@ def _of_all(layout: IntegerLayout, names: Collection[str]) -> dict[str, IntegerL
     return dict.fromkeys(stems_of(layout, names), layout)
 
 
-def stems_of(layout: IntegerLayout, names: Collection[str]) -> list[str]:
+def stems_of(layout: Layout, names: Collection[str]) -> list[str]:
     """The projections that have the tensors of a layout, in order."""
     marks = tuple(f".{mark}" for mark in layout.marks)
     return sorted({name[: -len(mark)] for mark in marks for name in names if name.endswith(mark)})

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from model.checkpoint.coded_layouts import CodedLayout
 from model.config.formats import FLOAT, GROUPS, Storage, integers_in_groups, joined
 from model.config.model import ModelConfig
 from model.errors import ConfigError
@@ -80,37 +81,40 @@ class IntegerLayout:
         """What is read: groups that C has not are cut into smaller ones, or become the numbers that they stand for."""
         kept = next((size for size in reversed(GROUPS) if self.group % size == 0), None)
         if self.order is not None or kept is None:
-            return dequantised(self)
+            return self.dequantised()
         return integers_in_groups(self.bits, kept, offsets=self.zeros is not None)
 
+    def dequantised(self) -> Storage:
+        """The storage of the numbers that integers stand for, which C keeps in the nearest format that it has."""
+        cut = f" in groups of {self.group}" if self.group else " by row"
+        order = " in the order of activations" if self.order is not None else ""
+        return Storage(f"{self.tool} int{self.bits}{cut}{order}", nearest=_NEAREST)
 
-def dequantised(layout: IntegerLayout) -> Storage:
-    """The storage of what is read as the numbers that integers stand for, and kept in the nearest format that C has."""
-    cut = f" in groups of {layout.group}" if layout.group else " by row"
-    order = " in the order of activations" if layout.order is not None else ""
-    return Storage(f"{layout.tool} int{layout.bits}{cut}{order}", nearest=_NEAREST)
+
+Layout = IntegerLayout | CodedLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A projection's layout, and the storage that its tensors are read as: floats, or integers in groups."""
 
-    layout: IntegerLayout
+    layout: Layout
     storage: Storage
 
 
-def find_layouts(
-    layouts: Mapping[str, IntegerLayout], names: Collection[str], files: Iterable[Path]
-) -> dict[str, IntegerLayout]:
+def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: Iterable[Path]) -> dict[str, Layout]:
     """The layouts of projections, by their stored names, as they really are; raises `ConfigError`.
 
     `layouts` are what the settings say of them, `names` the stored tensors.
     """
     if any(file.suffix != ".safetensors" for file in files):
         raise ConfigError("packed integers are read from safetensors alone")
-    found = {}
+    found: dict[str, Layout] = {}
     with _Peek(files) as peek:
         for stem, layout in layouts.items():
+            if isinstance(layout, CodedLayout):
+                found[stem] = layout.found(stem, names, peek.find)
+                continue
             missing = [f"{stem}.{name}" for name in (layout.weight, layout.scale) if f"{stem}.{name}" not in names]
             if missing:
                 raise ConfigError(f"quantization_config says {layout.tool}, but {', '.join(missing)} is missing")
@@ -166,7 +170,7 @@ class _Peek:
 
 
 def pack_projections(
-    family: Family, config: ModelConfig, layouts: Mapping[str, IntegerLayout]
+    family: Family, config: ModelConfig, layouts: Mapping[str, Layout]
 ) -> tuple[dict[str, Storage], dict[str, Packed]]:
     """Which storage the network's projections have, and how each stored one is read.
 
@@ -187,7 +191,7 @@ def pack_projections(
         storages = {layouts[stem].storage() for stem in here}
         storage = joined(storages) if len(here) == len(found) else None
         if storage is None:
-            storage = next((one for one in storages if one.nearest is not None), dequantised(layouts[here[0]]))
+            storage = next((one for one in storages if one.nearest is not None), layouts[here[0]].dequantised())
             if len(here) < len(found):  # beside floats
                 storage = replace(storage, nearest=None)
         stored_as[target] = storage
@@ -200,11 +204,11 @@ def pack_projections(
     return stored_as, packed
 
 
-def consumed_names(layouts: Mapping[str, IntegerLayout]) -> set[str]:
+def consumed_names(layouts: Mapping[str, Layout]) -> set[str]:
     """The stored tensors that are read as others."""
     return {f"{stem}.{name}" for stem, layout in layouts.items() for name in layout.names}
 
 
-def logical_names(names: Collection[str], layouts: Mapping[str, IntegerLayout]) -> frozenset[str]:
+def logical_names(names: Collection[str], layouts: Mapping[str, Layout]) -> frozenset[str]:
     """The stored tensors as they are read: with a weight for what is packed."""
     return frozenset({*names} - consumed_names(layouts) | {f"{stem}.weight" for stem in layouts})

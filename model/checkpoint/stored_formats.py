@@ -3,6 +3,7 @@
 compressed-tensors, "int-quantized": int8 (W8A8), symmetric with a scale for each row; each token's activations as well.
 compressed-tensors, "float-quantized": float8_e4m3fn with a scale for the tensor, each row or each block.
 compressed-tensors, "pack-quantized", GPTQ, AWQ: integers of 4 or 8 bits in groups (`integer_formats`).
+bitsandbytes; compressed-tensors, "mxfp4-pack-quantized" and "nvfp4-pack-quantized": codes of floats (`coded_layouts`).
 fp8: float8_e4m3fn with a scale for each block (DeepSeek, Qwen3-FP8) or for the tensor (AutoFP8).
 fbgemm_fp8: float8_e4m3fn with a scale for each row.
 
@@ -16,8 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from model.checkpoint.coded_layouts import bitsandbytes, e2m1
 from model.checkpoint.integer_formats import awq, compressed, gptq, targeted
-from model.checkpoint.layouts import IntegerLayout
+from model.checkpoint.layouts import Layout
 from model.checkpoint.quantization_settings import WHERE, either, expect
 from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage
 from model.errors import ConfigError
@@ -46,7 +48,7 @@ class Quantization:
     """How the projections of a checkpoint are stored that are not floats."""
 
     storage: Storage = FLOAT  # of those that have its tensors, unless they have a layout
-    layouts: Mapping[str, IntegerLayout] = field(default_factory=dict)  # of packed integers, by stored name
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # of packed integers, by stored name
 
 
 def quantization_of(settings: Any, names: Collection[str] = ()) -> Quantization:
@@ -59,6 +61,8 @@ def quantization_of(settings: Any, names: Collection[str] = ()) -> Quantization:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{WHERE} must be an object, found {settings!r}")
     method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_8bit") or settings.get("load_in_4bit")):  # as it was once written
+        method = "bitsandbytes"
     if not isinstance(method, str) or method not in _METHODS:
         raise ConfigError(f"{WHERE}.quant_method: {method!r} is not served, only {either(tuple(_METHODS))}")
     found = _METHODS[method](settings, names)
@@ -92,7 +96,7 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError(f"{WHERE}.config_groups must be an object of groups, found {groups!r}")
-    found: dict[str, Storage | IntegerLayout] = {}
+    found: dict[str, Storage | Layout] = {}
     for name, group in groups.items():
         place = f"{WHERE}.config_groups.{name}"
         own = group.get("format") if isinstance(group, Mapping) and form == _MIXED else form
@@ -105,13 +109,13 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
         several = " and ".join(f"{storage.name} ({name})" for storage, name in storages.items())
         raise ConfigError(f"{WHERE}.config_groups: {several} in one checkpoint are not served")
     layouts = targeted(
-        {name: (one, groups[name].get("targets")) for name, one in found.items() if isinstance(one, IntegerLayout)},
+        {name: (one, groups[name].get("targets")) for name, one in found.items() if not isinstance(one, Storage)},
         names,
     )
     return Quantization(next(iter(storages), FLOAT), layouts)
 
 
-def _int8_group(where: str, group: Mapping[str, Any]) -> Storage | IntegerLayout:
+def _int8_group(where: str, group: Mapping[str, Any]) -> Storage | Layout:
     """What is multiplied by tokens with one scale each, or a layout of groups or with zero points."""
     weights = group.get("weights")
     if isinstance(weights, Mapping) and (weights.get("strategy") == "group" or weights.get("symmetric") is False):
@@ -121,7 +125,7 @@ def _int8_group(where: str, group: Mapping[str, Any]) -> Storage | IntegerLayout
     return INT8_ROWS
 
 
-def _packed_group(where: str, group: Mapping[str, Any]) -> IntegerLayout:
+def _packed_group(where: str, group: Mapping[str, Any]) -> Layout:
     return compressed(where, group, "pack-quantized")
 
 
@@ -142,10 +146,12 @@ def _fp8_group(where: str, group: Mapping[str, Any]) -> Storage:
 
 
 _MIXED = "mixed-precision"  # each group has a format of its own
-_COMPRESSED: dict[str, Callable[[str, Mapping[str, Any]], Storage | IntegerLayout]] = {
+_COMPRESSED: dict[str, Callable[[str, Mapping[str, Any]], Storage | Layout]] = {
     "pack-quantized": _packed_group,
     "int-quantized": _int8_group,
     "float-quantized": _fp8_group,
+    "mxfp4-pack-quantized": lambda where, group: e2m1(where, group, "mxfp4"),
+    "nvfp4-pack-quantized": lambda where, group: e2m1(where, group, "nvfp4"),
 }
 
 
@@ -166,11 +172,12 @@ def _fbgemm_fp8(quantization: Mapping[str, Any], names: Collection[str]) -> Stor
     return fp8_storage((1, 0))
 
 
-_Method = Callable[[Mapping[str, Any], Collection[str]], Storage | Quantization | dict[str, IntegerLayout]]
+_Method = Callable[[Mapping[str, Any], Collection[str]], Storage | Quantization | Mapping[str, Layout]]
 _METHODS: dict[str, _Method] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": gptq,
     "awq": awq,
+    "bitsandbytes": bitsandbytes,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
 }

@@ -1,0 +1,248 @@
+"""Checkpoints in nf4, fp4, LLM.int8(), MXFP4 and NVFP4: read as what they stand for, refused by what does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.stored_formats import quantization_of
+from model.config.formats import integers_in_groups
+from model.errors import CheckpointError, ConfigError
+from model.linear.base import linears
+from model.network.weights import load_model
+from tests.model.checkpoints import copied, load_native, native_backends
+
+# Quantiles of a normal distribution (QLoRA, appendix E), and floats of 4 bits by their codes, 12 being 1.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+E2M1 = tuple(sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6))
+BITSANDBYTES = {
+    "quant_method": "bitsandbytes",
+    **{"load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True, "_load_in_8bit": False},
+    **{"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16"},
+    **{"bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0, "llm_int8_skip_modules": ["lm_head"]},
+    **{"llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False},
+}
+INT8 = {**BITSANDBYTES, "load_in_4bit": False, "load_in_8bit": True, "_load_in_4bit": False, "_load_in_8bit": True}
+Coded = tuple[dict[str, Tensor], Tensor]  # tensors of a projection by their own names, and what they stand for
+
+
+def places(values: Tensor, table: tuple[float, ...]) -> Tensor:
+    return (values[..., None] - torch.tensor(table)).abs().argmin(-1).to(torch.uint8)
+
+
+def in_4_bits(kind: str, block: int, nested: bool, storage: torch.dtype = torch.uint8) -> Callable[[Tensor], Coded]:
+    """As bitsandbytes stores it: flat, in blocks over the ends of rows, the first of two numbers in the high bits."""
+    table = NF4 if kind == "nf4" else FP4
+
+    def make(weight: Tensor) -> Coded:
+        flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % block)).view(-1, block)
+        absmax = flat.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
+        state["shape"] = list(weight.shape)
+        tensors = {"weight.quant_map": torch.tensor(table)}
+        if nested:
+            codes = torch.linspace(-1, 1, 256)
+            offset, rest = absmax.mean(), absmax - absmax.mean()
+            largest = torch.stack([part.abs().max() for part in rest.split(4)])
+            stored = places(rest / largest.repeat_interleave(4)[: len(rest)], tuple(codes.tolist()))
+            absmax = codes[stored.long()] * largest.repeat_interleave(4)[: len(rest)] + offset.item()
+            tensors |= {"weight.nested_absmax": largest, "weight.nested_quant_map": codes}
+            state |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": offset.item()}
+        tensors["weight.absmax"] = stored if nested else absmax
+        found = places(flat / absmax[:, None], table)
+        exact = (torch.tensor(table)[found.long()] * absmax[:, None]).flatten()[: weight.numel()].view(weight.shape)
+        numbers = found.flatten()[: weight.numel()].view(-1, 2)
+        tensors["weight"] = (numbers[:, 0] << 4 | numbers[:, 1]).view(storage)[:, None]
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode())).byte()
+        return tensors, exact
+
+    return make
+
+
+def int8_rows(weight: Tensor) -> Coded:
+    largest = weight.abs().amax(1)
+    integers = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    tensors = {"weight": integers, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+    return tensors, integers * (largest / 127)[:, None]
+
+
+def microscaled(weight: Tensor) -> Coded:
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 6).log2().ceil()
+    codes = places(groups / exponents.exp2()[:, :, None], E2M1)
+    exact = torch.tensor(E2M1)[codes.long()] * exponents.exp2()[:, :, None]
+    pairs = codes.flatten(1).unflatten(1, (-1, 2))
+    packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    return {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}, exact.flatten(1)
+
+
+def nvfp4(weight: Tensor) -> Coded:
+    groups, whole = weight.unflatten(1, (-1, 16)), torch.tensor([3.0])
+    scales = (groups.abs().amax(2) / 6 * whole).to(torch.float8_e4m3fn)
+    spread = (scales.float() / whole)[:, :, None]
+    codes = places(groups / spread, E2M1)
+    pairs = codes.flatten(1).unflatten(1, (-1, 2))
+    tensors = {"weight_packed": pairs[:, :, 0] | pairs[:, :, 1] << 4, "weight_scale": scales}
+    tensors |= {"weight_global_scale": whole, "input_global_scale": torch.ones(1)}
+    return tensors, (torch.tensor(E2M1)[codes.long()] * spread).flatten(1)
+
+
+def compressed(form: str, group: int, strategy: str, activations: dict[str, Any] | None) -> dict[str, Any]:
+    floats = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": group, "strategy": strategy}
+    return {
+        **{"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**floats, "dynamic": False, "scale_dtype": "torch.uint8", "observer": "mse"},
+                "input_activations": activations and {**floats, **activations},
+                "output_activations": None,
+                "format": form,
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+MXFP4 = compressed("mxfp4-pack-quantized", 32, "group", None)
+NVFP4 = compressed("nvfp4-pack-quantized", 16, "tensor_group", {"dynamic": "local"})
+FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Coded]]] = {
+    "nf4": (BITSANDBYTES, in_4_bits("nf4", 64, nested=False)),
+    "nf4, nested": (BITSANDBYTES, in_4_bits("nf4", 64, nested=True)),
+    "fp4, as bfloat16": (BITSANDBYTES, in_4_bits("fp4", 128, nested=True, storage=torch.bfloat16)),
+    "int8": (INT8, int8_rows),
+    "int8, as it once was": ({"load_in_8bit": True}, int8_rows),
+    "mxfp4": (MXFP4, microscaled),
+    "nvfp4": (NVFP4, nvfp4),
+}
+FITTING = {"mxfp4": "gemma3", "nvfp4": "gemma3"}
+
+
+def stored(form: str, into: Path) -> tuple[Path, Path]:
+    """A folder with layers in a form, and one with the floats that they stand for."""
+    settings, make = FORMS[form]
+    folder, plain = copied("llama-gqa", into / "coded"), copied("llama-gqa", into / "plain")
+    tensors, floats = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, _, kind = name.rpartition(".")
+        tensors[name] = floats[name] = tensor
+        if kind != "weight" or not stem.endswith("_proj") or (form == "mxfp4" and tensor.shape[1] % 32):
+            continue
+        made, floats[name] = make(tensor)
+        del tensors[name]
+        tensors |= {f"{stem}.{own}": value for own, value in made.items()}
+    save_file(tensors, folder / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    describe(folder, settings)
+    return folder, plain
+
+
+def describe(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_are_those_that_are_meant(form: str, tmp_path: Path) -> None:
+    coded, plain = (load_model(read_checkpoint(folder), SdpaBackend()) for folder in stored(form, tmp_path))
+    expected = dict(plain.named_parameters())
+    assert len(expected) > 10
+    for name, parameter in coded.named_parameters():
+        assert torch.equal(parameter, expected[name]) or (
+            form.startswith("int8") and torch.allclose(parameter, expected[name], rtol=1e-6, atol=0)
+        ), name
+
+
+@pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+@pytest.mark.parametrize(("form", "most"), [("nf4", 0.008), ("int8", 1e-6), ("mxfp4", 1e-7), ("nvfp4", 0.008)])
+def test_what_c_keeps_is_as_near_as_it_can_be(form: str, most: float, tmp_path: Path) -> None:
+    """Integers exactly, by products with rows that have a single one; others in the groups of their blocks."""
+    folder, plain = stored(form, tmp_path)
+    coded, floats = (
+        load_native(read_checkpoint(folder), native_backends()[0].library),
+        load_model(read_checkpoint(plain), SdpaBackend()),
+    )
+    exact = {linear.spec.name: linear for linear in linears(floats)}
+    for linear in linears(coded):
+        if linear.spec.name.endswith(("mlp.up", "attn.qkv")):
+            ones = torch.eye(linear.spec.inputs)
+            expected = exact[linear.spec.name](ones)
+            assert (linear(ones) - expected).norm() <= most * expected.norm(), linear.spec.name
+    stored_as = read_checkpoint(folder).config.stored_as
+    assert len(stored_as) == (6 if form == "mxfp4" else 8)
+    if form == "int8":
+        assert set(stored_as.values()) == {integers_in_groups(8, 128, offsets=False)}
+    if form == "mxfp4":
+        assert set(stored_as.values()) == {integers_in_groups(8, 32, offsets=False)}
+
+
+def spoil(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        full = f"model.layers.0.mlp.up_proj.{name}"
+        if value is None:
+            del tensors[full]
+        else:
+            tensors[full] = value
+
+    return change
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("nf4", spoil(STATE, None), "up_proj: its quant_state cannot be read: there is none of nf4 or fp4"),
+        ("nf4", spoil(STATE, torch.zeros(3, dtype=torch.uint8)), "up_proj: its quant_state cannot be read"),
+        ("nf4", spoil(STATE, torch.tensor(list(b'{"shape": 5}')).byte()), "up_proj: its quant_state cannot be read"),
+        ("nf4", spoil("weight.quant_map", None), "up_proj.weight.quant_map is missing beside"),
+        ("nf4", spoil("weight.absmax", torch.ones(3)), r"absmax: expected F32 \[24\], found F32 \[3\]"),
+        ("nf4", spoil("weight", torch.ones(9, 1, dtype=torch.uint8)), "9 bytes are not 48 x 32 numbers of 4 bits"),
+        ("nf4, nested", spoil("weight.nested_absmax", torch.ones(2)), r"nested_absmax: expected F32 \[6\]"),
+        ("int8", spoil("SCB", torch.ones(3)), "expected int8 rows with a float32 for each"),
+        ("int8", spoil("weight_format", torch.ones((), dtype=torch.uint8)), "weight_format: only rows are read"),
+        ("mxfp4", spoil("weight_scale", torch.ones(48, 2).byte()), "expected bytes with a scale for 32 numbers"),
+        ("nvfp4", spoil("weight_global_scale", None), "up_proj.weight_global_scale is missing beside"),
+        ("nvfp4", spoil("weight_global_scale", torch.ones(3)), r"expected one float32, found F32 \[3\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    form: str, change: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    folder, _ = stored(form, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        load_model(read_checkpoint(folder), SdpaBackend())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({**INT8, "llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight: True is not served"),
+        ({**BITSANDBYTES, "bnb_5bit": 1}, "unknown settings: bnb_5bit"),
+        ({"quant_method": "torchao", "quant_type": {}}, "quant_method: 'torchao' is not served"),
+        ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not served"),
+        (compressed("mxfp4-pack-quantized", 16, "group", None), "weights.group_size: 16 is not served, only 32"),
+        (compressed("nvfp4-pack-quantized", 16, "tensor_group", {"type": "int"}), "input_activations: .* only floats"),
+    ],
+)
+def test_other_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantization_of(settings, ["model.layers.0.mlp.up_proj.weight_packed"])
