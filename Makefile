@@ -47,9 +47,9 @@ install: .venv/.service
 serve: .venv/.service
 	$(BIN)/triptych serve $(ARGS)
 
-# In two processes (tests/workers.py); a few files are quicker with pytest alone.
+# In three processes, as a third of the time is waiting (tests/workers.py); a few files are quicker with pytest alone.
 test: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
