@@ -14,7 +14,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from model.system.child_process import FrameSocket, describe_exit, start_child
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
+_TOGETHER_SECONDS = 5.0  # within which all ranks fail to record if all of them fail for the same reason
 _DETECTION_SECONDS = 1.0  # for the watcher thread to find the rank that ended, which is the better reason
 
 
@@ -96,11 +97,46 @@ class RankProcesses:
     def record(self, max_num_seqs: int, max_model_len: int, record_own: Callable[[], str]) -> str:
         """Have every rank record its decode steps while `record_own` records rank 0's.
 
-        Return why some rank could not, as `record_own` does of its own; empty if all could.
+        Return why some rank could not, as `record_own` does of its own; empty if all could. Where one could not and
+        another waits for its part of a sum, raise `EngineDeadError` with the reason: they are out of step.
         """
         with self.sending(Record(max_num_seqs, max_model_len)):
-            failures = [record_own(), *(answer.failure for answer in self._receive_answers())]
-        return next(filter(None, failures), "")
+            own_done = threading.Event()
+            found: list[str] = []
+            threads = [
+                threading.Thread(target=self._await_record, args=(rank, own_done, found), daemon=True)
+                for rank in self._processes
+            ]
+            for thread in threads:
+                thread.start()
+            own = record_own()
+            own_done.set()
+            for thread in threads:
+                thread.join(_TOGETHER_SECONDS if own else None)
+            if any(thread.is_alive() for thread in threads):
+                self._give_up(f"rank 0 of {self._name} could not record decode steps: {own}")
+            self.check()
+        return next(filter(None, [own, *found]), "")
+
+    def _await_record(self, rank: _RankProcess, own_done: threading.Event, found: list[str]) -> None:
+        """Note why a rank could not record; give all up if rank 0 does not come to an end either."""
+        try:
+            failure = msgspec.msgpack.decode(rank.frames.receive(), type=Answer).failure
+        except (EOFError, OSError):
+            self._failure.happened.wait(_DETECTION_SECONDS)
+            self._failure.record(f"rank {rank.rank} of {self._name} ended")
+            return
+        found.append(failure)
+        if failure and not own_done.wait(_TOGETHER_SECONDS):
+            self._give_up(f"rank {rank.rank} of {self._name} could not record decode steps: {failure}")
+
+    def _give_up(self, reason: str) -> None:
+        """End the ranks, so that whoever waits within a collective operation gets an error."""
+        self._failure.record(reason)
+        for rank in self._processes:
+            with suppress(OSError):  # it has ended by itself
+                rank.frames.connection.shutdown(socket.SHUT_RDWR)
+        self.group.abort()
 
     @contextmanager
     def call(self, name: str, *arguments: Any) -> Iterator[None]:

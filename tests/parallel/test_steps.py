@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -207,6 +208,23 @@ def test_a_rank_that_cannot_record_leaves_all_without_graphs(
         assert not any(one.replayed for one in threads[0].frames.messages if isinstance(one, Step))
     finally:
         model.close()
+
+
+@pytest.mark.parametrize("failing", [builder, rank_main], ids=["rank 0", "rank 1"])
+def test_a_rank_that_fails_to_record_alone_ends_all_at_once_with_its_reason(
+    failing: Any, threads: list[RankThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is in the middle of a sum, for which it would wait a minute."""
+    for seconds in ("_TOGETHER_SECONDS", "_CLOSE_SECONDS"):  # a thread is not ended by its socket
+        monkeypatch.setattr(rank_processes, seconds, 0.1)
+    monkeypatch.setattr(failing, "recorded", lambda graphs: (None, "no graph for you"))
+    name = "rank 0" if failing is builder else "rank 1"
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"{name} of llama-gqa could not record decode steps: no graph for you"):
+        loaded("llama-gqa", 2)
+    assert time.monotonic() - began < 20.0
+    threads[0].wait(10.0)
+    threads[0].error = None  # whatever it met: its socket is closed
 
 
 def test_an_id_that_is_no_token_is_refused_before_it_is_sent(threads: list[RankThread]) -> None:
