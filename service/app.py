@@ -32,12 +32,14 @@ from service.routes import (
     encode,
     generate,
     huggingface,
+    messages,
     models,
     openai,
     operations,
     pipelines,
     playground,
     ranking,
+    responses,
     tokens,
 )
 from service.settings.api_keys import KeyRing, Tenants
@@ -45,6 +47,7 @@ from service.settings.service_settings import ServiceSettings
 
 _TASKS = {
     **dict.fromkeys(("/generate", "/generate_stream", "/", "/v1/completions", "/v1/chat/completions"), "generate"),
+    **dict.fromkeys(("/v1/responses", "/v1/messages"), "generate"),
     **dict.fromkeys(("/encode", "/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict"), "encode"),
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/rerank", "/v1/rerank", "/v2/rerank"), "encode"),
     **dict.fromkeys(("/score", "/v1/score", "/classify", "/v1/classify"), "encode"),
@@ -123,7 +126,10 @@ def create_app(
     )
     app.state.service = service
     errors.install(app)
-    modules = (generate, encode, openai, huggingface, ranking, pipelines, tokens, operations, models, playground)
+    modules = (
+        *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines),
+        *(tokens, operations, models, playground),
+    )
     for module in modules:
         # `include_router` would rebuild all routes, which delays the first request by 40 ms.
         app.router.routes.extend(module.router.routes)

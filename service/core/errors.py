@@ -1,5 +1,7 @@
 """All errors that a client can see, in one shape: `{"error": {"message", "type", "param", "code"}}`.
 
+The routes of Anthropic's API have another one (`anthropic_error`), which that API's client reads.
+
 Routes raise an `ApiError` made by one of the functions below. `install` makes FastAPI render these, its own errors and
 unexpected exceptions in that shape. Messages name fields and limits. They contain no path, address, traceback or key,
 and of a client's values only names, shortened.
@@ -31,6 +33,17 @@ logger = logging.getLogger("triptych.errors")
 REFUSALS = (QueueFullError, EngineGoneError, ModelNotLoadedError)  # of an engine, before any work
 NOT_SUPPORTED = "not_supported"  # for a field of a dialect that would change the result
 SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
+
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # their errors have the shape of that API
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 _SHOWN_ERRORS = 5
 _SHOWN_NAMES = 20
@@ -189,8 +202,17 @@ def render(error: ApiError) -> Response:
     context = current()
     if context is not None and not context.rejection:
         context.rejection = error.reason
-    content = msgspec.json.encode(error.body())
+    if context is not None and context.path in ANTHROPIC_PATHS:
+        content = msgspec.json.encode(anthropic_error(error, context.request_id))
+    else:
+        content = msgspec.json.encode(error.body())
     return Response(content, status_code=error.status, headers=error.headers, media_type="application/json")
+
+
+def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return the body of an error as Anthropic's API has it; clients choose what to raise by the HTTP status."""
+    type_ = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": type_, "message": error.message}, "request_id": request_id}
 
 
 def log_unexpected(error: BaseException) -> None:

@@ -22,7 +22,7 @@ from service.dialects.huggingface_bodies import (
     TextGenerationBody,
     Truncated,
 )
-from service.http.json_replies import Generation, Json
+from service.http.json_replies import DataEvents, Generation, Json
 from service.planning.encode import EncodePlan
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody
@@ -76,7 +76,7 @@ def generate(body: TextGenerationBody, *, stream: bool | None = None) -> Generat
     return native(GenerateBody, fields)
 
 
-class TextGeneration:
+class TextGeneration(DataEvents):
     """Renders text generation: an event for each token, the last with the whole text.
 
     `as_list`: the reply is in a list of one, as at `/`.

@@ -10,16 +10,14 @@ from service.chat.parts import Arguments, Call, Content, Part, Reasoning, WholeR
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.dialects.openai import prompt_only
 from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
-from service.http.json_replies import Generation, Json
+from service.http.json_replies import DataEvents, Generation, Json
 
 _FINISH = {"stop": "stop", "length": "length", "deadline": "abort", "cancelled": "abort", "error": "error"}
 
 
-class _Rendering:
+class _Rendering(DataEvents):
     """Renders what completions and chat completions share: ids, usage, the order of events."""
 
-    done = b"data: [DONE]\n\n"
-    repeats = True
     prefix: str
     kind: str  # `object` of a reply
     chunk_kind: str  # `object` of an event

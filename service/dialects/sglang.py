@@ -28,7 +28,7 @@ from service.dialects.common import (
     native_top_k,
     sampled,
 )
-from service.http.json_replies import Generation, Json
+from service.http.json_replies import DataEvents, Generation, Json
 from service.planning.encode import EncodePlan
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody
@@ -211,10 +211,9 @@ def encode_reply(body: SglangEncodeBody) -> Callable[[EncodePlan, Json], object]
     return show
 
 
-class SglangGeneration:
+class SglangGeneration(DataEvents):
     """Renders replies and events of generation."""
 
-    done = b"data: [DONE]\n\n"
     repeats = False  # events have the whole text so far
 
     def __init__(self, generation: Generation, body: SglangGenerateBody) -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from model.api.request import FinishReason, Timings, TokenLogprob, TokenOutput
 from service.core.errors import ApiError
 from service.lifecycle.jobs import Job, combined_outcome
@@ -160,8 +162,21 @@ class Rendering(Protocol):
         """Whether events of a choice that has begun and goes on, without log-probabilities, differ in nothing but text
         and token ids, and rendering one changes nothing."""
 
+    @property
+    def keepalive(self) -> bytes:
+        """The bytes that are sent when there was no event for a while."""
+
+    def opening(self) -> Iterable[Json]:
+        """Return the events that begin a stream, before there is any output."""
+
     def events(self, event: Json) -> Iterable[Json]:
         """Return the dialect's events for a `GenerateEvent` of /generate."""
+
+    def failed(self, error: ApiError) -> Iterable[Json]:
+        """Return the last events of a stream that failed."""
+
+    def frame(self, event: Json) -> bytes:
+        """Return the bytes of one event."""
 
     def reply(self, reply: Json) -> object:
         """Return the dialect's reply for a `GenerateReply` of /generate."""
@@ -170,11 +185,35 @@ class Rendering(Protocol):
 Render = Callable[[Generation], Rendering]
 
 
-class NativeRendering:
-    """Leaves events and replies as /generate has them."""
+class DataEvents:
+    """Frames events without names, as most dialects have them; the JSON has no line breaks."""
 
     done = b"data: [DONE]\n\n"
     repeats = True
+    keepalive = b": keep-alive\n\n"
+
+    def opening(self) -> Iterable[Json]:
+        return ()
+
+    def failed(self, error: ApiError) -> Iterable[Json]:
+        return (error.body(),)
+
+    def frame(self, event: Json) -> bytes:
+        return b"data: %b\n\n" % msgspec.json.encode(event)
+
+
+class NamedEvents(DataEvents):
+    """Frames events under the names that they have as `type`; nothing but the last of them ends a stream."""
+
+    done = b""
+    repeats = False
+
+    def frame(self, event: Json) -> bytes:
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+class NativeRendering(DataEvents):
+    """Leaves events and replies as /generate has them."""
 
     def __init__(self, generation: Generation) -> None:
         pass

@@ -127,10 +127,14 @@ class GuardMiddleware:
             self._check_admin_key(self._admins, headers)
             return
         if self._keys is not None and scope["path"] not in OPEN_PATHS:
-            digest = self._keys.find(_key_in(_header(headers, b"authorization") or ""))
+            key = _key_in(_header(headers, b"authorization") or "") or (_header(headers, b"x-api-key") or "").encode(
+                "latin-1"
+            )
+            digest = self._keys.find(key)
             if digest is None:
                 page = "text/html" in (_header(headers, b"accept") or "")
-                raise unauthorized("an API key is needed: Authorization: Bearer KEY", _BROWSER if page else "Bearer")
+                message = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                raise unauthorized(message, _BROWSER if page else "Bearer")
             context = current()
             if context is not None:
                 context.tenant = self._tenants.name(digest)

@@ -1,6 +1,6 @@
 """Server-sent events: frames, keep-alive comments, and cancellation of the work when a stream ends for any reason.
 
-A stream consists of `data: {json}` frames from a `Rendering`, the last with an error object if it failed, and the
+A stream consists of frames from a `Rendering`, as `data: {json}`, the last with an error object if it failed, and the
 rendering's end (`data: [DONE]`). Frames are sent as fast as the client reads; nothing is buffered here. A client that
 disconnects, or reads nothing for `stall_s`, ends the stream. The job is always closed once, by the `finally` of
 `EventStream.__call__`.
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import copy_context
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,19 +26,13 @@ from service.core.errors import ApiError, engine_failed, internal, log_unexpecte
 from service.core.write_batch import WriteBatch
 from service.http.bodies import cancel_all, wait_for_disconnect
 from service.http.event_template import EventTemplate, is_plain
-from service.http.json_replies import Generation, Rendering
+from service.http.json_replies import Generation, Json, Rendering
 from service.http.stream_writer import StreamWriter
 from service.lifecycle.jobs import Job
 from service.settings.service_settings import Limits
 
 Chunk = tuple[bytes, bool]  # whole frames, and whether more follow
 DIRECT = "triptych.send"  # key of a scope: the server's own `send`, outside all middleware
-_KEEPALIVE = b": keep-alive\n\n"
-
-
-def frame(value: object) -> bytes:
-    """Return the bytes of one event; the JSON has no line breaks."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 class GenerationEvents:
@@ -64,6 +57,14 @@ class GenerationEvents:
         self._head = generation.head()
         self._context = copy_context()  # of the request, which callbacks do not have
         self._templates: dict[tuple[str, int], EventTemplate | None] = {}  # of sequences that have begun
+
+    @property
+    def keepalive(self) -> bytes:
+        return self._rendering.keepalive
+
+    def opening(self) -> bytes:
+        """Return the frames that begin the stream; empty if there are none."""
+        return self._framed(self._rendering.opening())
 
     def take(self, stream: ListenableStream) -> Chunk:
         """Return the frames of all outputs that are readable."""
@@ -94,7 +95,10 @@ class GenerationEvents:
 
     def _failed(self, failure: ApiError) -> Chunk:
         self._job.end(FinishReason.ERROR)
-        return frame(self._shown_error(failure).body()) + self._rendering.done, False
+        return self._framed(self._rendering.failed(self._shown_error(failure))) + self._rendering.done, False
+
+    def _framed(self, events: Iterable[Json]) -> bytes:
+        return b"".join(map(self._rendering.frame, events))
 
     def _shown(self, outputs: Sequence[TokenOutput]) -> Chunk:
         shown: list[bytes] = []
@@ -111,7 +115,7 @@ class GenerationEvents:
             event = {**self._head, "choices": [delta]}
             if self._generation.ended:
                 event |= self._generation.tail()
-            shown += [frame(one) for one in self._rendering.events(event)]
+            shown.append(self._framed(self._rendering.events(event)))
             if self._generation.ended:
                 return b"".join(shown) + self._rendering.done, False
         return b"".join(shown), True
@@ -129,7 +133,7 @@ class GenerationEvents:
 
     def _render_plain(self, output: TokenOutput) -> bytes:
         event = {**self._head, "choices": [self._generation.delta(output)]}
-        return b"".join([frame(one) for one in self._rendering.events(event)])
+        return self._framed(self._rendering.events(event))
 
 
 class EventStream(Response):
@@ -175,6 +179,8 @@ class EventStream(Response):
     async def _pump(self, send: Send, direct: Send) -> None:
         """Send the events; all but the last go past the middleware, which reads no body."""
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if opening := self._events.opening():
+            await self._send(direct, {"type": "http.response.body", "body": opening, "more_body": True})
         writer, stream = StreamWriter.of(direct), self._events.stream
         if writer is not None and isinstance(stream, ListenableStream):
             await self._write_in_callbacks(stream, writer)
@@ -241,6 +247,6 @@ class EventStream(Response):
                 left = self._last_sent + interval - now
                 if left <= 0:
                     async with asyncio.timeout(stall):
-                        await direct({"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
+                        await direct({"type": "http.response.body", "body": self._events.keepalive, "more_body": True})
                     self._last_sent, left = time.monotonic(), interval
             await asyncio.sleep(min(left, stall))

@@ -20,6 +20,7 @@ from service.core.model_registry import Registry, Task
 from service.core.model_source import ModelReader
 from service.core.models_folder import ModelsFolder
 from service.core.request_context import RequestContext
+from service.core.response_store import ResponseStore
 from service.core.write_batch import WriteBatch
 from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
@@ -75,6 +76,8 @@ class Service:
         self.grammars = GrammarChecker(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
+        # Several front processes, each with its own, would find a response only now and then.
+        self.responses = ResponseStore(settings.response_store_bytes if settings.front_processes == 1 else 0)
         self.created = int(time.time())
         self.models = ModelManager(client, registry, reader, settings, metrics, self.version)
         self.holder: ModelHolder = self.models  # a worker of several front processes sets another one

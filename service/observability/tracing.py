@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the nearest term for scores and labels too
-_CHAT = "/v1/chat/completions"
+_CHAT = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 
 
 class Tracer:
@@ -52,7 +52,7 @@ class Tracer:
 
         end = time.time_ns()
         start = end - round(timings.total_ms * 1e6)
-        operation = "chat" if context.path == _CHAT else _OPERATIONS[context.task or "generate"]
+        operation = "chat" if context.path in _CHAT else _OPERATIONS[context.task or "generate"]
         span = self._tracer.start_span(
             f"{operation} {context.model}",
             context=TraceContextTextMapPropagator().extract({"traceparent": context.traceparent}),

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.pipeline_bodies import (
     ClassBody,
@@ -26,10 +27,18 @@ from service.dialects.pipeline_bodies import (
     ZeroShotBody,
 )
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from service.dialects.responses_bodies import ResponsesBody
 from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
 from service.http.route_prefix import prefix_of
 from service.http.static_pages import page
 from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
+from service.schemas.conversation_replies import (
+    AnthropicError,
+    AnthropicEvent,
+    AnthropicMessage,
+    OpenAIResponse,
+    OpenAIResponseEvent,
+)
 from service.schemas.dialect_replies import (
     Classified,
     CohereVectors,
@@ -58,7 +67,8 @@ Responses = dict[int | str, dict[str, Any]]
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(GenerateBody, EncodeBody, TokenizeBody, DetokenizeBody),
-    *(CompletionBody, ChatBody, EmbeddingBody),
+    *(CompletionBody, ChatBody, EmbeddingBody, ResponsesBody),
+    *(MessagesBody, CountBody),
     *(TextGenerationBody, EmbedBody, RerankBody, PredictBody),
     *(SglangGenerateBody, SglangEncodeBody),
     *(LoadBody, UnloadBody),
@@ -69,6 +79,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 _REPLIES: tuple[type[BaseModel], ...] = (
     *(GenerateReply, GenerateEvent, EncodeReply),
     *(OpenAICompletion, OpenAIChatCompletion, OpenAIChatChunk, OpenAIEmbeddings),
+    *(OpenAIResponse, OpenAIResponseEvent, AnthropicMessage, AnthropicEvent),
     *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
     *(SglangText, SglangVector),
     *(Ranked, Scored, Classified, CohereVectors),
@@ -102,6 +113,11 @@ def error_responses(*statuses: int) -> Responses:
     return {
         status: {"model": ErrorReply, "description": _MEANING[status]} for status in sorted({*statuses, *_EVERYWHERE})
     }
+
+
+def anthropic_errors(*statuses: int) -> Responses:
+    """Return `error_responses` in the shape of Anthropic's API."""
+    return {status: one | {"model": AnthropicError} for status, one in error_responses(*statuses).items()}
 
 
 def request_body(*models: type[BaseModel], **examples: Any) -> dict[str, Any]:
@@ -203,6 +219,10 @@ def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:
             "scheme": "basic",
             "description": "For browsers: any user name, and the key as password.",
         }
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "password": as_password}
-        schema["security"] = [{"key": []}, {"password": []}]
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "password": as_password,
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        schema["security"] = [{"key": []}, {"password": []}, {"header": []}]
     return schema

@@ -380,6 +380,14 @@ OPTIONS: tuple[Option, ...] = (
         "how models mark their reasoning; auto: as each model's chat template does; none: it stays in the content",
         "FORMAT",
     ),
+    Option(
+        "response_store",
+        byte_size,
+        _SERVICE.response_store_bytes,
+        "memory of a replica for conversations that previous_response_id of /v1/responses may name; 0: none are kept",
+        "SIZE",
+        "64MiB; none with several front processes",
+    ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads"),
     Option(
         "metrics",

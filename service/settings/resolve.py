@@ -32,6 +32,7 @@ _SERVICE_FIELDS = {  # by option name
     "stall_timeout": "stall_timeout_s",
     "stream_interval": "stream_interval_s",
     "embed_cache": "embed_cache_bytes",
+    "response_store": "response_store_bytes",
 }
 _MODEL_FIELDS = {
     **{name: name for name in ("models_dir", "load_from", "pin", "max_download")},

@@ -107,6 +107,7 @@ class ServiceSettings:
     tool_format: str = "auto"  # how models write tool calls (`service.chat.formats`); auto: as their chat template says
     reasoning_format: str = "auto"  # how they mark reasoning; none: it is part of the content
     embed_cache_bytes: int = 0  # results of /encode that are kept, of all models together; 0: none
+    response_store_bytes: int = 64 << 20  # conversations that `previous_response_id` may name; 0: none are kept
     vllm_metrics: bool = False  # export metrics under vLLM's names too
     otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: no traces
 
@@ -134,8 +135,9 @@ class ServiceSettings:
         if not 1 <= self.front_processes <= _MAX_FRONT_PROCESSES:
             found = self.front_processes
             raise ConfigError(f"front_processes must be 1 to {_MAX_FRONT_PROCESSES}, found {found}")
-        if self.embed_cache_bytes < 0:
-            raise ConfigError(f"embed_cache_bytes must not be negative, found {self.embed_cache_bytes}")
+        for name in ("embed_cache_bytes", "response_store_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
         for name in ("tokenizer_threads", "stall_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, found {getattr(self, name)}")

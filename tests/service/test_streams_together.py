@@ -17,6 +17,7 @@ from model.errors import EngineDeadError
 from service.core.write_batch import WriteBatch
 from service.http import sse
 from service.http.event_template import EventTemplate
+from service.http.json_replies import DataEvents
 from tests.service.support import byte_tokenizer, info
 
 STREAMS = 256
@@ -249,7 +250,9 @@ def test_a_stream_that_breaks_leaves_the_others_alone(caplog: pytest.LogCaptureF
 def test_an_event_from_a_template_is_as_any_other(text: str, with_ids: bool) -> None:
     def render(output: TokenOutput) -> bytes:
         ids = {"token_ids": output.token_ids} if with_ids else {}
-        return sse.frame({"id": "a", "choices": [{"index": 0, "text": output.text, **ids, "finish_reason": None}]})
+        return DataEvents().frame(
+            {"id": "a", "choices": [{"index": 0, "text": output.text, **ids, "finish_reason": None}]}
+        )
 
     output = TokenOutput("r", 0, [5, 70], text=text)
     template = EventTemplate.of(render, output)

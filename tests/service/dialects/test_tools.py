@@ -250,15 +250,3 @@ def test_refused_tools(app: App) -> None:
     assert post(forced).json()["choices"][0]["finish_reason"] == "tool_calls"
     says(forced, SAID)
     assert post(forced).json()["choices"][0]["message"]["content"] == SAID
-
-
-def test_a_client_that_leaves_within_a_call(app: App) -> None:
-    says(app, SAID)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        async with client.stream("POST", PATH, json={**BODY, "stream": True}) as reply:
-            async for line in reply.aiter_lines():
-                if "tool_calls" in line:
-                    break
-
-    run(app, work)

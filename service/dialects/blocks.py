@@ -1,0 +1,106 @@
+"""Rendering of one reply as a list of blocks (reasoning, content, calls), as the newer APIs have it.
+
+A stream opens a block, sends its pieces, and closes it before it opens the next.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from service.chat.parts import Arguments, Call, Part, Reasoning
+from service.chat.reply_parser import ReplyFormat, ReplyParser
+from service.chat.usage import reasoning_tokens
+from service.http.json_replies import Generation, Json, NamedEvents
+
+Kind = Literal["reasoning", "content", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """Holds one block of a reply; `text` is a call's arguments. `index` is its place in the reply."""
+
+    kind: Kind
+    index: int
+    text: str = ""
+    id: str = ""
+    name: str = ""
+
+
+class BlockRendering(NamedEvents):
+    """Renders one reply, without log-probabilities; subclasses say how blocks begin, go on and end."""
+
+    def __init__(self, generation: Generation, format: ReplyFormat) -> None:
+        self._generation = generation
+        self._format = format
+        self._parser = ReplyParser(format)
+        self._ids: list[int] = []
+        self._is_open = False
+        self.blocks: list[Block] = []
+
+    def events(self, event: Json) -> Iterable[Json]:
+        [delta] = event["choices"]
+        self._ids += delta.get("token_ids", ())
+        for part in self._parser.push(delta["text"], end=delta["finish_reason"] is not None):
+            yield from self._pieces(part)
+        if delta["finish_reason"] is not None:
+            yield from self._closing()
+            yield from self._end(delta, event)
+
+    def reply(self, reply: Json) -> object:
+        [choice] = reply["choices"]
+        self._ids += choice.get("token_ids", ())
+        for part in self._parser.push(choice["text"], end=True):
+            for _ in self._pieces(part):
+                pass
+        return self._whole(choice, reply)
+
+    def _pieces(self, part: Part) -> Iterator[Json]:
+        """Add a part to the last block or to a new one, and return the events of that."""
+        kind: Kind = (
+            "reasoning" if isinstance(part, Reasoning) else "call" if isinstance(part, Call | Arguments) else "content"
+        )
+        if isinstance(part, Call) or not self._is_open or self.blocks[-1].kind != kind:
+            yield from self._closing()
+            block = Block(kind, len(self.blocks))
+            if isinstance(part, Call):
+                block = replace(block, id=part.id, name=part.name)
+            self.blocks.append(block)
+            self._is_open = True
+            yield from self._begin(block)
+        if not isinstance(part, Call):
+            self.blocks[-1].text += part.text
+            yield self._piece(self.blocks[-1], part.text)
+
+    def _closing(self) -> Iterator[Json]:
+        if self._is_open:
+            self._is_open = False
+            yield from self._close(self.blocks[-1])
+
+    @property
+    def _reasoning_tokens(self) -> int:
+        tokenizer = self._generation.plan.served.tokenizer
+        reasoned = any(block.kind == "reasoning" for block in self.blocks)
+        return reasoning_tokens(self._format, self._ids, tokenizer) if reasoned and tokenizer is not None else 0
+
+    @abstractmethod
+    def _begin(self, block: Block) -> Iterable[Json]:
+        """Return the events that open a block."""
+
+    @abstractmethod
+    def _piece(self, block: Block, text: str) -> Json:
+        """Return the event of more text of a block."""
+
+    @abstractmethod
+    def _close(self, block: Block) -> Iterable[Json]:
+        """Return the events that close a block."""
+
+    @abstractmethod
+    def _end(self, delta: Json, event: Json) -> Iterable[Json]:
+        """Return the last events, when all blocks are closed."""
+
+    @abstractmethod
+    def _whole(self, choice: Json, reply: Json) -> object:
+        """Return the unstreamed reply, of all blocks."""

@@ -1,0 +1,240 @@
+"""Anthropic's messages: bodies to conversations and native bodies, and replies and events back.
+
+A reply that met its deadline, or was cancelled, has the stop_reason `pause_turn`: it may be sent back to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pydantic_core
+
+from service.chat.conversation import Conversation, effort_variables
+from service.chat.reply_parser import ReplyFormat
+from service.chat.tools import Json, Tool, tool_use
+from service.core.errors import ApiError, anthropic_error, invalid
+from service.core.model_registry import ServedModel
+from service.dialects.blocks import Block, BlockRendering
+from service.dialects.common import native, native_seed, sampled
+from service.dialects.messages_bodies import (
+    ConversationMessage,
+    CountBody,
+    MessagesBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from service.http.json_replies import Generation
+from service.schemas.bodies import GenerateBody
+
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+}
+_SAME = ("model", "timeout_s", "request_id", "stream", "max_tokens", "top_p", "top_k", "priority", "cache_salt")
+_STOP = {"stop": "end_turn", "length": "max_tokens", "deadline": "pause_turn", "cancelled": "pause_turn"}
+
+
+def conversation(body: CountBody, served: ServedModel) -> Conversation:
+    """Return what a body says beside how to sample; raises `ApiError`."""
+    found: list[Json] = []
+    if body.system:
+        found.append({"role": "system", "content": _text(body.system)})
+    for at, message in enumerate(body.messages):
+        found += _messages(message, f"messages[{at}]")
+    last = found[-1]
+    continues = last["role"] == "assistant" and "tool_calls" not in last
+    tools = tuple(
+        Tool(one.name, one.description, one.input_schema, bool(one.strict), f"tools[{at}].input_schema")
+        for at, one in enumerate(body.tools or ())
+    )
+    choice = body.tool_choice
+    kind = "auto" if choice is None else choice.type
+    named = choice.name if choice is not None and kind == "tool" else None
+    if kind == "tool" and named is None:
+        raise invalid("tool_choice.name is required with the type tool", "tool_choice.name", "missing_field")
+    use = tool_use(
+        tools,
+        "none" if kind == "none" else "auto" if kind == "auto" else "required",
+        named,
+        parallel=not (choice is not None and choice.disable_parallel_tool_use),
+    )
+    return Conversation(found, use, _variables(body, served), continues=continues)
+
+
+def _variables(body: CountBody, served: ServedModel) -> Mapping[str, tuple[Any, str]]:
+    """Return the variables of the template; reasoning is off unless it is asked for, where it can be."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    variables = effort_variables(served.chat, effort, "output_config.effort")
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    if served.chat is not None and served.chat.takes("enable_thinking"):
+        variables.setdefault("enable_thinking", (thinks, "thinking"))
+    for name, value in (body.chat_template_kwargs or {}).items():
+        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
+    return variables
+
+
+def check_thinking(body: MessagesBody, format: ReplyFormat) -> None:
+    """Refuse to reason with a model that does not, and a budget that `max_tokens` leaves no answer for."""
+    if body.thinking is None or body.thinking.type == "disabled":
+        return
+    if format.reasoning is None:
+        raise invalid("thinking: the chat template of this model knows no reasoning", "thinking", "not_supported")
+    budget = body.thinking.budget_tokens
+    if budget is not None and budget >= body.max_tokens:
+        message = f"thinking.budget_tokens ({budget}) must be below max_tokens ({body.max_tokens})"
+        raise invalid(message, "thinking.budget_tokens")
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    return content or "" if not isinstance(content, list) else "\n".join(block.text for block in content)
+
+
+def _messages(message: ConversationMessage, param: str) -> list[Json]:
+    """Return a message as those of a template: results of tools first, each a message of its own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    found: list[Json] = []
+    own: Json = {"role": message.role}
+    for at, block in enumerate(message.content):
+        match block:
+            case TextBlock():
+                own["content"] = f"{own['content']}\n{block.text}" if "content" in own else block.text
+            case ToolResultBlock() if message.role == "user":
+                text = _text(block.content)
+                content = f"Error: {text}" if block.is_error else text
+                found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            case ThinkingBlock() if message.role == "assistant":
+                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
+            case ToolUseBlock() if message.role == "assistant":
+                function = {"name": block.name, "arguments": block.input}
+                call = {"id": block.id, "type": "function", "function": function}
+                own["tool_calls"] = [*own.get("tool_calls", ()), call]
+            case _:
+                place = f"{param}.content[{at}]"
+                raise invalid(f"{place}: a {block.type} block has no place in a message of the {message.role}", place)
+    if len(own) > 1:
+        own.setdefault("content", "")
+        found.append(own)
+    return found
+
+
+def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
+    """Translate a body whose conversation has become token ids."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
+        "prompt": prompt,
+        "temperature": sampled(body.temperature, served),
+        "stop": body.stop_sequences or None,
+        "num_beams": 1,
+        "seed": native_seed(body.seed),
+        "return_token_ids": True,
+    }
+    if is_held(body):
+        assert body.output_config is not None and body.output_config.format is not None
+        fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"schema": body.output_config.format.schema_},
+        }
+    return native(GenerateBody, fields)
+
+
+def is_held(body: MessagesBody) -> bool:
+    """Return whether a grammar holds the answer."""
+    return body.output_config is not None and body.output_config.format is not None
+
+
+class Messages(BlockRendering):
+    """Renders a message and its events."""
+
+    keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, generation: Generation, format: ReplyFormat) -> None:
+        super().__init__(generation, format)
+        self._head = generation.head()
+
+    def opening(self) -> Iterable[Json]:
+        usage = {"input_tokens": self._generation.plan.prompt_tokens, "output_tokens": 0}
+        yield {"type": "message_start", "message": self._message([], None, None, usage)}
+        yield {"type": "ping"}
+
+    def failed(self, error: ApiError) -> Iterable[Json]:
+        return (anthropic_error(error, self._head["id"]),)
+
+    def _begin(self, block: Block) -> Iterable[Json]:
+        empty = Block(block.kind, block.index, "", block.id, block.name)
+        yield {"type": "content_block_start", "index": block.index, "content_block": _shown(empty)}
+
+    def _piece(self, block: Block, text: str) -> Json:
+        type_, name = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "content": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": type_, name: text}}
+
+    def _close(self, block: Block) -> Iterable[Json]:
+        if block.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": ""}
+            yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _end(self, delta: Json, event: Json) -> Iterable[Json]:
+        reason, sequence = self._stop(delta)
+        ended = {"stop_reason": reason, "stop_sequence": sequence}
+        yield {"type": "message_delta", "delta": ended, "usage": self._usage(event)}
+        yield {"type": "message_stop"}
+
+    def _whole(self, choice: Json, reply: Json) -> object:
+        content = [_shown(block) for block in self.blocks]
+        return self._message(content, *self._stop(choice), self._usage(reply))
+
+    def _stop(self, choice: Json) -> tuple[str, str | None]:
+        """Return the stop_reason and the stop_sequence."""
+        sequence = choice.get("stop_reason")
+        reason = _STOP[choice["finish_reason"]]
+        if reason == "end_turn" and isinstance(sequence, str):
+            return "stop_sequence", sequence
+        return ("tool_use" if reason == "end_turn" and self._parser.has_calls else reason), None
+
+    def _usage(self, native: Json) -> Json:
+        usage = native["usage"]
+        cached = usage["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:
+        return {
+            "id": f"msg_{self._head['id']}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head["model"],
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage,
+        }
+
+
+def _shown(block: Block) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "content":
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> Json:
+    """Return the arguments of a call, of one that was cut off as far as they go."""
+    try:
+        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,181 @@
+"""The bodies of Anthropic's messages. Unknown fields are refused: what they would have changed, nobody could see."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from service.chat.tools import NAME_PATTERN
+from service.core.errors import NOT_SUPPORTED
+from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, Refused
+from service.dialects.openai_bodies import Effort
+
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class TextBlock(DialectBody):
+    type: Literal["text"] = Field(description="The type of the block.", examples=["text"])
+    text: str = Field(description="The text.", examples=["Hello"])
+
+
+class ThinkingBlock(DialectBody):
+    """Is reasoning of an earlier message, for the template."""
+
+    type: Literal["thinking"] = Field(description="The type of the block.", examples=["thinking"])
+    thinking: str = Field(description="The reasoning.", examples=["A city."])
+
+
+class ToolUseBlock(DialectBody):
+    type: Literal["tool_use"] = Field(description="The type of the block.", examples=["tool_use"])
+    id: str = Field(description="What the result refers to.", examples=["toolu_1"])
+    name: str = Field(description="The tool.", examples=["weather"])
+    input: dict[str, Any] = Field(description="Its arguments.", examples=[{"city": "Oslo"}])
+
+
+def _content_shape(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<parts>")], Discriminator(_content_shape)
+]
+
+
+class ToolResultBlock(DialectBody):
+    type: Literal["tool_result"] = Field(description="The type of the block.", examples=["tool_result"])
+    tool_use_id: str = Field(description="The call that it belongs to.", examples=["toolu_1"])
+    content: Texts | None = Field(None, description="What the tool returned: text.", examples=["Sun"])
+    is_error: bool | None = Field(
+        None, description="The tool failed: the text is marked as an error.", examples=[False]
+    )
+
+
+_BLOCKS = {"text": "<text>", "thinking": "<thinking>", "tool_use": "<use>", "tool_result": "<result>"}
+
+
+def _block_shape(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return _BLOCKS.get(kind) if isinstance(kind, str) else None
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<use>")]
+    | Annotated[ToolResultBlock, Tag("<result>")],
+    Discriminator(
+        _block_shape,
+        custom_error_type="union_type",
+        custom_error_message="Input should be a block of text, thinking, tool_use or tool_result",
+    ),
+]
+Blocks = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    Discriminator(_content_shape),
+]
+
+
+class ConversationMessage(DialectBody):
+    role: Literal["user", "assistant", "system"] = Field(description="The author.", examples=["user"])
+    content: Blocks = Field(description="Text, or blocks.", examples=["Hello"])
+
+
+class MessagesTool(DialectBody):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = Field(None, description="Only the client's own tools are supported.")
+    name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["weather"])
+    description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
+    input_schema: dict[str, Any] = Field(description="A JSON schema of its input, an object.", examples=[_SCHEMA])
+    strict: bool | None = Field(None, description="Hold its input to the schema.", examples=[True])
+
+
+class MessagesToolChoice(DialectBody):
+    type: Literal["auto", "any", "tool", "none"] = Field(
+        description="`any`: at least one call; `tool`: of the one called `name`.", examples=["auto"]
+    )
+    name: str | None = Field(None, description="With the type `tool`.", examples=["weather"])
+    disable_parallel_tool_use: bool | None = Field(None, description="Allow one call at most.", examples=[False])
+
+
+class Thinking(DialectBody):
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="Whether to reason, where the chat template knows it. Without `thinking`: as if disabled.",
+        examples=["enabled"],
+    )
+    budget_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Must be below `max_tokens`, which is what bounds the reasoning: no model here knows its budget.",
+        examples=[1024],
+    )
+    display: Annotated[Any, Refused("summarized", "full")] = None
+
+
+class OutputFormat(DialectBody):
+    type: Literal["json_schema"] = Field(description="The type of the format.", examples=["json_schema"])
+    schema_: dict[str, Any] = Field(alias="schema", description="A JSON schema of the answer.", examples=[_SCHEMA])
+
+
+class OutputSettings(DialectBody):
+    effort: Effort | None = Field(None, description="How much to reason, where the template knows it.")
+    format: OutputFormat | None = Field(None, description="Hold the answer to a schema.")
+
+
+def _keeps_all(value: Any) -> Any:
+    """Accept edits that keep everything, as agents send them; others would change the conversation."""
+    edits = value.get("edits", []) if isinstance(value, dict) else [value]
+    if value is None or all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits):
+        return value
+    raise PydanticCustomError(NOT_SUPPORTED, "")
+
+
+class CountBody(Extended):
+    """Count the tokens of a conversation, as Anthropic's API does."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[ConversationMessage] = Field(
+        min_length=1,
+        description="The conversation. One that ends with the assistant's text is continued.",
+        examples=[[{"role": "user", "content": "Hello"}]],
+    )
+    system: Texts | None = Field(None, description="A system message before all others.", examples=["Be brief."])
+    tools: list[MessagesTool] | None = Field(None, description="The tools that the model may call.")
+    tool_choice: MessagesToolChoice | None = Field(None, description="Whether it may, or must.")
+    thinking: Thinking | None = Field(None, description="Whether to reason.")
+    output_config: OutputSettings | None = Field(None, description="The format of the answer, and the effort.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template. Not Anthropic's.", examples=[{"enable_thinking": False}]
+    )
+    cache_control: Any = Field(None, description="Prefixes are cached without it.")
+    context_management: Annotated[Any, BeforeValidator(_keeps_all)] = Field(
+        None, description="Taken only with edits that keep everything."
+    )
+    mcp_servers: NotFilled = None
+
+
+class MessagesBody(CountBody):
+    """Continue a conversation, as Anthropic's messages do; the model's chat template makes the prompt."""
+
+    max_tokens: int = Field(description="Maximum number of tokens to generate.", examples=[64])
+    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
+    stop_sequences: list[str] | None = Field(None, description="`stop` of /generate.", examples=[["\n\n"]])
+    temperature: float | None = Field(
+        None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
+    )
+    top_k: int | None = Field(None, description="As in /generate.", examples=[40])
+    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
+    seed: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[7])
+    priority: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[0])
+    cache_salt: str | None = Field(None, description="As in /generate. Not Anthropic's.", examples=["tenant-7"])
+    metadata: dict[str, Any] | None = Field(None, description="Not read.", examples=[{"user_id": "u-1"}])
+    user_profile_id: str | None = Field(None, description="Not read.")
+    workspace_id: str | None = Field(None, description="Not read.")
+    inference_geo: str | None = Field(None, description="Not read: it runs where this service does.")
+    service_tier: Annotated[Any, Refused("auto", "standard_only")] = None
+    speed: Annotated[Any, Refused("standard")] = None
+    container: NotSupported = None
+    diagnostics: NotFilled = None

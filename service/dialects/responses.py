@@ -1,0 +1,301 @@
+"""OpenAI's responses: bodies to conversations and native bodies, and replies and events back.
+
+A response has no `[DONE]`: its last event is `response.completed`, `response.incomplete` or `response.failed`. One that
+met its deadline or was cancelled has failed, since no other status says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from service.chat.conversation import Conversation, effort_variables
+from service.chat.reply_parser import ReplyFormat
+from service.chat.tools import Json, Tool, tool_use
+from service.core.errors import ApiError
+from service.core.model_registry import ServedModel
+from service.dialects.blocks import Block, BlockRendering
+from service.dialects.common import native, native_seed, native_top_k, sampled
+from service.dialects.responses_bodies import (
+    InputCall,
+    InputCallOutput,
+    InputMessage,
+    InputReasoning,
+    ResponsesBody,
+    ResponsesNamedTool,
+)
+from service.http.json_replies import Generation
+from service.schemas.bodies import GenerateBody
+
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format.schema",
+    "response_format": "text.format",
+}
+_SAME = ("model", "timeout_s", "request_id", "stream", "top_p", "priority", "cache_salt")
+_STATUS = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "deadline": "failed", "error": "failed"}
+_FAILURES = {
+    "cancelled": "the response was cancelled",
+    "deadline": "the deadline passed before the response was complete",
+}
+
+
+def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Return what a body says beside how to sample; `before` are the messages up to the previous response."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    variables = effort_variables(served.chat, effort, "reasoning.effort")
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = (body.enable_thinking, "enable_thinking")
+    for name, value in (body.chat_template_kwargs or {}).items():
+        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
+    tools = tuple(
+        Tool(one.name, one.description, one.parameters, bool(one.strict), f"tools[{at}].parameters")
+        for at, one in enumerate(body.tools or ())
+    )
+    named = body.tool_choice.name if isinstance(body.tool_choice, ResponsesNamedTool) else None
+    choice = body.tool_choice if isinstance(body.tool_choice, str) else None if named is None else "required"
+    use = tool_use(tools, choice, named, parallel=body.parallel_tool_calls is not False)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return Conversation([*system, *before, *input_messages(body)], use, variables, param="input")  # type: ignore[list-item]
+
+
+def input_messages(body: ResponsesBody) -> list[Json]:
+    """Return the input as messages of a template; reasoning, text and calls that follow each other are one message."""
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    found: list[Json] = []
+    for item in body.input:
+        match item:
+            case InputMessage():
+                if item.role == "assistant":
+                    _add(found, {"content": _text(item.content)})
+                else:
+                    found.append({"role": item.role, "content": _text(item.content)})
+            case InputReasoning():
+                _add(found, {"reasoning_content": "".join(one.text for one in item.content or ())})
+            case InputCall():
+                _add(found, {"tool_calls": [call_message(item.call_id, item.name, item.arguments)]})
+            case InputCallOutput():
+                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    return found
+
+
+def _text(content: str | list[Any]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def call_message(id: str, name: str, arguments: str) -> Json:
+    """Return a call as templates read it, with its arguments as an object where they are one."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        parsed = arguments
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def _add(messages: list[Json], fields: Json) -> None:
+    """Add fields to the assistant's message at the end; one that has answered or called already is complete."""
+    last = messages[-1] if messages else {}
+    order = ("reasoning_content", "content", "tool_calls")
+    [name] = fields
+    begun = [one for one in order[order.index(name) + (name == "tool_calls") :] if one in last]
+    if last.get("role") != "assistant" or begun:
+        messages.append({"role": "assistant", **fields})
+    elif name == "tool_calls" and name in last:
+        last[name] = [*last[name], *fields[name]]
+    else:
+        last.update(fields)
+
+
+def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
+    """Translate a body whose conversation has become token ids."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
+        "prompt": prompt,
+        "max_tokens": body.max_output_tokens,
+        "temperature": sampled(body.temperature, served),
+        "num_beams": 1,
+        "seed": native_seed(body.seed),
+        "top_k": native_top_k(body.top_k),
+        "return_token_ids": True,
+    }
+    if body.text is not None and body.text.format is not None:
+        format = body.text.format
+        schema = {} if format.schema_ is None else {"schema": format.schema_}
+        fields["response_format"] = {"type": format.type} | (
+            {"json_schema": schema} if format.type == "json_schema" else {}
+        )
+    return native(GenerateBody, fields)
+
+
+def is_held(body: ResponsesBody) -> bool:
+    """Return whether a grammar holds the answer."""
+    return body.text is not None and body.text.format is not None and body.text.format.type != "text"
+
+
+class Responses(BlockRendering):
+    """Renders a response and its events. `keep` gets the response's id and its message when it is complete."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        body: ResponsesBody,
+        format: ReplyFormat,
+        keep: Callable[[str, Json], None] | None,
+    ) -> None:
+        super().__init__(generation, format)
+        self._body = body
+        self._keep = keep
+        self._number = 0
+        self._head = generation.head()
+
+    @property
+    def _id(self) -> str:
+        return f"resp_{self._head['id']}"
+
+    def opening(self) -> Iterable[Json]:
+        response = self._response("in_progress", [])
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def failed(self, error: ApiError) -> Iterable[Json]:
+        yield from self._closing()
+        detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
+        response = self._response("failed", self._items()) | {"error": detail}
+        yield self._event("response.failed", response=response)
+
+    def _event(self, type: str, **fields: Any) -> Json:
+        self._number += 1
+        return {"type": type, "sequence_number": self._number - 1, **fields}
+
+    def _begin(self, block: Block) -> Iterable[Json]:
+        empty = Block(block.kind, block.index, "", block.id, block.name)
+        item = self._item(empty, "in_progress")
+        if block.kind != "call":
+            item["content"] = []
+        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "call":
+            yield self._event("response.content_part.added", **self._place(block), part=_part(empty))
+
+    def _piece(self, block: Block, text: str) -> Json:
+        if block.kind == "call":
+            place = self._place(block, part=False)
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **self._place(block), delta=text)
+        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=[])
+
+    def _close(self, block: Block) -> Iterable[Json]:
+        if block.kind == "call":
+            place = self._place(block, part=False)
+            fields = {"name": block.name, "arguments": block.text}
+            yield self._event("response.function_call_arguments.done", **place, **fields)
+        else:
+            name = "reasoning_text" if block.kind == "reasoning" else "output_text"
+            more: Json = {} if block.kind == "reasoning" else {"logprobs": []}
+            yield self._event(f"response.{name}.done", **self._place(block), text=block.text, **more)
+            yield self._event("response.content_part.done", **self._place(block), part=_part(block))
+        item = self._item(block, "completed")
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _end(self, delta: Json, event: Json) -> Iterable[Json]:
+        response = self._complete(delta, event)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _whole(self, choice: Json, reply: Json) -> object:
+        return self._complete(choice, reply)
+
+    def _complete(self, choice: Json, native: Json) -> Json:
+        """Return the response with how it ended, and keep it."""
+        reason = choice["finish_reason"]
+        response = self._response(_STATUS[reason], self._items())
+        response["completed_at"] = self._head["created"] + round(native["timings"]["total_ms"] / 1000)
+        if reason == "length":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif reason in _FAILURES:
+            response["error"] = {"code": "server_error", "message": _FAILURES[reason]}
+        usage = native["usage"]
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["cached_tokens"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+        if self._keep is not None and response["status"] != "failed":
+            self._keep(self._id, self._message())
+        return response
+
+    def _message(self) -> Json:
+        """Return the response as a message of a template."""
+        message: Json = {"role": "assistant", "content": ""}
+        for block in self.blocks:
+            if block.kind == "call":
+                call = call_message(block.id, block.name, block.text)
+                message["tool_calls"] = [*message.get("tool_calls", ()), call]
+            else:
+                name = "content" if block.kind == "content" else "reasoning_content"
+                message[name] = message.get(name, "") + block.text
+        return message
+
+    def _items(self) -> list[Json]:
+        return [self._item(block, "completed") for block in self.blocks]
+
+    def _item(self, block: Block, status: str) -> Json:
+        id = self._item_id(block)
+        if block.kind == "call":
+            named = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", "id": id, "status": status, **named}
+        if block.kind == "reasoning":
+            return {"type": "reasoning", "id": id, "status": status, "summary": [], "content": [_part(block)]}
+        return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [_part(block)]}
+
+    def _item_id(self, block: Block) -> str:
+        prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
+        return f"{prefix}_{self._head['id']}_{block.index}"
+
+    def _place(self, block: Block, *, part: bool = True) -> Json:
+        place: Json = {"item_id": self._item_id(block), "output_index": block.index}
+        return place | {"content_index": 0} if part else place
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        body = self._body
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        choice = body.tool_choice
+        format = body.text.format if body.text is not None and body.text.format is not None else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._head["model"],
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": self._keep is not None,
+            "temperature": self._generation.plan.requests[0].params.temperature,
+            "text": {
+                "format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
+            },
+            "tool_choice": choice.model_dump() if isinstance(choice, ResponsesNamedTool) else choice or "auto",
+            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.tools or ()],
+            "top_p": self._generation.plan.requests[0].params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+
+def _part(block: Block) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -1,0 +1,217 @@
+"""The body of OpenAI's responses. Unknown fields are refused: what they would have changed, nobody could see."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from service.chat.tools import NAME_PATTERN
+from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused
+from service.dialects.openai_bodies import Effort
+
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class InputText(DialectBody):
+    type: Literal["input_text", "output_text", "text"] = Field(
+        description="Only text is supported.", examples=["input_text"]
+    )
+    text: str = Field(description="The text.", examples=["Hello"])
+
+
+def _content_shape(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+InputContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[InputText], Tag("<parts>")], Discriminator(_content_shape)
+]
+
+
+class InputMessage(DialectBody):
+    type: Literal["message"] = Field("message", description="The type of the item.", examples=["message"])
+    role: Literal["user", "assistant", "system", "developer"] = Field(description="The author.", examples=["user"])
+    content: InputContent = Field(description="Text, or parts of it.", examples=["Hello"])
+
+
+class InputCall(DialectBody):
+    type: Literal["function_call"] = Field(description="The type of the item.", examples=["function_call"])
+    call_id: str = Field(description="What its output refers to.", examples=["call_1"])
+    name: str = Field(description="The function.", examples=["weather"])
+    arguments: str = Field(description="Its arguments as JSON.", examples=['{"city": "Oslo"}'])
+
+
+class InputCallOutput(DialectBody):
+    type: Literal["function_call_output"] = Field(description="The type of the item.")
+    call_id: str = Field(description="The call that it belongs to.", examples=["call_1"])
+    output: InputContent = Field(description="What the function returned.", examples=["Sun"])
+
+
+class ReasoningText(DialectBody):
+    type: Literal["reasoning_text", "summary_text"] = Field(
+        description="The type of the part.", examples=["reasoning_text"]
+    )
+    text: str = Field(description="The reasoning.", examples=["A city."])
+
+
+class InputReasoning(DialectBody):
+    """Is reasoning of an earlier response, for the template."""
+
+    type: Literal["reasoning"] = Field(description="The type of the item.", examples=["reasoning"])
+    summary: list[ReasoningText] | None = Field(None, description="Not read: the content is what the model wrote.")
+    content: list[ReasoningText] | None = Field(None, description="The reasoning.")
+    encrypted_content: NotSupported = None
+
+
+_ITEMS = {
+    "message": "<message>",
+    "function_call": "<call>",
+    "function_call_output": "<output>",
+    "reasoning": "<reasoning>",
+}
+
+
+def _item_shape(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+    return _ITEMS.get(kind) if isinstance(kind, str) else None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[InputCall, Tag("<call>")]
+    | Annotated[InputCallOutput, Tag("<output>")]
+    | Annotated[InputReasoning, Tag("<reasoning>")],
+    Discriminator(
+        _item_shape,
+        custom_error_type="union_type",
+        custom_error_message="Input should be a message, function_call, function_call_output or reasoning",
+    ),
+]
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("<text>")]
+    | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    Discriminator(_content_shape),
+]
+
+
+class ResponsesTool(DialectBody):
+    """A function that the client can call."""
+
+    type: Literal["function"] = Field(description="Only functions are supported.", examples=["function"])
+    name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["weather"])
+    description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
+    parameters: dict[str, Any] | None = Field(
+        None, description="A JSON schema of its arguments, an object.", examples=[_SCHEMA]
+    )
+    strict: bool | None = Field(
+        None, description="Hold all arguments to the schema; default false, unlike OpenAI's.", examples=[True]
+    )
+
+
+class ResponsesNamedTool(DialectBody):
+    """Asks for calls of one tool."""
+
+    type: Literal["function"] = Field(description="Only functions are supported.", examples=["function"])
+    name: str = Field(description="The name of one of `tools`.", examples=["weather"])
+
+
+def _choice_shape(value: Any) -> str:
+    return "<word>" if isinstance(value, str) else "<tool>"
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[ResponsesNamedTool, Tag("<tool>")],
+    Discriminator(_choice_shape),
+]
+
+
+class TextFormat(DialectBody):
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Any text, any JSON object, or JSON that matches `schema`.", examples=["json_object"]
+    )
+    name: str | None = Field(None, description="A label of the client's.", examples=["person"])
+    description: str | None = Field(None, description="A description of the client's.", examples=["A person."])
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="As in /generate.", examples=[_SCHEMA])
+    strict: bool | None = Field(None, description="The schema is always enforced.", examples=[True])
+
+
+class TextSettings(DialectBody):
+    format: TextFormat | None = Field(None, description="The format of the answer.")
+    verbosity: Annotated[Any, Refused("medium")] = None
+
+
+class ReasoningSettings(DialectBody):
+    effort: Effort | None = Field(
+        None, description="How much to reason, where the chat template knows it; `none`: not at all.", examples=["low"]
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Reasoning is always returned as it is; there is no other summary.", examples=["auto"]
+    )
+    generate_summary: NotSupported = None
+
+
+class ResponsesStreamOptions(DialectBody):
+    include_obfuscation: bool | None = Field(None, description="Events are never padded.", examples=[False])
+
+
+class ResponsesBody(Extended):
+    """Continue a conversation, as OpenAI's responses do; the model's chat template makes the prompt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: Input = Field(
+        description="A text, or items: messages, function calls, their outputs, reasoning.",
+        examples=["Hello", [{"role": "user", "content": "Hello"}]],
+    )
+    instructions: str | None = Field(None, description="A system message before all others.", examples=["Be brief."])
+    previous_response_id: str | None = Field(
+        None, max_length=256, description="Continue from a response that was stored.", examples=["resp_5f0c1d"]
+    )
+    store: bool | None = Field(
+        None, description="Keep the conversation for `previous_response_id`; default true, where the store is on."
+    )
+    stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
+    stream_options: ResponsesStreamOptions | None = Field(None, description="Options of a stream.")
+    max_output_tokens: int | None = Field(None, description="Maximum number of tokens to generate.", examples=[64])
+    temperature: float | None = Field(
+        None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
+    )
+    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
+    tools: list[ResponsesTool] | None = Field(None, description="The functions that the model may call.")
+    tool_choice: ResponsesToolChoice | None = Field(
+        None, description="As in chat completions.", examples=["auto", {"type": "function", "name": "weather"}]
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls; default true.", examples=[True])
+    text: TextSettings | None = Field(None, description="The format of the answer.")
+    reasoning: ReasoningSettings | None = Field(None, description="How much to reason.")
+    enable_thinking: bool | None = Field(
+        None, description="Whether to reason, where the chat template knows it. Not OpenAI's.", examples=[False]
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template. Not OpenAI's.", examples=[{"enable_thinking": False}]
+    )
+    seed: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[7])
+    top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
+    priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
+    cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned.", examples=[{"a": "b"}])
+    user: str | None = Field(None, description="Your name of the end user; nothing depends on it.", examples=["u-1"])
+    safety_identifier: str | None = Field(None, description="The same.", examples=["u-1"])
+    prompt_cache_key: str | None = Field(None, description="Prefixes are found without one.", examples=["k"])
+    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
+        None, description="Reasoning is returned as text, never encrypted.", examples=[["reasoning.encrypted_content"]]
+    )
+    service_tier: Annotated[Any, Refused("auto", "default")] = None
+    truncation: Annotated[Any, Refused("disabled")] = None
+    background: NotTrue = None
+    conversation: NotSupported = None
+    context_management: NotFilled = None
+    max_tool_calls: NotSupported = None
+    moderation: NotSupported = None
+    prompt: NotSupported = None
+    prompt_cache_options: NotFilled = None
+    prompt_cache_retention: Annotated[Any, Refused("in_memory")] = None
+    access_programs: NotFilled = None
+    image: NotFilled = None
+    top_logprobs: Annotated[Any, Refused(0)] = None

@@ -1,0 +1,77 @@
+"""Anthropic's routes: messages, with the same planner, streams and parts as chat completions, and their tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.chat.conversation import take_turn
+from service.core.model_registry import Task
+from service.dialects import messages
+from service.dialects.common import naming_errors
+from service.dialects.messages_bodies import CountBody, MessagesBody
+from service.http.bodies import context_of_request, json_response, read_body
+from service.http.model_use import hold_model
+from service.lifecycle.state import service_of
+from service.routes import generate
+from service.routes.docs import WORK_ERRORS, anthropic_errors, ok_response, request_body
+from service.schemas.conversation_replies import AnthropicCount, AnthropicEvent, AnthropicMessage
+
+router = APIRouter()
+
+_HELLO = {"model": "code", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@router.post(
+    "/v1/messages",
+    summary="Messages, as Anthropic has them",
+    response_model=None,
+    responses={
+        **ok_response("A `message`, or its events.", AnthropicMessage, events=(AnthropicEvent,)),
+        **anthropic_errors(*WORK_ERRORS),
+    },
+    openapi_extra=request_body(MessagesBody, anthropic=_HELLO | {"max_tokens": 16}),
+)
+async def create(request: Request) -> Response:
+    """Works with Anthropic's client, whose key may come as `x-api-key`. Errors have that API's shape.
+
+    Fields that are not known are refused by name.
+    """
+    body = await read_body(request, MessagesBody)
+    service = service_of(request)
+    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
+    served = service.registry.resolve(body.model, Task.GENERATE)
+    with service.handling(), naming_errors(messages.NAMES):
+        conversation = messages.conversation(body, served)
+        turn = await take_turn(service, served, conversation, answer_is_held=messages.is_held(body))
+        messages.check_thinking(body, turn.format)
+        return await generate.answer_taken(
+            request,
+            messages.generate_body(body, served, turn.ids),
+            lambda generation: messages.Messages(generation, turn.format),
+            messages.NAMES,
+            turn.shape(service.limits),
+        )
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Tokens of a conversation, as Anthropic counts them",
+    response_model=None,
+    responses={
+        200: {"model": AnthropicCount, "description": "The number of tokens."},
+        **anthropic_errors(*WORK_ERRORS),
+    },
+    openapi_extra=request_body(CountBody, anthropic=_HELLO),
+)
+async def count_tokens(request: Request) -> Response:
+    """Returns the number of tokens of the prompt that the same body of /v1/messages has."""
+    body = await read_body(request, CountBody)
+    service, context = service_of(request), context_of_request()
+    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
+    served = service.registry.resolve(body.model, Task.GENERATE)
+    with service.handling(), naming_errors(messages.NAMES):
+        turn = await take_turn(service, served, messages.conversation(body, served), answer_is_held=False)
+    context.model, context.tokens_in = served.name, len(turn.ids)
+    return json_response({"input_tokens": len(turn.ids)})
