@@ -91,7 +91,8 @@ LOADTEST = """
                           model/cache model/attention model/network model/engine/execution model/engine
     paced_engine        : model/api model/system
     commands            : errors settings records results generator server runs faults bench bench/peers paced_engine
-                          model/errors model/api model/system model/llm model/pretrained model/pretrained/training
+                          model/errors model/api model/system model/llm model/quantization model/pretrained
+                          model/pretrained/training
     __main__            : commands
 """
 

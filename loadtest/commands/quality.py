@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,9 @@ from model.llm import LLM
 from model.pretrained import embedded_models
 from model.pretrained.training import corpus, pairs
 from model.pretrained.training.evaluate import bits_per_byte, exact_match, pieces
+from model.quantization.command import quantize
 
+_TEXTS = 100  # that search scales
 _START = 0  # of `code`'s texts
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -51,6 +54,9 @@ def add_command(commands: Any) -> None:
         help="plant outlier channels of so many times the others' size, a power of two (default: none)",
     )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="those of ours (all)")
+    parser.add_argument(
+        "--texts", action="store_true", help="measure code in 4 bits also with scales that texts of its training search"
+    )
     parser.set_defaults(command=run)
 
 
@@ -67,7 +73,10 @@ def run(arguments: argparse.Namespace) -> None:
         paths = {model: Path(path) for model, path in embedded_models().items()}
         if arguments.outliers is not None:
             paths = {model: plant(path, Path(folder, model), arguments.outliers) for model, path in paths.items()}
-        rows = [*_ours(paths, arguments), *_peers(paths["code"], Path(folder))]
+        rows = _ours(paths, arguments)
+        if arguments.texts:
+            rows += _searched(paths["code"], Path(folder), arguments.formats)
+        rows += _peers(paths["code"], Path(folder))
     table = Table("format", "code, bits per byte", "normalize, exact match", "embed, least cosine", title="quality")
     for row in rows:
         measured = (row.get(key) for key in ("bits_per_byte", "exact_match", "least_cosine"))
@@ -91,6 +100,22 @@ def _ours(paths: Mapping[str, Path], arguments: argparse.Namespace) -> list[dict
             "least_cosine": float((vectors * exact).sum(axis=1).min()),
         }
         rows.append(row)
+    return rows
+
+
+def _searched(code: Path, folder: Path, formats: Sequence[str]) -> list[dict[str, Any]]:
+    """`code` as `triptych quantize --texts` writes it, with texts that it was trained on."""
+    documents = corpus.documents(held_out=False)
+    texts = [piece for document in documents[:: len(documents) // _TEXTS] for piece in pieces(document.text)[:1]]
+    file, rows = folder / "texts", []
+    file.write_text("\n\n".join(re.sub(r"\n\s*\n", "\n", text) for text in texts), encoding="utf-8")
+    for name in formats:
+        if name.startswith("int4"):
+            quantize(code, folder / name, name, texts=file)
+            llm = LLM(folder / name, EngineConfig(device="cpu", **FORMATS[name]))
+            rows.append(
+                {"format": f"{name}, texts", "bits_per_byte": bits_per_byte(llm, pieces(corpus.held_out_sample()))}
+            )
     return rows
 
 
