@@ -1,6 +1,7 @@
-"""The layouts of integers that GPTQ, AWQ and compressed-tensors write, by their settings. No torch.
+"""The layouts of integers that GPTQ, AWQ, torchao and compressed-tensors write, by their settings. No torch.
 
 GPTQ, AWQ: `qweight`, `qzeros` and `scales`; unsigned numbers in words of 32 bits, and a zero point for each group.
+torchao: `_weight_qdata` in bytes, `_weight_scale`, `_weight_zero_point`; the file's metadata say bits and groups.
 compressed-tensors: `weight_packed` in words, or `weight` in bytes, and `weight_scale`; zero points where it is not
 symmetric.
 
@@ -75,6 +76,24 @@ def awq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Intege
         layout = IntegerLayout(
             "AWQ", 4, group, "qweight", "scales", "qzeros", words=Along.OUTPUTS, inputs_first=True, interleaved=True
         )
+    return _of_all(layout, names)
+
+
+def torchao(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, IntegerLayout]:
+    """What torchao's tensors of plain integers become in safetensors, by stored projection; raises `ConfigError`."""
+    known = ("quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights")
+    expect(WHERE, settings, {"quant_method": "torchao"}, known=known)
+    layout = IntegerLayout(
+        "torchao",
+        8,
+        0,
+        "_weight_qdata",
+        "_weight_scale",
+        "_weight_zero_point",
+        words=None,
+        zero_words=None,
+        described=True,
+    )
     return _of_all(layout, names)
 
 

@@ -7,6 +7,7 @@ activations (`g_idx`, GPTQ's act-order) share scales in no groups that lie toget
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -56,6 +57,7 @@ class IntegerLayout:
     zeros_less: int = 0  # what zero points are stored less (GPTQ's first version: 1)
     zero_bias: bool = False  # a bias is stored that is zero, as AutoGPTQ once did for projections without one
     padded_groups: bool = False  # scales and zero points have room for more groups than there are (AWQ's gemv)
+    described: bool = False  # bits and group are what the file's metadata says (torchao)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,6 +120,8 @@ def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: I
             missing = [f"{stem}.{name}" for name in (layout.weight, layout.scale) if f"{stem}.{name}" not in names]
             if missing:
                 raise ConfigError(f"quantization_config says {layout.tool}, but {', '.join(missing)} is missing")
+            if layout.described:
+                layout = _described(stem, layout, peek.metadata(f"{stem}.weight"))
             if layout.zeros is not None and f"{stem}.{layout.zeros}" not in names:
                 layout = replace(layout, zeros=None)
             if layout.order is not None and _follows(peek.find(f"{stem}.{layout.order}"), layout.group):
@@ -127,6 +131,26 @@ def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: I
             bias = peek.find(f"{stem}.bias")
             found[stem] = replace(layout, zero_bias=bias is not None and not bias.any())
     return found
+
+
+def _described(stem: str, layout: IntegerLayout, told: str | None) -> IntegerLayout:
+    """The layout that torchao's metadata describe: bytes, so a scale's integers may be of any number of bits."""
+    try:
+        described = json.loads(told or "")
+        kind, data, tensors = described["_type"], described["_data"], described["_tensor_data_names"]
+        outputs, group = data["block_size"]
+        bits = 8 if kind == "Int8Tensor" else int(data["target_dtype"]["_data"].removeprefix("int"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{stem}.weight: torchao's metadata of it cannot be read: {error}") from None
+    if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
+        raise ConfigError(f"{stem}.weight: torchao's {kind} is not served, only Int8Tensor or IntxUnpackedToInt8Tensor")
+    if not set(tensors) <= {"qdata", "scale", "zero_point"}:
+        raise ConfigError(f"{stem}.weight: torchao's {kind} with {', '.join(tensors)} is not served")
+    if outputs != 1 or type(group) is not int or group < 1 or not 1 <= bits <= 8:
+        raise ConfigError(
+            f"{stem}.weight: torchao's {kind} of {bits} bits in blocks of {outputs} x {group} is not served"
+        )
+    return replace(layout, bits=4 if bits <= 4 else 8, group=group)
 
 
 def _follows(order: NDArray[Any] | None, group: int) -> bool:
@@ -160,6 +184,10 @@ class _Peek:
     def __exit__(self, *error: object) -> None:
         for tensors in self._open:
             tensors.__exit__(*error)
+
+    def metadata(self, name: str) -> str | None:
+        """What any of the files says of a name."""
+        return next((told[name] for tensors in self._open if name in (told := tensors.metadata() or {})), None)
 
     def find(self, name: str) -> NDArray[Any] | None:
         """A tensor; None if there is none, or numpy has not its dtype (bfloat16)."""

@@ -2,7 +2,7 @@
 
 compressed-tensors, "int-quantized": int8 (W8A8), symmetric with a scale for each row; each token's activations as well.
 compressed-tensors, "float-quantized": float8_e4m3fn with a scale for the tensor, each row or each block.
-compressed-tensors, "pack-quantized", GPTQ, AWQ: integers of 4 or 8 bits in groups (`integer_formats`).
+compressed-tensors, "pack-quantized", GPTQ, AWQ, torchao: integers of 4 or 8 bits in groups (`integer_formats`).
 bitsandbytes; compressed-tensors, "mxfp4-pack-quantized" and "nvfp4-pack-quantized": codes of floats (`coded_layouts`).
 fp8: float8_e4m3fn with a scale for each block (DeepSeek, Qwen3-FP8) or for the tensor (AutoFP8).
 fbgemm_fp8: float8_e4m3fn with a scale for each row.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.checkpoint.coded_layouts import bitsandbytes, e2m1
-from model.checkpoint.integer_formats import awq, compressed, gptq, targeted
+from model.checkpoint.integer_formats import awq, compressed, gptq, targeted, torchao
 from model.checkpoint.layouts import Layout
 from model.checkpoint.quantization_settings import WHERE, either, expect
 from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage
@@ -178,6 +178,7 @@ _METHODS: dict[str, _Method] = {
     "gptq": gptq,
     "awq": awq,
     "bitsandbytes": bitsandbytes,
+    "torchao": torchao,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
 }

@@ -190,6 +190,63 @@ def test_what_c_keeps_is_as_near_as_it_can_be(form: str, most: float, tmp_path: 
         assert set(stored_as.values()) == {integers_in_groups(8, 32, offsets=False)}
 
 
+TORCHAO = {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": {"default": {"_type": "X"}}}
+
+
+def in_torchao(into: Path, kind: str = "IntxUnpackedToInt8Tensor", **changes: Any) -> tuple[Path, dict[str, Tensor]]:
+    """A folder as transformers writes torchao's tensors, and what they stand for."""
+    folder = copied("llama-gqa", into)
+    tensors, floats, told = dict[str, Tensor](), dict[str, Tensor](), {"format": "pt"}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, _, own = name.rpartition(".")
+        if own != "weight" or not stem.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        width = 32 if tensor.shape[1] % 32 == 0 else 16
+        groups = tensor.unflatten(1, (-1, width))
+        low, high = groups.amin(2), groups.amax(2)
+        scales = ((high - low) / 15).bfloat16()
+        zeros = (-8 - low / scales).round().clamp(-8, 7).to(torch.int8)
+        integers = (groups / scales[:, :, None] + zeros[:, :, None]).round().clamp(-8, 7).to(torch.int8)
+        tensors |= {f"{stem}._weight_qdata": integers.flatten(1), f"{stem}._weight_scale": scales}
+        tensors[f"{stem}._weight_zero_point"] = zeros
+        floats[name] = ((integers.float() - zeros[:, :, None]) * scales[:, :, None].float()).flatten(1)
+        data = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, width], **changes}
+        told[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": ["qdata", "scale", "zero_point"]})
+    save_file(tensors, folder / "model.safetensors", told)
+    describe(folder, TORCHAO)
+    return folder, floats
+
+
+def test_torchaos_integers_are_those_that_are_meant(tmp_path: Path) -> None:
+    folder, floats = in_torchao(tmp_path)
+    loaded = dict(load_model(read_checkpoint(folder), SdpaBackend()).named_parameters())
+    for name, target in (("o_proj", "attn.out"), ("down_proj", "mlp.down")):
+        module = "self_attn" if name == "o_proj" else "mlp"
+        expected = floats[f"model.layers.1.{module}.{name}.weight"]
+        assert torch.allclose(loaded[f"decoder.layers.1.{target}.weight"], expected, rtol=1e-6, atol=1e-7)
+    stored_as = read_checkpoint(folder).config.stored_as
+    assert stored_as["decoder.layers.1.attn.out"] == integers_in_groups(4, 32, offsets=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "Int4TilePackedTo4dTensor",
+            {},
+            "proj.weight: torchao's Int4TilePackedTo4dTensor is not served, only Int8Tensor",
+        ),
+        ("IntxUnpackedToInt8Tensor", {"block_size": [2, 32]}, "of 4 bits in blocks of 2 x 32 is not served"),
+        ("IntxUnpackedToInt8Tensor", {"block_size": 5}, "torchao's metadata of it cannot be read"),
+    ],
+)
+def test_other_tensors_of_torchao_are_refused(kind: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder, _ = in_torchao(tmp_path, kind, **changes)
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(folder)
+
+
 def spoil(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         full = f"model.layers.0.mlp.up_proj.{name}"
@@ -237,7 +294,7 @@ def test_what_does_not_fit_is_named(
     [
         ({**INT8, "llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight: True is not served"),
         ({**BITSANDBYTES, "bnb_5bit": 1}, "unknown settings: bnb_5bit"),
-        ({"quant_method": "torchao", "quant_type": {}}, "quant_method: 'torchao' is not served"),
+        ({"quant_method": "hqq", "quant_type": {}}, "quant_method: 'hqq' is not served"),
         ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not served"),
         (compressed("mxfp4-pack-quantized", 16, "group", None), "weights.group_size: 16 is not served, only 32"),
         (compressed("nvfp4-pack-quantized", 16, "tensor_group", {"type": "int"}), "input_activations: .* only floats"),
