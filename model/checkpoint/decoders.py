@@ -19,9 +19,12 @@ from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorRea
 from model.config.formats import Storage
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
+from model.system.background_work import give_way
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight numbers a word has, from the lowest bits on
 _LEAST_LINE = 1024  # words of a line that are read at once where a tensor is transposed
+_FEW_WORDS = 1 << 17  # that are unpacked at once
+_FEW_ROWS = 32  # that are multiplied at once, within the caches
 _FLOATS = ("F16", "BF16", "F32")
 
 
@@ -96,7 +99,7 @@ class _Matrix:
         outputs, inputs = reversed(shape) if layout.inputs_first else shape
         outputs *= layout.per_word if layout.words is Along.OUTPUTS else 1
         inputs *= layout.per_word if layout.words is Along.INPUTS else 1
-        return outputs, inputs
+        return outputs, layout.inputs if inputs - layout.per_word < layout.inputs < inputs else inputs
 
     @property
     def groups(self) -> int:
@@ -130,16 +133,20 @@ class _Matrix:
         layout, width = self.layout, self.weight.shape[1]
         if not layout.inputs_first:
             words = reader.region(self.weight, width, slice(0, width), first, last)
-            return words if layout.words is None else _around_zero(_numbers(words, layout), layout)
-        if layout.words is Along.INPUTS:
-            words = reader.region(self.weight, width, slice(first, last), 0, self.weight.shape[0])
-            return _around_zero(_numbers(words.t().contiguous(), layout), layout)
+            return words if layout.words is None else _around_zero(_numbers(words, layout), layout)[:, : self.shape[1]]
+        below = layout.words is Along.OUTPUTS
+        columns, begins, inputs = slice(first, last), first, layout.per_word
+        if below:
+            columns, inputs = slice(first // layout.per_word, -(-last // layout.per_word)), 1
+            begins = columns.start * layout.per_word
         found = torch.empty(last - first, self.shape[1], dtype=torch.int8)
-        columns = slice(first // layout.per_word, -(-last // layout.per_word))
-        begins = columns.start * layout.per_word
-        for row, words in reader.columns(self.weight, width, columns, 0, self.weight.shape[0]):
-            numbers = _around_zero(_numbers_below(words.t(), layout), layout)
-            found[:, row : row + len(words)] = numbers[first - begins : last - begins]
+        few = max(1, _FEW_WORDS // (columns.stop - columns.start))
+        for begin, many in reader.columns(self.weight, width, columns, 0, self.weight.shape[0]):
+            for row, words in enumerate(many.split(few)):
+                numbers = _around_zero((_numbers_below if below else _numbers)(words.t(), layout), layout)
+                at = (begin + row * few) * inputs
+                found[:, at : at + numbers.shape[1]] = numbers[first - begins : last - begins]
+                give_way()
         return found
 
     def scales(self, reader: TensorReader, first: int, last: int) -> Tensor:
@@ -218,13 +225,17 @@ class Products:
         return f"Products({self.matrix.layout})"
 
     def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        matrix = self.matrix
-        groups = self._groups(reader)
-        rows = matrix.integers(reader, first, last).float()
-        rows *= matrix.scales(reader, first, last).index_select(1, groups)
-        if matrix.zeros is not None:
-            rows += matrix.offsets(reader, first, last).index_select(1, groups)
-        return rows
+        matrix, groups = self.matrix, self._groups(reader)
+        integers, scales = matrix.integers(reader, first, last), matrix.scales(reader, first, last)
+        offsets = None if matrix.zeros is None else matrix.offsets(reader, first, last)
+        found = torch.empty(integers.shape)
+        for begin in range(0, len(found), _FEW_ROWS):
+            few = slice(begin, begin + _FEW_ROWS)
+            torch.mul(integers[few], scales[few].index_select(1, groups), out=found[few])
+            if offsets is not None:
+                found[few] += offsets[few].index_select(1, groups)
+            give_way()
+        return found
 
     def _groups(self, reader: TensorReader) -> Tensor:
         """The group of each input."""

@@ -43,9 +43,7 @@ def gptq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Integ
         raise ConfigError(f"{WHERE}.checkpoint_format: {form!r} is not served, only 'gptq' or 'gptq_v2'")
     expected = {"quant_method": "gptq", "bits": _BITS, "pack_dtype": ("int32", None), "is_marlin_format": False}
     expect(WHERE, settings, expected, known=(*_HOW, "group_size", "checkpoint_format", "format"))
-    dynamic = settings.get("dynamic")
-    if dynamic and not (isinstance(dynamic, Mapping) and all(str(key).startswith("-:") for key in dynamic)):
-        raise ConfigError(f"{WHERE}.dynamic: settings for single projections are not served, only '-:' that skip them")
+    _check_dynamic(settings.get("dynamic"))
     layout = IntegerLayout(
         "GPTQ",
         settings["bits"],
@@ -67,6 +65,7 @@ def awq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Intege
         raise ConfigError(f"{WHERE}.version: {form!r} is not served, only 'gemm' or 'gemv'")
     expected = {"quant_method": "awq", "bits": 4, "pack_dtype": ("int32", None), "backend": (None, "autoawq", "auto")}
     expect(WHERE, settings, expected, known=(*_HOW, "group_size", "version", "format", "checkpoint_format"))
+    _check_dynamic(settings.get("dynamic"))
     group = group_size(WHERE, settings.get("group_size", 128))
     if form == "gemv":
         layout = IntegerLayout(
@@ -95,6 +94,12 @@ def torchao(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, In
         described=True,
     )
     return _of_all(layout, names)
+
+
+def _check_dynamic(dynamic: Any) -> None:
+    """Raise `ConfigError` unless GPTQModel's rules for single projections, if any, only leave some out."""
+    if dynamic and not (isinstance(dynamic, Mapping) and all(str(key).startswith("-:") for key in dynamic)):
+        raise ConfigError(f"{WHERE}.dynamic: settings for single projections are not served, only '-:' that skip them")
 
 
 def compressed(where: str, group: Mapping[str, Any], form: str) -> IntegerLayout:

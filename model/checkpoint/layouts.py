@@ -24,6 +24,7 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families.table.rules import Family, LinearRule
 
+_SHAPE = "weight_shape"  # compressed-tensors: outputs and inputs
 _NEAREST = (8, 128)  # bits and group that C keeps what it cannot keep as it is stored in
 
 
@@ -55,6 +56,7 @@ class IntegerLayout:
     inputs_first: bool = False  # tensors are transposed
     interleaved: bool = False  # eight numbers of a word lie as 0 2 4 6 1 3 5 7 (AWQ)
     zeros_less: int = 0  # what zero points are stored less (GPTQ's first version: 1)
+    inputs: int = 0  # of the projection, where they do not fill the last word; 0: they do
     zero_bias: bool = False  # a bias is stored that is zero, as AutoGPTQ once did for projections without one
     padded_groups: bool = False  # scales and zero points have room for more groups than there are (AWQ's gemv)
     described: bool = False  # bits and group are what the file's metadata says (torchao)
@@ -128,8 +130,9 @@ def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: I
                 layout = replace(layout, order=None, others=(*layout.others, layout.order))
             if layout.zeros is not None and _are_midst(peek, f"{stem}.{layout.zeros}", layout):
                 layout = replace(layout, zeros=None, others=(*layout.others, layout.zeros))
-            bias = peek.find(f"{stem}.bias")
-            found[stem] = replace(layout, zero_bias=bias is not None and not bias.any())
+            bias, shape = peek.find(f"{stem}.bias"), peek.find(f"{stem}.{_SHAPE}") if _SHAPE in layout.others else None
+            inputs = int(shape[-1]) if shape is not None and shape.size == 2 and shape[-1] % layout.per_word else 0
+            found[stem] = replace(layout, zero_bias=bias is not None and not bias.any(), inputs=inputs)
     return found
 
 

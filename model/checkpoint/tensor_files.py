@@ -148,10 +148,12 @@ class TensorReader:
         row_bytes = width * source.dtype.itemsize
         step = max(1, _part_bytes() // max(1, row_bytes))
         if isinstance(source, DecodedTensor):
-            step = max(step, source.least_rows)
-            for begin in range(first, last, step):
-                give_way()
-                yield begin, source.decoder.rows(self, begin, min(begin + step, last))
+            most = max(step, source.least_rows)
+            for begin in range(first, last, most):
+                decoded = source.decoder.rows(self, begin, min(begin + most, last))
+                for at in range(0, len(decoded), step):
+                    give_way()
+                    yield begin + at, decoded[at : at + step]
             return
         assert isinstance(source, StoredTensor)
         if source.strides is not None:

@@ -177,12 +177,14 @@ def tensors_of(case: Case, name: str, found: Quantised) -> dict[str, Tensor]:
 
 
 @cache
-def _source(into: Path) -> Path:
+def _source(into: Path, inner: int) -> Path:
     """A small decoder with rows of one and a half groups of 128, and fused projections with biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    sizes = dict(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB)
+    sizes = dict(
+        hidden_size=128, intermediate_size=inner, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB
+    )
     model = Qwen2ForCausalLM(
         Qwen2Config(num_hidden_layers=1, max_position_embeddings=64, tie_word_embeddings=False, **sizes)
     )
@@ -191,9 +193,9 @@ def _source(into: Path) -> Path:
     return into
 
 
-def folders(case: Case, root: Path) -> tuple[Path, Path]:
-    """A folder as the tool writes it, and that of the floats that it stands for."""
-    source = _source(root / "source")
+def folders(case: Case, root: Path, inner: int = 192) -> tuple[Path, Path]:
+    """A folder as the tool writes it, and that of the floats that it stands for; the MLP has `inner` columns."""
+    source = _source(root / "source", inner)
     stored, plain = root / "stored", root / "floats"
     packed, floats = {}, {}
     torch.manual_seed(1)

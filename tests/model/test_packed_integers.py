@@ -31,7 +31,7 @@ from model.native.library import Kind
 from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
 from model.network.weights import load_model
-from tests.model.checkpoints import load_native, native_backends
+from tests.model.checkpoints import copied, load_native, native_backends
 from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders, quantise, tensors_of
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
@@ -66,6 +66,35 @@ def test_integers_become_what_they_stand_for(name: str, tmp_path: Path) -> None:
     assert plan_weights(stored, packed.linear).total == weight_bytes(packed)
     exact, found = (decoder_logits(model, PROMPTS) for model in (theirs, packed))
     assert 0 < (found - exact).pow(2).mean().sqrt() < 0.03 * exact.std()
+
+
+@needs_native
+@torch.inference_mode()
+def test_inputs_may_fill_neither_words_nor_groups(tmp_path: Path) -> None:
+    stored, plain = map(read_checkpoint, folders(CASES["w4a16"], tmp_path, inner=149))
+    ours, theirs = (load_model(one, SdpaBackend()).state_dict() for one in (stored, plain))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    packed, exact = load_native(stored, native_backends()[0].library), load_model(plain, SdpaBackend())
+    found, expected = (decoder_logits(model, PROMPTS) for model in (packed, exact))
+    assert 0 < (found - expected).pow(2).mean().sqrt() < 0.03 * expected.std()
+
+
+def test_a_matrix_that_is_stored_transposed_as_floats_is_packed_as_any_other(tmp_path: Path) -> None:
+    """GPT-2's Conv1D."""
+    case, folder = CASES["gptq"], copied("gpt2", tmp_path)
+    floats = load_file(folder / "model.safetensors")
+    name = "transformer.h.0.mlp.c_fc"
+    name = name if f"{name}.weight" in floats else name.removeprefix("transformer.")
+    found = quantise(floats[f"{name}.weight"].T, case)
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{name}.weight"]
+        tensors.update(tensors_of(case, name, found))
+
+    edit(folder, pack)
+    describe(folder, GPTQ)
+    model = load_model(read_checkpoint(folder), SdpaBackend())
+    assert torch.equal(model.get_parameter("decoder.layers.0.mlp.up.weight"), found.floats)
 
 
 @needs_native
@@ -263,6 +292,7 @@ def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
         ({**GPTQ, "group_size": 0}, r"group_size must be a number of inputs or -1, found 0"),
         ({**GPTQ, "adapter": {"name": "lora"}}, r"unknown settings: adapter"),
         ({**GPTQ, "group_size": 128}, r"scales: found \[3, 128\], expected \[2, 128\] beside qweight \[24, 128\]"),
+        ({**AWQ, "dynamic": {".*up_proj": {"group_size": 32}}}, r"dynamic: settings for single projections are not"),
         ({**AWQ, "bits": 8}, r"bits: 8 is not served, only 4"),
         ({**AWQ, "version": "gemv_fast"}, r"version: 'gemv_fast' is not served, only 'gemm' or 'gemv'"),
         ({**AWQ, "backend": "llm-awq"}, r"backend: 'llm-awq' is not served"),
