@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from model.api.engine_config import EngineConfig
+from model.api.request import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.gguf.blocks import FORMATS
 from model.checkpoint.gguf.rope_factors import llama3_settings
 from model.checkpoint.tensor_files import TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
+from model.checkpoint.weights_cache import WeightsCache
 from model.config.formats import Storage, integers_in_groups
 from model.config.layer import BucketBiasConfig, LayerConfig, RopeScaling, RotaryConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.gguf.container import read_gguf
 from model.gguf.types import BLOCK_TYPES
+from model.linear.factory import LinearFactory
+from model.llm import LLM
+from model.network.native_stack import native_linears
+from model.network.packed_weights import PackedWeights
 from model.network.rotary import rotary_frequencies
 from model.network.weights import load_model, stored_tensors
+from model.pretrained import embedded_models
+from service.core.models_folder import ModelsFolder
 from tests.model.checkpoints import CPU, load_native, native_backends, saved
 from tests.model.gguf_files import conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
@@ -82,6 +93,8 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
     for name, stack in config.stacks.items():
         if kind.startswith(("gemma2", "gemma3")):  # query_pre_attn_scalar
             stack = stack.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, scale=1.0)))
+        if kind in ("smollm3", "starcoder2"):  # windows, and which layers have no positions
+            stack = stack.with_layers(without_windows)
         if "t5" in kind:
             stack = stack.with_layers(reach_far)
         changes[name] = stack
@@ -92,6 +105,10 @@ def reach_far(layer: LayerConfig) -> LayerConfig:
     """With T5's own distance, which GGUF takes for granted."""
     assert isinstance(layer.mixer.position, BucketBiasConfig)
     return replace(layer, mixer=replace(layer.mixer, position=replace(layer.mixer.position, max_distance=128)))
+
+
+def without_windows(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, mixer=replace(layer.mixer, window=None, position=None))
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -315,3 +332,92 @@ def test_c_and_torch_answer_alike(name: str, tmp_path: Path) -> None:
         outputs += [decoder_logits(model, [tuple(range(1, 40))]) for model in models]
         difference = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
         assert 0 < difference < 0.03
+
+
+def test_a_file_generates_as_its_folder(tmp_path: Path) -> None:
+    """The embedded `code` in float32, with tokenizer.json beside it; the metadata's own begin and end tokens."""
+    folder = Path(embedded_models()["code"])
+    raw, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    tensors = {gguf_name(name): in_turns(name, one, raw) for name, one in stored.items()}
+    file = write_gguf(tmp_path / "code.gguf", llama_metadata(raw), tensors)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    params, engine = SamplingParams(max_tokens=12, temperature=0.0), EngineConfig(device="cpu", dtype="float32")
+    texts = []
+    for path in (folder, tmp_path, file):
+        llm = LLM(path, engine)
+        prompt = [0, 17, 300, 45] if llm.tokenizer is None else "def add(a, b):"
+        texts.append(llm.generate([prompt], params)[0])
+        assert llm.checkpoint.config.eos_token_ids == (0,) and llm.checkpoint.path == path
+        llm.close()
+    assert texts[0] == texts[1] != "" and texts[2] == ""  # a file that is named has its own tokenizer, here none
+
+
+def llama_metadata(raw: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    keys = {
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+    }
+    return {
+        "general.architecture": ("STRING", "llama"),
+        "llama.attention.layer_norm_rms_epsilon": ("FLOAT32", raw["rms_norm_eps"]),
+        **{f"llama.{key}": ("UINT32", raw[name]) for key, name in keys.items()},
+        "tokenizer.ggml.model": ("STRING", "none"),
+        "tokenizer.ggml.bos_token_id": ("UINT32", 0),
+        "tokenizer.ggml.eos_token_id": ("UINT32", 0),
+    }
+
+
+def gguf_name(name: str) -> str:
+    """By the names of a tiny Llama, which llama.cpp's own converter gave."""
+    layer = next((part for part in name.split(".") if part.isdecimal()), "")
+    pattern = f"model.{name.removeprefix('model.')}".replace(f".{layer}.", ".{}.") if layer else f"model.{name}"
+    known = conversions()["llama"]["tensors"]
+    return next(ours.replace("{}", layer) for ours, theirs in known.items() if theirs[0] == pattern)
+
+
+def in_turns(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}.get(name.split(".")[-2])
+    return tensor if heads is None else tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+
+
+def test_packed_weights_are_found_again(tmp_path: Path) -> None:
+    """Of the same file they are mapped, of one with other numbers they are not."""
+    path = quantised(tmp_path, MIXED["k"])
+
+    def outcome() -> str:
+        weights = PackedWeights(
+            WeightsCache(tmp_path / "cache"), read_checkpoint(path), SdpaBackend(), native_formats(path)
+        )
+        weights.load()
+        return weights.outcome
+
+    for _ in native_backends():
+        assert (outcome(), outcome()) == ("written", "mapped")
+        path.rename(tmp_path / "moved.gguf")
+        path = tmp_path / "moved.gguf"
+        assert outcome() == "mapped"
+        data = bytearray(path.read_bytes())
+        data[-1000] ^= 1
+        path.write_bytes(data)
+        assert outcome() == "written"
+
+
+def native_formats(path: Path) -> LinearFactory:
+    return native_linears(read_checkpoint(path).config, torch.float32, native_backends()[0].library)
+
+
+def test_files_in_a_folder_of_models_are_found(tmp_path: Path) -> None:
+    converted("llama", tmp_path)
+    folder = tmp_path / "in-a-folder"
+    folder.mkdir()
+    converted("qwen2", folder)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    found = ModelsFolder(str(tmp_path)).scan()
+    assert found is not None and list(found) == ["broken", "in-a-folder", "llama"]
+    assert found["llama"].path == tmp_path / "llama.gguf" and found["llama"].checkpoint is not None
+    assert found["in-a-folder"].checkpoint is not None and "only 4 bytes" in found["broken"].reason
+    assert ModelsFolder(str(tmp_path)).below("llama.gguf") == tmp_path / "llama.gguf"

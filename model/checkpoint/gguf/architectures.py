@@ -39,7 +39,7 @@ class Architecture:
 
 
 _HARMLESS = (
-    *("vocab_size", "tensor_data_layout", "attention.value_length", "rope.scaling.finetuned", "use_parallel_residual"),
+    *("vocab_size", "tensor_data_layout", "attention.value_length", "rope.scaling.finetuned"),
     *("attention.causal", "pooling_type", "rope.dimension_count", "rope.freq_base", "rope.scaling.type"),
     *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast"),
     *("rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"),
@@ -201,6 +201,28 @@ _GEMMA3 = Architecture(
     rope_theta=1_000_000.0,
     norms_plus_one=True,
 )
+_WINDOWS = ("rope.freq_base_swa", "attention.sliding_window", "attention.sliding_window_pattern")
+_LAYER_NORM_KEYS = {key: name for key, name in _LLAMA_KEYS.items() if name != "rms_norm_eps"}
+_OUTPUT_NORMS = {name: theirs for name, theirs in _SANDWICH_NORMS.items() if name.startswith("post_")}
+_OUTPUT_NORM_NAMES = {**_OUTSIDE, **_layers("model.layers.{}", {**_ATTENTION, **_GATED, **_OUTPUT_NORMS})}
+_STARCODER2_NAMES = {
+    **_OUTSIDE,
+    **_layers("model.layers.{}", {**_ATTENTION, **_PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+}
+_PHI_NAMES = {
+    **_OUTSIDE,
+    "output_norm": "model.final_layernorm",
+    **_layers(
+        "model.layers.{}",
+        {
+            **_ATTENTION,
+            "attn_norm": "input_layernorm",
+            "attn_output": "self_attn.dense",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+    ),
+}
 _BERT_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -209,6 +231,51 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3", _LLAMA_KEYS, _LLAMA_NAMES, rope=Rope.PLAIN),
     "phi3": Architecture(
         "phi3", {**_LLAMA_KEYS, "attention.sliding_window": "sliding_window"}, _PHI3_NAMES, rope=Rope.PLAIN
+    ),
+    "granite": Architecture(
+        "granite",
+        {
+            **_LLAMA_KEYS,
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        _LLAMA_NAMES,
+        rope=Rope.PLAIN,
+        paired=("attn_q", "attn_k"),
+    ),
+    "smollm3": Architecture("smollm3", _LLAMA_KEYS, _LLAMA_NAMES, rope=Rope.PLAIN, paired=("attn_q", "attn_k")),
+    "olmo2": Architecture("olmo2", _LLAMA_KEYS, _OUTPUT_NORM_NAMES, known=_WINDOWS, rope=Rope.PLAIN),
+    "exaone4": Architecture("exaone4", _LLAMA_KEYS, _OUTPUT_NORM_NAMES, known=_WINDOWS, rope=Rope.PLAIN),
+    "command-r": Architecture(
+        "cohere",
+        {**_LAYER_NORM_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        _LLAMA_NAMES,
+        rope=Rope.PLAIN,
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        {
+            **_LAYER_NORM_KEYS,
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        _LLAMA_NAMES,
+        rope=Rope.PLAIN,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {**_LAYER_NORM_KEYS, "attention.layer_norm_epsilon": "norm_epsilon"},
+        _STARCODER2_NAMES,
+        {"sliding_window": None},
+        rope=Rope.PLAIN,
+    ),
+    "phi2": Architecture(
+        "phi",
+        {**_LAYER_NORM_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"},
+        _PHI_NAMES,
+        rope=Rope.PLAIN,
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,

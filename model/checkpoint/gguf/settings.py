@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model.api.request import Pooling
@@ -125,8 +125,8 @@ def _rope(model: GGUFModel, architecture: Architecture, raw: Mapping[str, Any]) 
         "rope_theta": _single(model, f"{name}.rope.freq_base") or architecture.rope_theta,
     }
     found |= _scaling(model, found["rope_theta"], dim)
-    rotated = model.get(f"{name}.rope.dimension_count", dim)
-    if rotated != dim:
+    rotated = model.integer(f"{name}.rope.dimension_count")
+    if rotated is not None:
         share = rotated / dim
         while int(dim * share) < rotated:  # the table computes back
             share = math.nextafter(share, 2)
@@ -146,7 +146,7 @@ def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
             raise ConfigError(f"{model.name}: {where}.type {kind!r} beside the tensor rope_freqs is not served")
         return llama3_settings(read_floats(model.tensors["rope_freqs.weight"]), theta, dim, model.name)
     if "rope_factors_long.weight" in model.tensors:
-        raise ConfigError(f"{model.name}: the tensor rope_factors_long (rope type 'longrope') is not served")
+        return _longrope(model, where)
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return {}
     if kind == "linear":
@@ -161,6 +161,23 @@ def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
         "yarn_attn_factor": "attention_factor",
     }
     found |= {ours: value for key, ours in names.items() if (value := _single(model, f"{where}.{key}")) is not None}
+    return found
+
+
+def _longrope(model: GGUFModel, where: str) -> dict[str, Any]:
+    """Return what Phi-3 stretches each frequency by, within the context of its training and beyond it."""
+    factors = {}
+    for kind in ("short", "long"):
+        name = f"rope_factors_{kind}.weight"
+        if name not in model.tensors:
+            raise ConfigError(f"{model.name}: the tensor {name} is missing")
+        factors[f"{kind}_factor"] = list(map(_decimal, read_floats(model.tensors[name])))
+    found: dict[str, Any] = {"rope_type": "longrope", **factors}
+    found["original_max_position_embeddings"] = original = model.integer(f"{where}.original_context_length")
+    longest, temperature = model.integer(f"{model.architecture}.context_length"), _single(model, f"{where}.attn_factor")
+    if temperature and original and longest and original < longest:  # which the table computes by itself
+        usual = math.sqrt(1 + math.log(longest / original) / math.log(original))
+        found |= {} if math.isclose(temperature, usual, rel_tol=1e-6) else {"attention_factor": temperature}
     return found
 
 
@@ -181,9 +198,36 @@ def _gemma(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
         return found
     pattern = model.get(f"{model.architecture}.attention.sliding_window_pattern", 6)
     if isinstance(pattern, list):
-        kinds = {True: "sliding_attention", False: "full_attention"}
-        return {**found, "layer_types": [kinds[bool(slides)] for slides in pattern]}
+        return {**found, "layer_types": _layer_types(pattern)}
     return {**found, "sliding_window_pattern": pattern}
+
+
+def _windows(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """OLMo 2 and EXAONE 4: with a window in some of the layers they are others; OLMo's windows stretch nothing."""
+    where = f"{model.architecture}.attention"
+    window = model.integer(f"{where}.sliding_window")
+    if not window:
+        return {"sliding_window": None} if raw["model_type"] == "exaone4" else {}
+    found: dict[str, Any] = {"sliding_window": window}
+    if pattern := model.array(f"{where}.sliding_window_pattern"):
+        found["layer_types"] = _layer_types(pattern)
+    if raw["model_type"] == "olmo2":
+        plain = {"rope_type": "default", "rope_theta": raw["rope_parameters"]["rope_theta"]}
+        ropes = {"full_attention": raw["rope_parameters"], "sliding_attention": plain}
+        found |= {"model_type": "olmo3", "rope_parameters": ropes}
+    return found
+
+
+def _layer_types(slides: Sequence[Any]) -> list[str]:
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _cohere(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_qk_norm": True} if _has(model, ".attn_q_norm.weight") else {}
+
+
+def _stablelm(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_qkv_bias": _has(model, ".attn_q.bias")}
 
 
 def _phi3(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +251,12 @@ def _t5(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 _MORE = {
     "llama": _llama,
+    "granite": _llama,
+    "smollm3": _llama,
+    "olmo2": _windows,
+    "exaone4": _windows,
+    "cohere": _cohere,
+    "stablelm": _stablelm,
     "gemma2": _gemma,
     "gemma3_text": _gemma,
     "phi3": _phi3,
