@@ -298,6 +298,7 @@ class ModelConfig:
 
     model_type: str
     embedding: EmbeddingConfig
+    source_embedding: EmbeddingConfig | None = None  # of the encoder, where its token table is not the decoder's
     encoder: StackConfig | None = None
     decoder: StackConfig | None = None
     head: HeadConfig | None = None
@@ -321,6 +322,8 @@ class ModelConfig:
             raise ConfigError("a model needs an encoder, a decoder or both")
         if (self.embedding.vocab_size == 0) != (self.image is not None):
             raise ConfigError("a model reads either tokens or images")
+        if self.source_embedding is not None and self.source_embedding.vocab_size != self.embedding.vocab_size:
+            raise ConfigError("both token tables of a model have the same vocabulary")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:
             raise ConfigError("an encoder-decoder needs decoder_start_token_id")
 

@@ -32,6 +32,7 @@ _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.relative.*_offset", 0, "heads"),
     ("*.relative.segments", 1, "heads"),
     ("tokens.weight", 0, "vocabulary"),
+    ("source_tokens.weight", 0, "vocabulary"),
 )
 
 
@@ -77,6 +78,7 @@ class Shard:
         return replace(
             whole,
             embedding=replace(whole.embedding, vocab_size=last - first),
+            source_embedding=whole.source_embedding and replace(whole.source_embedding, vocab_size=last - first),
             encoder=whole.encoder and whole.encoder.with_layers(self._layer),
             decoder=whole.decoder and whole.decoder.with_layers(self._layer),
         )

@@ -28,7 +28,7 @@ from model.linear.factory import LinearFactory
 from model.network.build import build_model, plain_parameters, tensor_shapes
 from model.network.native_stack import NativeStack, native_linears
 from model.network.parameter_counts import part_of
-from model.network.weights import TOKEN_TABLE, kept_table_dtype, largest_in_flight, plan_tensors
+from model.network.weights import TOKEN_TABLES, kept_table_dtype, largest_in_flight, plan_tensors
 from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
@@ -63,7 +63,7 @@ def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
     table = kept_table_dtype(stored, plan, linear)
     parts: Counter[str] = Counter()
     for name, parameter in plain_parameters(model).items():
-        dtype = table if name == TOKEN_TABLE else linear.dtype
+        dtype = table if name in TOKEN_TABLES else linear.dtype
         parts[part_of(name)] += parameter.numel() * dtype.itemsize
     for projection in linears(model):  # a tied head has its own copy of the table where it is packed
         parts[part_of(projection.spec.name)] += projection.nbytes

@@ -38,6 +38,7 @@ from model.families import (
     stablelm,
     starcoder2,
     t5,
+    t5gemma,
     vit,
     xlnet,
 )
@@ -75,6 +76,7 @@ _TABLES = (
     stablelm,
     starcoder2,
     t5,
+    t5gemma,
     vit,
     xlnet,
 )

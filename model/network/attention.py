@@ -81,12 +81,12 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Multi-head attention of the decoder to the encoder's memory, whose keys and values are computed once."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
+    def __init__(self, config: AttentionConfig, hidden_size: int, source_size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
         queries, keys = Part(config.num_heads, config.head_dim), Part(config.num_kv_heads, config.head_dim)
         self.q = linear(LinearSpec("q", hidden_size, (queries,), config.qkv_bias, Split.OUTPUTS))
-        self.kv = linear(LinearSpec("kv", hidden_size, (keys, keys), config.qkv_bias, Split.OUTPUTS))
+        self.kv = linear(LinearSpec("kv", source_size, (keys, keys), config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
 
     def project(self, encoder_output: Tensor) -> tuple[Tensor, Tensor]:

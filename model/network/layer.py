@@ -49,7 +49,10 @@ class Residual:
 class Layer(nn.Module):
     """`x = post(x + output(sublayer(pre(x))))` for attention, cross attention and MLP (`model.config.layer.Norms`)."""
 
-    def __init__(self, config: LayerConfig, hidden_size: int, linear: LinearFactory, *, causal: bool) -> None:
+    def __init__(
+        self, config: LayerConfig, hidden_size: int, linear: LinearFactory, *, causal: bool, source_size: int
+    ) -> None:
+        """`source_size` is the width of what cross attention reads."""
         super().__init__()
         self.config = config
         self.hidden_size = hidden_size
@@ -71,7 +74,7 @@ class Layer(nn.Module):
         self.cross: CrossAttention | None = None
         if config.cross is not None:
             self.cross_norms = SublayerNorms(next(norms), hidden_size)
-            self.cross = CrossAttention(config.cross, hidden_size, linear.within("cross"))
+            self.cross = CrossAttention(config.cross, hidden_size, source_size, linear.within("cross"))
         self.mlp_norms = SublayerNorms(next(norms), hidden_size)
         self.mlp = MLP(config.feed_forward, hidden_size, linear.within("mlp"))
 

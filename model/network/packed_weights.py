@@ -34,7 +34,7 @@ from model.linear.base import Linear, linears
 from model.linear.factory import LinearFactory
 from model.network.build import build_model, plain_parameters
 from model.network.transformer import Transformer
-from model.network.weights import TOKEN_TABLE, WeightSources, adopt_parameters, fill_weights, plan_sources
+from model.network.weights import TOKEN_TABLES, WeightSources, adopt_parameters, fill_weights, plan_sources
 from model.system.background_work import give_way, gives_way, wait_for
 from model.system.mapped_file import MappedFile
 
@@ -205,7 +205,7 @@ def _holders(network: Transformer, table_dtype: torch.dtype) -> Iterator[_Holder
     """Plain parameters first; projections in the order of the network."""
     dtype = network.linear.dtype
     plain = {
-        name: _spec(table_dtype if name == TOKEN_TABLE else dtype, tuple(parameter.shape))
+        name: _spec(table_dtype if name in TOKEN_TABLES else dtype, tuple(parameter.shape))
         for name, parameter in plain_parameters(network).items()
     }
     yield _Holder(

@@ -42,7 +42,10 @@ class StackRunner(Protocol):
 class Stack(nn.Module):
     """Embedded tokens through `num_layers` layers."""
 
-    def __init__(self, config: StackConfig, embedding: EmbeddingConfig, linear: LinearFactory) -> None:
+    def __init__(
+        self, config: StackConfig, embedding: EmbeddingConfig, linear: LinearFactory, source_size: int | None = None
+    ) -> None:
+        """`source_size` is the width of what cross attention reads; None: the stack's own."""
         super().__init__()
         self.config = config
         size = embedding.embedding_size
@@ -62,7 +65,13 @@ class Stack(nn.Module):
         if config.convolution is not None:
             self.convolution = Convolution(config.convolution, config.hidden_size, linear.within("convolution"))
         self.layers = nn.ModuleList(
-            Layer(layer, config.hidden_size, linear.within(f"layers.{index}"), causal=config.causal)
+            Layer(
+                layer,
+                config.hidden_size,
+                linear.within(f"layers.{index}"),
+                causal=config.causal,
+                source_size=source_size or config.hidden_size,
+            )
             for index, layer in enumerate(config.distinct_layers)
         )
         self.final_norm = build_norm(config.final_norm, config.hidden_size)

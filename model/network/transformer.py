@@ -15,6 +15,7 @@ from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.config.model import (
     ClassifierInput,
+    EmbeddingConfig,
     ModelConfig,
     StackConfig,
 )
@@ -44,16 +45,13 @@ class Transformer(nn.Module):
         self.backend = backend
         linear = self.linear = replace(linear, stored_as=config.stored_as)
         own = linear.shard.config(config)  # what this rank holds
-        size, collective = config.embedding.embedding_size, linear.collective
+        size = config.embedding.embedding_size
         vocabulary = [
             Shard(rank, linear.shard.size).shard_range(config.embedding.vocab_size) for rank in range(linear.shard.size)
         ]
         self.vocabulary = vocabulary  # of each rank
-        self.tokens: TokenTable | None = None
-        if config.embedding.vocab_size and collective is not None:
-            self.tokens = VocabularyTable(vocabulary[linear.shard.rank], size, collective)
-        elif config.embedding.vocab_size:
-            self.tokens = TokenTable(config.embedding.vocab_size, size)
+        self.tokens = self._table(config.embedding)
+        self.source_tokens = self._table(config.source_embedding)
         self.patches = (
             PatchEmbedding(config.image, size, linear.within("patches")) if config.image is not None else None
         )
@@ -72,8 +70,22 @@ class Transformer(nn.Module):
             self.masked_head = MaskedHead(config.masked_head, hidden_size, size, within, lambda: table.weight)
         self.pooler = linear(LinearSpec("pooler", hidden_size, (Part(hidden_size),))) if config.pooler else None
 
+    def _table(self, embedding: EmbeddingConfig | None) -> TokenTable | None:
+        """A token table, or this rank's part of it."""
+        if embedding is None or not embedding.vocab_size:
+            return None
+        size, collective = embedding.embedding_size, self.linear.collective
+        if collective is None:
+            return TokenTable(embedding.vocab_size, size)
+        return VocabularyTable(self.vocabulary[self.linear.shard.rank], size, collective)
+
     def _stack(self, name: str, config: StackConfig | None) -> Stack | None:
-        return Stack(config, self.config.embedding, self.linear.within(name)) if config is not None else None
+        if config is None:
+            return None
+        own = self.config.source_embedding if name == "encoder" else None
+        encoder, linear = self.config.encoder, self.linear.within(name)
+        source_size = encoder.hidden_size if encoder is not None else None
+        return Stack(config, own or self.config.embedding, linear, source_size)
 
     def _head(self, config: ModelConfig, hidden_size: int) -> Linear:
         """Hidden states to logits; the matrix is the token table where they are tied."""
@@ -99,8 +111,13 @@ class Transformer(nn.Module):
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         assert self.tokens is not None
-        vectors = self.tokens(input_ids)  # [T, E]
+        vectors: Tensor = self.tokens(input_ids)  # [T, E]
         return vectors * self.config.embedding.scale if self.config.embedding.scale != 1.0 else vectors
+
+    def _embed_source(self, input_ids: Tensor) -> Tensor:
+        """Vectors `[T, E]` of what the encoder reads, or a decoder alone."""
+        own, table = self.config.source_embedding, self.source_tokens
+        return self.embed_tokens(input_ids) if own is None or table is None else table(input_ids) * own.scale
 
     def encode(self, inputs: StackInput) -> Tensor:
         """The encoder's hidden states `[T, d]`, every token seeing its whole segment."""
@@ -121,7 +138,7 @@ class Transformer(nn.Module):
     def _embedded(self, inputs: StackInput) -> Tensor:
         """Vectors `[T, E]` of tokens or image patches."""
         if inputs.pixels is None:
-            vectors = self.embed_tokens(inputs.input_ids)
+            vectors = self._embed_source(inputs.input_ids)
             adapters = inputs.adapters
             return vectors if adapters is None else adapters.embedded("tokens", inputs.input_ids, vectors)
         assert self.patches is not None

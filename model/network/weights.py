@@ -34,7 +34,7 @@ from model.network.transformer import Transformer
 from model.system import huge_pages
 from model.system.background_work import give_way
 
-TOKEN_TABLE = "tokens.weight"
+TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second of an encoder that has its own
 PROGRESS_SECONDS = 5.0  # between two words of how far loading is
 
 logger = logging.getLogger(__name__)
@@ -97,8 +97,9 @@ def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
 def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table_dtype: torch.dtype) -> None:
     """Give a network its plain parameters; projections have theirs."""
     model.load_state_dict(parameters, strict=False, assign=True)
-    if model.tokens is not None and table_dtype is not model.linear.dtype:
-        model.tokens.vector_dtype = model.linear.dtype
+    for table in (model.tokens, model.source_tokens):
+        if table is not None and table_dtype is not model.linear.dtype:
+            table.vector_dtype = model.linear.dtype
 
 
 def plan_tensors(
@@ -129,7 +130,7 @@ def kept_table_dtype(
     stored: Mapping[str, TensorSource], plan: Sequence[tuple[str, TensorRule]], linear: LinearFactory
 ) -> torch.dtype:
     """Of the token table: where C has its own copy, as it is stored if that takes less and loses nothing."""
-    kinds = [stored[name].dtype for name, rule in plan if rule.target == TOKEN_TABLE and not rule.duplicate]
+    kinds = [stored[name].dtype for name, rule in plan if rule.target in TOKEN_TABLES and not rule.duplicate]
     narrow = linear.dtype is torch.float32 and kinds and all(kind in (torch.bfloat16, torch.float16) for kind in kinds)
     return kinds[0] if linear.native and narrow else linear.dtype
 
@@ -154,7 +155,7 @@ class _Filler:
         if name in self._shapes:
             if name not in self._parameters:
                 linear = self._model.linear
-                dtype = self._table_dtype if name == TOKEN_TABLE else linear.dtype
+                dtype = self._table_dtype if name in TOKEN_TABLES else linear.dtype
                 self._parameters[name] = huge_pages.empty(self._shapes[name], dtype, linear.device)
             self._parameters[name][into].copy_(values)
 

@@ -27,7 +27,7 @@ KINDS = (
         "gpt2",
         "gpt-neox",
     ),
-    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
+    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5", "t5gemma"),
 )
 BACKENDS = (SdpaBackend(), ReferenceBackend(), *native_backends())
 CLOSE = 1e-4

@@ -34,7 +34,7 @@ from model.network.build import plain_parameters
 from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from tests.model.decoder_rows import BLOOM, DENSE_DECODERS, LLAMA, SIZES, VOCAB, Rows, random_model
+from tests.model.decoder_rows import BLOOM, DENSE_DECODERS, LLAMA, SIZES, T5GEMMA, VOCAB, Rows, random_model
 
 torch.set_num_threads(1)
 
@@ -189,6 +189,7 @@ _ENCODER_DECODERS: Rows = {
     "m2m-100-other-pad": random_model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),
     "blenderbot": random_model("BlenderbotForConditionalGeneration", BART),
     "pegasus": random_model("PegasusForConditionalGeneration", BART),
+    "t5gemma": random_model("T5GemmaForConditionalGeneration", T5GEMMA),
     "t5-relu": random_model("T5ForConditionalGeneration", T5),
     "t5-gated-untied": _t5_untied("T5ForConditionalGeneration", num_decoder_layers=3),
     "mt5": _t5_untied("MT5ForConditionalGeneration"),

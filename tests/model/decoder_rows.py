@@ -80,6 +80,20 @@ def _with_images(name: str, text: dict[str, Any], **settings: Any) -> Callable[[
     return make
 
 
+# Sides of different widths, windows that sources cross.
+_GEMMA2: dict[str, Any] = {
+    **LLAMA,
+    **dict(head_dim=12, query_pre_attn_scalar=20, sliding_window=5, attn_logit_softcapping=2.0),
+    **dict(final_logit_softcapping=3.0, tie_word_embeddings=True),
+}
+T5GEMMA: dict[str, Any] = dict(
+    encoder={**_GEMMA2, "hidden_size": 24, "num_hidden_layers": 3},
+    decoder=_GEMMA2,
+    vocab_size=VOCAB,
+    attn_implementation="eager",
+    decoder_start_token_id=0,
+)
+
 DENSE_DECODERS: Rows = {
     "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
     "ministral3": random_model("Ministral3ForCausalLM", LLAMA, head_dim=12, **_MINISTRAL3),

@@ -30,7 +30,7 @@ CLASSES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Ministral3", "Mistral3", "Gemma3", "Phi3", "Gemma"),
     *("Gemma2", "Gemma3Text", "GPT2", "GPTNeoX", "Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere"),
     *("Cohere2", "StableLm", "Starcoder2", "Phi", "GPTJ", "CodeGen", "Falcon", "Bloom", "Mpt", "OPT"),
-    *("Blenderbot", "Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5", "Bert", "Roberta"),
+    *("Blenderbot", "T5Gemma", "Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5", "Bert", "Roberta"),
     *("Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
     *("ModernBert", "Deberta", "DebertaV2", "EuroBert", "NomicBert", "Gte", "JinaEmbeddingsV3"),
 )

@@ -18,7 +18,7 @@ def either_way(family: Family) -> Family:
         found = family.config(raw, names)
         if raw.get("is_causal", True) is not False or found.decoder is None:
             return found
-        return as_encoder(replace(found, decoder=found.decoder.with_layers(_see_one_more)))
+        return as_encoder(replace(found, decoder=found.decoder.with_layers(see_one_more)))
 
     return replace(family, config=config, rules=encoder_rules(family.rules))
 
@@ -43,7 +43,7 @@ def encoder_rules(rules: Callable[[ModelConfig], Iterable[Rule]]) -> Callable[[M
     return either
 
 
-def _see_one_more(layer: LayerConfig) -> LayerConfig:
+def see_one_more(layer: LayerConfig) -> LayerConfig:
     """In both directions `transformers` counts a window without the token itself."""
     window = layer.mixer.window
     return layer if window is None else replace(layer, mixer=replace(layer.mixer, window=window + 1))
