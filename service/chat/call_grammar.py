@@ -45,7 +45,7 @@ class _Writer:
         if reasoning is not None and reasoning.name == "harmony":
             self._rules["start"] = self._harmony()
         else:
-            thought = self._thought(reasoning) if reasoning is not None else ""
+            thought = self._thought(reasoning) if reasoning is not None and not self._format.closed else ""
             self._rules["start"] = f"{thought} {self._body()}"
         extra = rules_of(self._answer, "answer") if self._answer else ""
         return rules_grammar(self._rules) + extra

@@ -106,10 +106,12 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
     )
     if not ids:
         raise invalid(f"{param} make an empty prompt", param, "empty_prompt")
-    use = conversation.use
+    use, ending = conversation.use, text.rstrip()
+    has_marks = reasoning is not None and bool(reasoning.opening)
     format = ReplyFormat(
         reasoning,
-        opened=reasoning is not None and bool(reasoning.opening) and text.rstrip().endswith(reasoning.opening.strip()),
+        opened=has_marks and reasoning is not None and ending.endswith(reasoning.opening.strip()),
+        closed=has_marks and reasoning is not None and ending.endswith(reasoning.closing),
         calls=calls if use.callable else None,
         tools={tool.name: tool for tool in use.callable},
         one_call=not use.parallel,

@@ -18,6 +18,7 @@ class ReplyFormat:
 
     reasoning: ReasoningFormat | None = None
     opened: bool = False  # the prompt ends within the reasoning
+    closed: bool = False  # the prompt ends behind it: a grammar allows none
     calls: ToolFormat | None = None  # None: no tool may be called
     tools: Mapping[str, Tool] = field(default_factory=dict)
     one_call: bool = False

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import (
+    ANTHROPIC_PATHS,
     ApiError,
     forbidden,
     headers_too_large,
@@ -74,7 +75,10 @@ class ContextMiddleware:
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", context.request_id.encode("latin-1"))]
+                request_id = context.request_id.encode("latin-1")
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                if context.path in ANTHROPIC_PATHS:
+                    message["headers"].append((b"request-id", request_id))  # where that API's client looks for it
             await send(message)
 
         try:

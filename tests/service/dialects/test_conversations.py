@@ -219,6 +219,8 @@ def test_errors_of_messages_are_those_of_anthropics_client() -> None:
         with pytest.raises(anthropic.BadRequestError, match="max_tokens: input should be") as caught:
             client.messages.create(**good, extra_body={"max_tokens": "2"})
         assert caught.value.body["request_id"] == caught.value.response.headers["x-request-id"]
+        assert caught.value.request_id == caught.value.body["request_id"]
+        assert [model.id for model in client.models.list()] == ["gen", "seq", "enc", "chat"]
         app.script.queue_full = "queue_requests"
         with pytest.raises(anthropic.RateLimitError):
             client.messages.create(**good)
@@ -300,20 +302,103 @@ def test_table_of_bad_requests() -> None:
     check_accounts(app)
 
 
-def test_harmless_fields_are_taken(served: tuple[App, openai.OpenAI, Any]) -> None:
-    """What agents send and nothing depends on."""
-    app, client, other = served
-    says(app, "Hi")
-    codex: Any = {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "store": False, "stream": True}
-    list(
-        client.responses.create(**GOOD[RESPONSES], **codex, reasoning={"summary": "auto"}, text={"verbosity": "medium"})
-    )
-    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    other.messages.create(
-        **GOOD[MESSAGES], system=system, metadata={"user_id": "u"}, extra_body={"context_management": keep}
-    )
-    assert "<|turn|>system\nBe brief.<|end|>" in prompt_of(app)
+BASH = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {
+        "command": {"type": "string", "description": "The command to execute"},
+        "timeout": {"type": "number", "description": "Optional timeout in milliseconds (max 600000)"},
+        "run_in_background": {"type": "boolean"},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+SHELL = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}},
+        "workdir": {"type": "string"},
+        "timeout_ms": {"type": "number"},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+STEP = {"type": "object", "properties": {"step": {"type": "string"}, "status": {"enum": ["pending", "completed"]}}}
+PLAN = {"type": "object", "properties": {"plan": {"type": "array", "items": STEP}}, "required": ["plan"]}
+
+
+def test_a_turn_of_an_agent_over_messages(served: tuple[App, openai.OpenAI, Any]) -> None:
+    """The fields and schemas that a coding agent sends, and what it sends back after a call."""
+    app, _, client = served
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body: dict[str, Any] = {
+        "model": "chat",
+        "max_tokens": 4000,
+        "system": [{"type": "text", "text": "You are an agent."}, {"type": "text", "text": "Env: linux", **cached}],
+        "tools": [{"name": "Bash", "description": "Executes a bash command.", "input_schema": BASH}],
+        "metadata": {"user_id": "user_1_session_2"},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>x</system-reminder>"}]},
+            {"role": "user", "content": [{"type": "text", "text": "List the files.", **cached}]},
+        ],
+        "extra_body": {
+            "temperature": 1,
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        },
+        "extra_query": {"beta": "true"},
+        "extra_headers": {"anthropic-beta": "interleaved-thinking-2025-05-14"},
+    }
+    says(app, 'I look.\n<tool_call>\n{"name": "Bash", "arguments": {"command": "ls", "timeout": 5}}\n</tool_call>')
+    with client.messages.stream(**body) as stream:
+        message = stream.get_final_message()
+    text, call = message.content
+    assert (text.text, call.name, call.input) == ("I look.", "Bash", {"command": "ls", "timeout": 5})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "a.py", "is_error": False, **cached}
+    body["messages"] += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    says(app, "There is a.py.")
+    with client.messages.stream(**body) as stream:
+        assert stream.get_final_text() == "There is a.py."
+    assert "<|turn|>system\nYou are an agent.\nEnv: linux<|end|>" in prompt_of(app)
+    assert "</tool_call><|end|>\n<|turn|>tool\na.py<|end|>" in prompt_of(app)
+
+
+def test_a_turn_of_an_agent_over_responses(served: tuple[App, openai.OpenAI, Any]) -> None:
+    """The same over responses, with a conversation that the agent keeps."""
+    app, client, _ = served
+    tools = [("shell", "Runs a shell command.", SHELL), ("update_plan", "Updates the plan.", PLAN)]
+    context = [{"type": "input_text", "text": "<environment_context>linux</environment_context>"}]
+    items: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]},
+        {"type": "message", "role": "user", "content": context},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+    ]
+    body: dict[str, Any] = {
+        "model": "chat",
+        "instructions": "You are an agent.",
+        "tools": [
+            {"type": "function", "name": name, "description": told, "strict": False, "parameters": schema}
+            for name, told, schema in tools
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "7c1f",
+        "text": {"verbosity": "medium"},
+    }
+    call = '<tool_call>\n{"name": "shell", "arguments": {"command": ["ls"]}}\n</tool_call>'
+    says(app, f"<think>\nlook\n</think>\n\n{call}")
+    *_, last = client.responses.create(**body, input=items)
+    assert last.type == "response.completed"
+    reasoning, made = (item.to_dict() for item in last.response.output)
+    assert (made["name"], made["arguments"]) == ("shell", '{"command": ["ls"]}')
+    output = {"type": "function_call_output", "call_id": made["call_id"], "output": "a.py"}
+    says(app, "There is a.py.")
+    *_, last = client.responses.create(**body, input=[*items, reasoning | {"encrypted_content": None}, made, output])
+    assert last.response.output_text == "There is a.py."
+    assert f"<think>\nlook\n</think>\n\n\n{call}<|end|>\n<|turn|>tool\na.py<|end|>" in prompt_of(app)
 
 
 def test_a_model_without_reasoning_or_a_template_says_so() -> None:

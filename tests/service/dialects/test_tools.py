@@ -136,6 +136,7 @@ def test_grammars_of_calls(app: App) -> None:
         ({"tool_choice": "none", "tools": [STRICT]}, ["anything"]),
         ({"tool_choice": "required"}, [call, other, thought, both]),
         ({"tool_choice": "required", "parallel_tool_calls": False}, [call, other, thought]),
+        ({"tool_choice": "required", "enable_thinking": False}, [call, other, both]),
         ({"tool_choice": named}, [call, thought]),
         ({"tools": [STRICT]}, ["Hi", call, f"Hi {call}", thought, '{"x": 1}']),
         ({"response_format": shaped}, [call, other, thought, both, '{"x": 1}']),
