@@ -17,6 +17,7 @@ from service.dialects.openai_replies import ChatCompletions, Completions
 from service.http.bodies import read_body
 from service.http.model_use import hold_model
 from service.lifecycle.state import service_of
+from service.planning.generate import check_room
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
@@ -41,8 +42,10 @@ _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]
 async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
     body = await read_body(request, CompletionBody)
+    service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
-    served = service_of(request).registry.resolve(body.model, Task.GENERATE)
+    served = service.registry.resolve(body.model, Task.GENERATE)
+    check_room(service.client, served)  # before it is translated, and read as a native body
     with naming_errors(names := openai.completion_names(body)):
         found = openai.completion(body, served)
         return await generate.answer(request, found, lambda generation: Completions(generation, body), names)
