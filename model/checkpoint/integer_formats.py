@@ -26,6 +26,19 @@ _HOW = (  # it was quantised, and by whom; which kernels its makers prefer
     *("block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize"),
     *("batch_size", "pad_token_id", "cache_block_outputs", "method", "quantizer", "hyb_act", "dynamic"),
     *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "zero_point"),
+    # AutoRound, in GPTQ's and AWQ's formats
+    *("autoround_version", "amp", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "iters"),
+    *(
+        "gradient_accumulate_steps",
+        "low_gpu_mem_usage",
+        "lr",
+        "minmax_lr",
+        "nsamples",
+        "seqlen",
+        "train_bs",
+        "provider",
+    ),
+    *("quant_block_list", "to_quant_block_names"),
 )
 _WEIGHTS = {"type": "int", "num_bits": _BITS, "symmetric": (True, False), "dynamic": False, "block_structure": None}
 # Regular expressions that cannot take long: nothing is repeated but single characters, four times at most.
@@ -42,6 +55,7 @@ def gptq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Integ
     if form not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{WHERE}.checkpoint_format: {form!r} is not served, only 'gptq' or 'gptq_v2'")
     expected = {"quant_method": "gptq", "bits": _BITS, "pack_dtype": ("int32", None), "is_marlin_format": False}
+    expected |= {"data_type": "int"}
     expect(WHERE, settings, expected, known=(*_HOW, "group_size", "checkpoint_format", "format"))
     _check_dynamic(settings.get("dynamic"))
     layout = IntegerLayout(
@@ -63,7 +77,9 @@ def awq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Intege
     form = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if form not in ("gemm", "gemv"):
         raise ConfigError(f"{WHERE}.version: {form!r} is not served, only 'gemm' or 'gemv'")
-    expected = {"quant_method": "awq", "bits": 4, "pack_dtype": ("int32", None), "backend": (None, "autoawq", "auto")}
+    if settings.get("backend") == "llm-awq":  # others name kernels, this one a layout
+        raise ConfigError(f"{WHERE}.backend: 'llm-awq' is not served")
+    expected = {"quant_method": "awq", "bits": 4, "pack_dtype": ("int32", None), "data_type": "int"}
     expect(WHERE, settings, expected, known=(*_HOW, "group_size", "version", "format", "checkpoint_format"))
     _check_dynamic(settings.get("dynamic"))
     group = group_size(WHERE, settings.get("group_size", 128))

@@ -90,7 +90,9 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
     form = settings.get("format", "int-quantized")
     if not isinstance(form, str) or form not in (*_COMPRESSED, _MIXED):
         raise ConfigError(f"{WHERE}.format: {form!r} is not served, only {either((*_COMPRESSED, _MIXED))}")
-    expect(WHERE, settings, {**_SETTINGS, "format": form}, known=("kv_cache_scheme", OURS))
+    expect(WHERE, settings, {**_SETTINGS, "format": form}, known=("kv_cache_scheme", "sparsity_config", OURS))
+    if sparsity := settings.get("sparsity_config"):  # dense: it says which weights happen to be zero
+        expect(f"{WHERE}.sparsity_config", sparsity, {"format": "dense"}, known=sparsity)
     if (cache := settings.get("kv_cache_scheme")) is not None:
         expect(f"{WHERE}.kv_cache_scheme", cache, _FP8_CACHE)
     groups = settings.get("config_groups")

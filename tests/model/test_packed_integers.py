@@ -204,6 +204,25 @@ def test_a_bias_that_the_network_has_not_may_be_stored_if_it_is_zero(tmp_path: P
         load_model(read_checkpoint(stored), SdpaBackend())
 
 
+PUBLISHED = {  # what tools add that changes nothing: AutoGPTQ by transformers, AutoRound, AutoAWQ, llm-compressor
+    "gptq": {
+        **{"backend": "auto", "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True},
+        **{"dataset": "c4", "exllama_config": {"version": 1}, "use_exllama": True, "pad_token_id": None, "amp": True},
+        **{"autoround_version": "0.4.2", "iters": 1000, "nsamples": 512, "seqlen": 2048, "data_type": "int"},
+    },
+    "awq": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None},
+    "w4a16": {"sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": ["model.layers.0.mlp"]}},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_that_change_nothing_are_known(name: str, tmp_path: Path) -> None:
+    stored, _ = folders(CASES[name], tmp_path)
+    expected = read_checkpoint(stored).packed
+    describe(stored, {**CASES[name].settings, **PUBLISHED[name]})
+    assert expected and read_checkpoint(stored).packed == expected
+
+
 def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     """As AutoGPTQ and AutoAWQ once wrote them."""
     for name, file, settings in (
@@ -296,6 +315,7 @@ def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
         ({**AWQ, "bits": 8}, r"bits: 8 is not served, only 4"),
         ({**AWQ, "version": "gemv_fast"}, r"version: 'gemv_fast' is not served, only 'gemm' or 'gemv'"),
         ({**AWQ, "backend": "llm-awq"}, r"backend: 'llm-awq' is not served"),
+        ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config\.format: 'sparse-24"),
         (compressed(num_bits=3), r"weights\.num_bits: 3 is not served, only 4 or 8"),
         (compressed(type="float"), r"weights\.type: 'float' is not served, only 'int'"),
         (compressed(), r"says compressed-tensors, but no projection is stored so"),
