@@ -158,13 +158,18 @@ class Library:
         value: Tensor | None,
         out: Tensor,
         bias: ScoreBias | None = None,
+        *,
+        tiles: bool = False,
     ) -> None:
-        """Write keys and values where `segments` has slots, then attend; `bias` is added to the scores by distance."""
+        """Write keys and values where `segments` has slots, then attend; `bias` is added to the scores by distance.
+
+        With `tiles`, long contexts in pages of bfloat16 or int8 are multiplied in AMX tiles.
+        """
         threads, rows = _num_threads(), c_int64(query.shape[0])
         needed = self._functions.attention_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
         attention = Attention(ctypes.pointer(shape), ctypes.pointer(segments), ctypes.pointer(pages))
         attention.queries, attention.query_stride = query.data_ptr(), shape.heads * shape.dim
-        attention.out = out.data_ptr()
+        attention.out, attention.tiles = out.data_ptr(), tiles
         if bias is not None:
             attention.bias = ctypes.pointer(bias)
         given = (ctypes.byref(attention), _at(key), _at(value), rows)

@@ -193,7 +193,7 @@ static ScoreBias bias_of(int64_t heads, int64_t longest) {
     return (ScoreBias){floats(heads * width), width};
 }
 
-static void check_attention(int64_t threads) {
+static void check_attention(int64_t tiles, int64_t threads) {
     static const int64_t dims[] = {1, 5, 8, 20, 32, 64, 80, 128};
     for (unsigned i = 0; i < sizeof dims / sizeof *dims; i++)
         for (int64_t kind = F32; kind <= INT8; kind++)
@@ -208,7 +208,7 @@ static void check_attention(int64_t threads) {
                 KVPages pages = pages_of(kind, paged ? pool_rows(&s) : rows, shape.kv_heads, dim);
                 ScoreBias bias = bias_of(shape.heads, paged ? LONGEST : 70);
                 Attention a = {&shape, &s, &pages, i % 3 ? NULL : &bias, NULL, shape.heads * dim, NULL};
-                a.queries = floats(rows * shape.heads * dim), a.out = room(rows * shape.heads * dim * 4);
+                a.tiles = tiles, a.queries = floats(rows * shape.heads * dim), a.out = room(rows * shape.heads * dim * 4);
                 int64_t kv = rows * shape.kv_heads * dim;
                 char *memory = room(attention_scratch_bytes(&shape, &s, threads));
                 run_attention(&a, floats(kv), floats(kv), rows, memory, threads);
@@ -364,9 +364,9 @@ int main(int argc, char **argv) {
     printf("features %ld, tiles %ld, %ld threads\n", (long)features(), (long)usable, (long)threads);
     check_sizes();
     check_top_k(threads);
-    check_attention(threads);
     for (int64_t tiles = 0; tiles <= usable; tiles++) {
         check_products(tiles, threads);
+        check_attention(tiles, threads);
         for (int64_t dtype = F32; dtype <= INT4; dtype++) {
             for (int64_t kind = F32; kind <= INT8; kind++) check_decoder(dtype, kind, tiles, threads);
             check_encoder(dtype, tiles, threads, 5);

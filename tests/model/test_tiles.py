@@ -7,18 +7,21 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.attention.base import AttentionMetadata
 from model.attention.native import NativeBackend
 from model.checkpoint.folder import read_checkpoint
 from model.linear.native import NativeLinear, packed_linear
 from model.native.build import Built, build_portable
 from model.native.library import Kind, Library
 from model.network.transformer import Transformer
-from tests.model.checkpoints import load_native, native_backends, saved
+from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
+from tests.model.checkpoints import CPU, load_native, native_backends, saved
 from tests.model.parity import ours_and_theirs
 from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc, needs_vectors, real, temporary_folder
 
@@ -192,6 +195,87 @@ def test_a_models_outputs_in_int8_are_the_vectors(kind: str) -> None:
     dtype = torch.float32 if kind == "bert" else torch.bfloat16  # encoders attend in it
     tiles, vectors = with_and_without(kind, Kind.INT8, dtype)
     assert torch.equal(tiles, vectors)
+
+
+# (queries, keys) of segments: decoding, chunks from before and behind where tiles begin, more than a block
+LONG = ((1, 70), (90, 100), (3, 64), (40, 300), (1, 257), (20, 20))
+
+
+def long_case(**changes: Any) -> Case:
+    usual = {"segments": LONG, "heads": 8, "kv_heads": 2, "dim": 64, "block_size": 16, "dtype": torch.bfloat16}
+    return Case(**{**usual, **changes})
+
+
+def with_tiles() -> list[Library]:
+    here = Library(Built(real(), "real"))
+    return [emulated(), here] if here.tiles else [emulated()]
+
+
+def attended(library: Library, case: Case, given: Problem, rows: slice = slice(None)) -> Tensor:
+    """What these rows get, alone if they are some of a case's one segment."""
+    metadata, parts = given.metadata, [None if x is None else x[rows] for x in (given.query, given.key, given.value)]
+    if rows != slice(None):
+        assert metadata.slot_mapping is not None
+        tables, slots = metadata.block_tables, metadata.slot_mapping[rows]
+        metadata = AttentionMetadata((rows.stop - rows.start,), (rows.stop,), True, None, tables, slots)
+    assert parts[0] is not None
+    return NativeBackend(library).forward(parts[0], parts[1], parts[2], given.cache, metadata, case.config, given.bias)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"int8": True, "window": 40},
+        {"int8": True, "heads": 7, "kv_heads": 1, "dim": 40, "block_size": 8},
+        {"heads": 3, "kv_heads": 3, "dim": 128, "window": 100},
+        {"heads": 20, "kv_heads": 1, "dim": 80, "block_size": 5, "softcap": 1.5},
+        {"dim": 20, "buckets": True, "int8": True},
+        {"causal": False, "writes": False, "segments": ((3, 70), (1, 300), (5, 60))},
+    ],
+    ids=str,
+)
+def test_long_contexts_attend_in_tiles(changes: dict[str, Any]) -> None:
+    case = long_case(**changes)
+    given = problem(case, CPU)
+    vectors = attended(emulated(*REFUSED), case, given)
+    keys = [kv - (q - row - 1 if case.causal else 0) for q, kv in case.segments for row in range(q)]
+    short = torch.tensor(keys) <= 64
+    for library in with_tiles():
+        tiles = attended(library, case, given)
+        assert_finite_and_close(tiles, given.expected, tolerance(case))
+        assert torch.equal(tiles[short], vectors[short])  # a row's keys decide, nothing else
+        assert not torch.equal(tiles[~short], vectors[~short])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "int8", "window"), [(8, 2, True, None), (3, 3, False, 50), (17, 1, False, None)]
+)
+def test_a_long_context_has_the_same_bits_however_it_is_divided(
+    heads: int, kv_heads: int, int8: bool, window: int | None
+) -> None:
+    case = long_case(segments=((270, 270),), heads=heads, kv_heads=kv_heads, int8=int8, window=window)
+    given = problem(case, CPU, solved=False)
+    parts = ((63, 64), (64, 65), (64, 66), (255, 256), (256, 257), (50, 90), (60, 269), (256, 260))
+    for library in with_tiles():
+        whole = attended(library, case, given)
+        for part in parts:
+            assert torch.equal(attended(library, case, given, slice(*part)), whole[slice(*part)])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_value_that_is_no_number_does_not_reach_rows_that_do_not_see_it(bad: float) -> None:
+    case = long_case(segments=((300, 300),), window=25)
+    given = problem(case, CPU, solved=False)
+    assert given.value is not None
+    clean = [attended(library, case, given) for library in with_tiles()]
+    given.value[[100, 270]] = bad
+    row = torch.arange(300)
+    seen = ((row >= 100) & (row < 125)) | ((row >= 270) & (row < 295))
+    for library, before in zip(with_tiles(), clean, strict=True):
+        spoilt = attended(library, case, given)
+        assert torch.equal(spoilt[~seen], before[~seen])
+        assert not spoilt[seen].isfinite().any()
 
 
 def test_the_backend_says_that_there_are_tiles() -> None:

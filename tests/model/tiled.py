@@ -25,6 +25,7 @@ from tests.model.checkpoints import native_backends
 AMX, VECTORS = LEVELS[:2]
 PLAIN = next(level for level in LEVELS if level.name == "x86-64-v4")
 WITH_TILES = ("amx.c", "amx_groups.c")
+ATTENTION = "tile_attention.c"  # with tiles as they should be in every emulation, and compiled once
 NARROW = Path(__file__).parent / "narrow.h"
 HERE = fitting(build._cpuinfo(), platform.machine())
 # On a CPU without the vectors that tiles stand beside, these are emulated too.
@@ -47,23 +48,23 @@ def emulated(old: str = "", new: str = "") -> Library:
     (folder / "amx.h").write_text(text.replace(old, new, 1) if old else text)
     for name in WITH_TILES:
         shutil.copy(build._SOURCES / name, folder)
-    return Library(Built(_linked(folder, *_EMULATED), "emulated"))
+    return Library(Built(_linked(folder, WITH_TILES, *_EMULATED), "emulated"))
 
 
 @cache
 def real() -> Path:
     """A library of the instructions themselves, which only a CPU that has them runs."""
-    return _linked(build._SOURCES, *AMX.flags)
+    return _linked(build._SOURCES, (*WITH_TILES, ATTENTION), *AMX.flags)
 
 
-def _linked(sources: Path, *flags: str) -> Path:
-    """With everything else, which runs no tiles itself and is the same for all."""
+def _linked(sources: Path, names: tuple[str, ...], *flags: str) -> Path:
+    """These files of `sources`, with everything else, which is the same for all."""
     folder = Path(tempfile.mkdtemp(prefix="linked-", dir=_objects()))
-    tiles = [str(folder / f"{Path(name).stem}.o") for name in WITH_TILES]
-    for name, made in zip(WITH_TILES, tiles, strict=True):
-        gcc(*flags, "-I", str(build._SOURCES), "-c", str(sources / name), "-o", made)
-    others = [str(path) for path in _objects().glob("*.o")]
-    gcc("-shared", *others, *tiles, "-o", str(folder / "tiled.so"), "-lm")
+    objects = {path.stem: path for path in _objects().glob("*.o")}
+    for name in names:
+        made = objects[Path(name).stem] = folder / f"{Path(name).stem}.o"
+        gcc(*flags, "-I", str(build._SOURCES), "-c", str(sources / name), "-o", str(made))
+    gcc("-shared", *map(str, objects.values()), "-o", str(folder / "tiled.so"), "-lm")
     return folder / "tiled.so"
 
 

@@ -64,6 +64,7 @@ typedef struct {
     const float *queries; /* rows of [heads][dim] */
     int64_t query_stride; /* floats from row to row */
     float *out;           /* [rows][heads][dim] */
+    int64_t tiles;        /* whether AMX tiles may round queries and weights to bfloat16, of pages in BF16 or INT8 */
 } Attention;
 
 /* One attention of whole segments, whose queries see keys of their own segment before and behind themselves. */

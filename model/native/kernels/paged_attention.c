@@ -6,54 +6,11 @@
 #include "attention.h"
 
 #include "attention_lanes.h"
+#include "key_source.h"
 #include "scratch.h"
+#include "tile_attention.h"
 
-#define KEY_GROUP 16 /* keys that are scored together; groups begin at multiples of it */
 #define TASK_ROWS 64 /* rows of a prefill that one thread takes */
-
-/* One segment's keys and values. */
-typedef struct {
-    const AttentionShape *shape;
-    const Segments *segments;
-    const KVPages *pages;
-    const ScoreBias *bias;
-    int64_t segment;
-    int contiguous; /* whether KEY_GROUP keys from a multiple of KEY_GROUP lie in rows that follow each other */
-} KeySource;
-
-/* The row of key `at` of the segment. */
-INLINE int64_t key_row(const KeySource *s, int64_t at) {
-    const Segments *g = s->segments;
-    if (!g->tables) return g->k_starts[s->segment] + at;
-    return g->tables[s->segment * g->table_width + at / g->block_size] * g->block_size + at % g->block_size;
-}
-
-/* Keys [from, to) that the query at `position` sees. */
-INLINE void visible_keys(const KeySource *s, int64_t position, int64_t *from, int64_t *to) {
-    int64_t window = s->shape->window;
-    *from = window ? max_i64(0, position - window + 1) : 0;
-    *to = s->segments->kv_lens[s->segment];
-    if (s->segments->causal) *to = min_i64(*to, position + 1);
-    else if (window) *to = min_i64(*to, position + window);
-}
-
-/* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees
- * [from, to). */
-INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from,
-                         int64_t to) {
-    static const ivec lanes = LANE_INDICES;
-    score *= s->shape->scale;
-    if (s->shape->softcap != 0.0f) score = softcap_vec(score, s->shape->softcap);
-    if (s->bias && s->bias->slopes)
-        score += __builtin_convertvector(lanes + (int32_t)(at - position), vec) * s->bias->slopes[head];
-    else if (s->bias)
-        score += load(s->bias->values + head * s->bias->width + s->bias->width / 2 + at - position);
-    if (at < from || at + LANES > to) {
-        ivec key = lanes + (int32_t)at;
-        score = select_vec((key >= (int32_t)from) & (key < (int32_t)to), score, splat(-__builtin_inff()));
-    }
-    return score;
-}
 
 /* Turn scores [first, last), a multiple of LANES, into exp(score - max); returns the inverse of their sum. */
 static float softmax(float *scores, int64_t first, int64_t last) {
@@ -317,7 +274,7 @@ INLINE void prefill(int kind, int64_t dim, const KeySource *s, const Attention *
     const AttentionShape *a = s->shape;
     const KVPages *m = s->pages;
     int64_t per = a->heads / a->kv_heads, padded = round_up(dim, LANES), start = s->segments->q_starts[s->segment];
-    int64_t offset = s->segments->kv_lens[s->segment] - (s->segments->q_starts[s->segment + 1] - start);
+    int64_t offset = first_position(s);
     int64_t from, to, unused;
     visible_keys(s, offset + first, &from, &unused);
     visible_keys(s, offset + last - 1, &unused, &to);
@@ -357,7 +314,19 @@ int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments lon
     decode_buffers(&decoding, shape, round_up(longest.decode, KEY_GROUP), &query);
     if (longest.prefill) /* a window leaves keys out; they are counted here */
         prefill_buffers(&prefilling, shape->dim, round_up(longest.prefill, KEY_GROUP), &tile);
-    return max_i64(decoding.used, prefilling.used);
+    int64_t bytes = max_i64(decoding.used, prefilling.used);
+    if (max_i64(longest.decode, longest.prefill) > TILED_KEYS) bytes = max_i64(bytes, tiled_scratch(shape));
+    return bytes;
+}
+
+/* The first of a segment's rows that is computed in tiles; `rows`: none is. Its last key decides, whatever other rows
+ * there are. Integers that few heads read are not worth making bfloat16 of when a token is decoded. */
+INLINE int64_t first_tiled_row(const KeySource *s, const Attention *in, int64_t rows) {
+    const AttentionShape *a = s->shape;
+    int64_t kind = s->pages->kind;
+    if (!HAS_TILES || !in->tiles || kind == F32 || (kind == INT8 && a->heads < 4 * a->kv_heads)) return rows;
+    if (s->segments->causal) return min_i64(rows, max_i64(0, TILED_KEYS - first_position(s)));
+    return s->segments->kv_lens[s->segment] > TILED_KEYS && !s->shape->window ? 0 : rows;
 }
 
 /* Compute a thread's tasks. Of few segments, heads are divided too; of many, each segment's pages are read by one
@@ -365,21 +334,29 @@ int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments lon
 INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch) {
     const AttentionShape *a = in->shape;
     const Segments *g = in->segments;
+    int64_t step = tiled_rows(a);
     int64_t pieces = g->segments >= 4 * threads ? 1 : min_i64(threads, a->kv_heads), task = 0;
     KeySource s = {a, g, in->pages, in->bias, 0, !g->tables || g->block_size % KEY_GROUP == 0};
     for (s.segment = 0; s.segment < g->segments; s.segment++) {
         int64_t start = g->q_starts[s.segment], rows = g->q_starts[s.segment + 1] - start;
-        if (rows == 1) {
-            for (int64_t piece = 0; piece < pieces; piece++, task++)
-                if (task % threads == thread)
-                    decode(kind, dim, &s, in->queries + start * in->query_stride, in->out + start * a->heads * dim,
-                           a->kv_heads * piece / pieces, a->kv_heads * (piece + 1) / pieces, scratch);
-            continue;
+        int64_t tiled = first_tiled_row(&s, in, rows);
+        for (int64_t piece = 0; rows == 1 && piece < pieces; piece++, task++) {
+            int64_t head = a->kv_heads * piece / pieces, last = a->kv_heads * (piece + 1) / pieces;
+            if (task % threads != thread) continue;
+            if (!tiled) attend_tiled(&s, in, (TiledRows){0, 1, head, last}, scratch);
+            else decode(kind, dim, &s, in->queries + start * in->query_stride, in->out + start * a->heads * dim, head,
+                        last, scratch);
         }
-        for (int64_t kv_head = 0; kv_head < a->kv_heads; kv_head++)
-            for (int64_t first = 0; first < rows; first += TASK_ROWS, task++)
+        if (rows == 1) continue;
+        for (int64_t kv_head = 0; kv_head < a->kv_heads; kv_head++) {
+            for (int64_t first = 0; first < tiled; first += TASK_ROWS, task++)
                 if (task % threads == thread)
-                    prefill(kind, dim, &s, in, kv_head, first, min_i64(rows, first + TASK_ROWS), scratch);
+                    prefill(kind, dim, &s, in, kv_head, first, min_i64(tiled, first + TASK_ROWS), scratch);
+            for (int64_t first = tiled; first < rows; first += step, task++) {
+                TiledRows part = {first, min_i64(rows, first + step), kv_head, kv_head + 1};
+                if (task % threads == thread) attend_tiled(&s, in, part, scratch);
+            }
+        }
     }
 }
 

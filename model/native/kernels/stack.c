@@ -226,6 +226,9 @@ static void encoder_self_attention(const StackContext *t, const AttentionLayer *
     finish_attention(t, layer);
 }
 
+/* Whether attention over pages may be in tiles: where products of bfloat16 are. */
+static int tiled_attention(const Stack *stack) { return stack->tiles && stack->dtype == BF16; }
+
 /* Self attention over pages, which get this step's keys and values first, or over the rows themselves. */
 static void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
     const Step *step = t->step;
@@ -239,6 +242,7 @@ static void self_attention(const StackContext *t, const AttentionLayer *layer, i
     if (pages || changes_heads(layer)) finish_heads(t, layer, a->kv_heads, pages, F32);
     Attention attention = {.shape = a, .segments = step->segments + layer->segments, .pages = pages ? pages : &rows};
     attention.bias = score_bias_of(layer, step);
+    attention.tiles = tiled_attention(t->stack);
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
@@ -254,6 +258,7 @@ static void cross_attention(const StackContext *t, const AttentionLayer *layer, 
     if (changes_heads(layer)) finish_heads(t, layer, 0, NULL, F32);
     Attention attention = {.shape = &layer->shape, .segments = step->segments + layer->segments};
     attention.pages = step->pages + number, attention.bias = score_bias_of(layer, step);
+    attention.tiles = tiled_attention(t->stack);
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);

@@ -1,0 +1,560 @@
+/* Attention in AMX tiles: blocks of queries by blocks of keys (FlashAttention, Dao et al. 2022).
+ *
+ * Queries and weights of values are rounded to bfloat16; sums are float32. Keys are taken in blocks that begin at
+ * multiples of BLOCK_KEYS. A query's weights in a block are relative to its largest score there, and blocks are added
+ * up in ascending order. All of that depends on the query's position alone, so that a token that is decoded gets the
+ * bits of one that is prefilled.
+ *
+ * The heads that share keys are queries like others: query j is head j % per of row j / per. Of up to TILE_ROWS
+ * queries, as in decoding, keys are a product's rows, where they lie; of more they are packed as its columns. A sum of
+ * products has the same bits either way. */
+#include "tile_attention.h"
+
+#if HAS_TILES
+
+#define BLOCK_KEYS 256
+#define STEP_KEYS 32                     /* keys of a tile of weights */
+#define PAIR_ROWS (2 * TILE_ROWS)        /* queries that share packed keys while they are in tiles */
+#define SCORE_STRIDE (BLOCK_KEYS + LANES) /* floats: not a power of two, whose rows would share sets of the cache */
+#define TASK_QUERIES 256
+#define AHEAD 64 /* keys by which memory is read ahead for few queries, which wait for nothing else */
+#define LOG2_E 1.44269504088896341f
+
+/* Queries of the heads that share the keys of one head, and a block of these. */
+typedef struct {
+    const KeySource *source;
+    int64_t per, kv_head;      /* query heads for each key head */
+    int64_t position, count;   /* of the first query's row; of queries */
+    int64_t depth, width;      /* dim in whole tiles of bf16, and of floats */
+    int few;                   /* whether the keys are a product's rows */
+    bf16 *queries;             /* [count][depth], whole tiles of rows; few: [depth / 2][16][2] */
+    float *sums;               /* [count][width] */
+    float *totals, *tops;      /* [count][LANES] of weights; [count] the largest score, times log2(e) */
+    int64_t begin, from, to;   /* the block's first key, and the keys that any query sees of it */
+    int64_t located;           /* keys from the block's first on that `rows` knows: also some behind it */
+    int64_t *rows;             /* [BLOCK_KEYS + AHEAD] where each key is stored; of those before `from`: undefined */
+    int finite;                /* whether all of the block's values are */
+    bf16 *keys;                /* [BLOCK_KEYS / 16][depth / 2][16][2]; few: [BLOCK_KEYS][depth] */
+    bf16 *values;              /* [BLOCK_KEYS / 32][width / 16][16][16][2] */
+    float *key_scales, *value_scales; /* INT8: [BLOCK_KEYS] */
+    float *products;           /* [BLOCK_KEYS][16] of a few queries */
+    float *scores;             /* [PAIR_ROWS][SCORE_STRIDE], whose rows become weights in bf16 in their first halves */
+    float *block_sums;         /* [PAIR_ROWS][width] */
+} TiledQueries;
+
+/* What a block adds to a tile's queries. */
+typedef struct {
+    int64_t first, rows;                           /* queries */
+    int64_t from[PAIR_ROWS], to[PAIR_ROWS];        /* keys that each sees, from the block's first */
+    int64_t begin, end;                            /* of all of them, in whole steps */
+    float tops[PAIR_ROWS], totals[PAIR_ROWS][LANES];
+} BlockTile;
+
+INLINE int64_t query_count(const AttentionShape *a, int64_t rows) { return rows * (a->heads / a->kv_heads); }
+
+int64_t tiled_rows(const AttentionShape *a) {
+    return max_i64(TILE_ROWS, TASK_QUERIES / query_count(a, 1) / TILE_ROWS * TILE_ROWS);
+}
+
+/* Take the buffers of a block, and find a head's sizes. */
+static void take_block(Scratch *scratch, const AttentionShape *a, TiledQueries *t) {
+    t->depth = round_up(a->dim, 32), t->width = round_up(a->dim, 2 * LANES);
+    t->rows = scratch_take(scratch, (BLOCK_KEYS + AHEAD) * sizeof *t->rows);
+    t->keys = scratch_take(scratch, BLOCK_KEYS * t->depth * sizeof *t->keys);
+    t->values = scratch_take(scratch, BLOCK_KEYS * t->width * sizeof *t->values);
+    t->key_scales = scratch_take(scratch, BLOCK_KEYS * sizeof *t->key_scales);
+    t->value_scales = scratch_take(scratch, BLOCK_KEYS * sizeof *t->value_scales);
+    t->products = scratch_take(scratch, BLOCK_KEYS * 16 * sizeof *t->products);
+    t->scores = scratch_take(scratch, PAIR_ROWS * SCORE_STRIDE * sizeof *t->scores);
+    t->block_sums = scratch_take(scratch, PAIR_ROWS * t->width * sizeof *t->block_sums);
+}
+
+/* Take the buffers of `count` queries. */
+static void take_queries(Scratch *scratch, int64_t count, TiledQueries *t) {
+    int64_t padded = round_up(count, PAIR_ROWS);
+    t->count = count, t->few = count <= TILE_ROWS;
+    t->queries = scratch_take(scratch, padded * t->depth * sizeof *t->queries);
+    t->sums = scratch_take(scratch, padded * t->width * sizeof *t->sums);
+    t->totals = scratch_take(scratch, padded * LANES * sizeof *t->totals);
+    t->tops = scratch_take(scratch, padded * sizeof *t->tops);
+}
+
+int64_t tiled_scratch(const AttentionShape *a) {
+    Scratch scratch = {0};
+    TiledQueries sizes;
+    scratch_take(&scratch, a->kv_heads * sizeof sizes);
+    int64_t many = query_count(a, tiled_rows(a)), few = a->kv_heads * round_up(query_count(a, 1), PAIR_ROWS);
+    take_block(&scratch, a, &sizes);
+    take_queries(&scratch, max_i64(many, few), &sizes); /* several heads' buffers, or one's of more queries */
+    scratch.used += a->kv_heads * 4 * (SCRATCH_ALIGNMENT + SCRATCH_GAP);
+    return scratch.used;
+}
+
+/* The place of number `i` of a head in rows of tiles: integers of a byte become bf16 in pairs of i and i + 16. */
+INLINE int64_t tiled_place(int kind, int64_t i) { return kind == BF16 ? i : i / 32 * 32 + i % 16 * 2 + i % 32 / 16; }
+
+/* 32 stored numbers of a head of `dim` from index `at` as bf16, zeros beyond dim. Integers of a byte are exact. */
+INLINE __m512i load_tile_row(int kind, const char *head, int64_t at, int64_t dim) {
+    __mmask32 seen = dim - at >= 32 ? ~(__mmask32)0 : (((__mmask32)1 << (dim - at)) - 1);
+    if (kind == BF16) return _mm512_maskz_loadu_epi16(seen, head + 2 * at);
+    __m256i bytes = _mm256_maskz_loadu_epi8(seen, head + at);
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return _mm512_or_si512(_mm512_srli_epi32((__m512i)low, 16), (__m512i)high); /* their lower halves are zero */
+}
+
+/* One head's numbers in rows of keys or of values. */
+typedef struct {
+    const char *base;
+    int64_t stride, bytes, dim; /* bytes from row to row, and of a head */
+    const int64_t *rows;        /* of each key from the block's first on */
+    int64_t located;            /* how many of these are known; 0: nothing is read ahead */
+} StoredHead;
+
+INLINE StoredHead stored_head(int kind, const TiledQueries *t, const void *rows, int64_t stride) {
+    int64_t size = element_bytes(kind), bytes = t->source->shape->dim * size;
+    return (StoredHead){(const char *)rows + t->kv_head * bytes, stride * size, bytes, t->source->shape->dim,
+                        t->rows, t->few ? t->located : 0};
+}
+INLINE StoredHead stored_keys(int kind, const TiledQueries *t) {
+    return stored_head(kind, t, t->source->pages->keys, t->source->pages->key_stride);
+}
+INLINE StoredHead stored_values(int kind, const TiledQueries *t) {
+    return stored_head(kind, t, t->source->pages->values, t->source->pages->value_stride);
+}
+
+/* The address of the numbers of key `key` from the block's first, which must be one that is seen. */
+INLINE const char *head_at(const StoredHead *head, int64_t key) { return head->base + head->rows[key] * head->stride; }
+
+/* Read the numbers of keys [first, first + count) ahead. */
+INLINE void read_ahead(const StoredHead *head, int64_t first, int64_t count) {
+    for (int64_t key = first; key < min_i64(first + count, head->located); key++)
+        for (int64_t byte = 0; byte < head->bytes; byte += 64) __builtin_prefetch(head_at(head, key) + byte);
+}
+
+/* Transpose 16 rows of 16 pairs of bf16. */
+INLINE void transpose_pairs(__m512i *r) {
+    __m512i s[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) { /* 4 x 4 within each lane of 128 bits */
+        __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+        s[i] = _mm512_unpacklo_epi64(a, c), s[i + 1] = _mm512_unpackhi_epi64(a, c);
+        s[i + 2] = _mm512_unpacklo_epi64(b, d), s[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* and the lanes */
+        __m512i a = _mm512_shuffle_i32x4(s[i], s[i + 4], 0x88), b = _mm512_shuffle_i32x4(s[i], s[i + 4], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0x88), d = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0xdd);
+        r[i] = _mm512_shuffle_i32x4(a, c, 0x88), r[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), r[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
+
+/* Pack the block's keys as columns of a product; those that nobody sees are zero. */
+INLINE void pack_keys(int kind, const TiledQueries *t) {
+    const StoredHead stored = stored_keys(kind, t);
+    __m512i *to = (__m512i *)t->keys, rows[KEY_GROUP];
+    int64_t from = t->from - t->begin, last = t->to - t->begin;
+    for (int64_t key = 0; key < last; key += KEY_GROUP)
+        for (int64_t depth = 0; depth < t->depth; depth += 32, to += 16) {
+            for (int i = 0; i < KEY_GROUP; i++) {
+                int seen = key + i >= from && key + i < last;
+                rows[i] = seen ? load_tile_row(kind, head_at(&stored, key + i), depth, stored.dim)
+                               : _mm512_setzero_si512();
+            }
+            transpose_pairs(rows);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i, rows[i]);
+        }
+}
+
+/* Write the values of two keys, null for zeros, as a row of each panel from `to` on. Returns the larger of `most` and
+ * of their absolute values' bits in bf16. */
+INLINE __m512i pack_pair(int kind, const char *even, const char *odd, int64_t dim, __m512i *to, __m512i most) {
+    const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), last = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    const __m512i size = _mm512_set1_epi16(0x7fff);
+    for (int64_t at = 0; at < dim; at += 32, to += 32) {
+        __m512i a = even ? load_tile_row(kind, even, at, dim) : _mm512_setzero_si512();
+        __m512i b = odd ? load_tile_row(kind, odd, at, dim) : _mm512_setzero_si512();
+        __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, first, high));
+        _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi64(low, last, high));
+        if (kind != BF16) continue;
+        most = _mm512_max_epu16(most, _mm512_and_si512(a, size));
+        most = _mm512_max_epu16(most, _mm512_and_si512(b, size));
+    }
+    return most;
+}
+
+/* Pack the values of keys [from, to), counted from the block's first, as rows of a product, those of other keys in
+ * these steps as zeros. `dim` is the head's. Returns whether all are finite. */
+INLINE int pack_values(int kind, int64_t dim, const TiledQueries *t, int64_t from, int64_t to) {
+    const StoredHead stored = stored_values(kind, t);
+    int64_t panels = t->width / 16;
+    __m512i *values = (__m512i *)t->values, most = _mm512_setzero_si512();
+    for (int64_t step = from / STEP_KEYS * STEP_KEYS; step < to; step += STEP_KEYS) {
+        __m512i *row = values + step / STEP_KEYS * panels * 16;
+        read_ahead(&stored, step + AHEAD, STEP_KEYS);
+        if (step >= from && step + STEP_KEYS <= to)
+            for (int64_t key = step; key < step + STEP_KEYS; key += 2, row++)
+                most = pack_pair(kind, head_at(&stored, key), head_at(&stored, key + 1), dim, row, most);
+        else
+            for (int64_t key = step; key < step + STEP_KEYS; key += 2, row++)
+                most = pack_pair(kind, key >= from && key < to ? head_at(&stored, key) : NULL,
+                                 key + 1 >= from && key + 1 < to ? head_at(&stored, key + 1) : NULL, dim, row, most);
+    }
+    return !_mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(0x7f80));
+}
+
+/* Find the scales of the keys and values that are seen. */
+static void load_block_scales(const TiledQueries *t) {
+    const KVPages *m = t->source->pages;
+    for (int64_t key = t->from - t->begin; key < t->to - t->begin; key++) {
+        int64_t scale = t->rows[key] * t->source->shape->kv_heads + t->kv_head;
+        t->key_scales[key] = m->key_scales[scale], t->value_scales[key] = m->value_scales[scale];
+    }
+}
+
+/* Begin sums of one or two tiles of queries, by two of columns. */
+INLINE void zero_sums(int two) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    if (!two) return;
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+}
+
+/* Scores of the tile's queries with the block's packed keys: two tiles of queries by two of keys. */
+static void score_packed(const TiledQueries *t, const BlockTile *tile) {
+    int two = tile->rows > TILE_ROWS;
+    int64_t bytes = t->depth * sizeof(bf16), panel = t->depth * 16;
+    const bf16 *low = t->queries + tile->first * t->depth, *high = low + TILE_ROWS * t->depth;
+    for (int64_t key = tile->begin; key < tile->end; key += STEP_KEYS) {
+        const bf16 *keys = t->keys + key / 16 * panel;
+        float *scores = t->scores + key;
+        zero_sums(two);
+        for (int64_t at = 0; at < t->depth; at += 32) {
+            TILE_LOAD(6, keys + at * 16, TILE_BYTES);
+            TILE_LOAD(7, keys + panel + at * 16, TILE_BYTES);
+            TILE_LOAD(4, low + at, bytes);
+            TILE_DOT_BF16(0, 4, 6);
+            TILE_DOT_BF16(1, 4, 7);
+            if (!two) continue;
+            TILE_LOAD(5, high + at, bytes);
+            TILE_DOT_BF16(2, 5, 6);
+            TILE_DOT_BF16(3, 5, 7);
+        }
+        TILE_STORE(0, scores, SCORE_STRIDE * 4);
+        TILE_STORE(1, scores + 16, SCORE_STRIDE * 4);
+        if (!two) continue;
+        TILE_STORE(2, scores + TILE_ROWS * SCORE_STRIDE, SCORE_STRIDE * 4);
+        TILE_STORE(3, scores + TILE_ROWS * SCORE_STRIDE + 16, SCORE_STRIDE * 4);
+    }
+}
+
+/* Copy keys [from, to) of the block as bf16 [BLOCK_KEYS][depth]. */
+INLINE void gather_keys(int kind, int64_t dim, const TiledQueries *t, const StoredHead *stored, int64_t from,
+                        int64_t to) {
+    bf16 *keys = t->keys + from * round_up(dim, 32);
+    for (int64_t key = from; key < to; key++) {
+        const char *head = head_at(stored, key);
+        if (key % KEY_GROUP == 0) read_ahead(stored, key + AHEAD, KEY_GROUP);
+        for (int64_t at = 0; at < dim; at += 32, keys += 32)
+            _mm512_storeu_si512(keys, load_tile_row(kind, head, at, dim));
+    }
+}
+
+/* Dot products of KEY_GROUP keys with a few queries, in sums 2 or 3, `sums`. */
+#define MULTIPLY_KEYS(sums, keys, bytes, queries, depth)                                                               \
+    do {                                                                                                               \
+        TILE_ZERO(sums);                                                                                               \
+        for (int64_t at = 0; at < depth; at += 32) {                                                                   \
+            TILE_LOAD(6, (keys) + at, bytes);                                                                          \
+            TILE_LOAD(7, (queries) + at * 16, TILE_BYTES);                                                             \
+            TILE_DOT_BF16(sums, 6, 7);                                                                                 \
+        }                                                                                                              \
+    } while (0)
+
+/* Scores of a few queries: products of keys, where they lie if they can be read so, with the queries as columns. */
+INLINE void score_rows(int kind, int64_t dim, const TiledQueries *t, const BlockTile *tile) {
+    const StoredHead stored = stored_keys(kind, t);
+    const KeySource *s = t->source;
+    int in_place = kind == BF16 && s->contiguous && s->segments->tables && dim % 32 == 0;
+    int64_t from = t->from - t->begin, to = t->to - t->begin, depth = round_up(dim, 32);
+    float *products = t->products;
+    if (!in_place) gather_keys(kind, dim, t, &stored, from, to);
+    for (int64_t key = from / KEY_GROUP * KEY_GROUP; key < to; key += KEY_GROUP) {
+        if (in_place) read_ahead(&stored, key + AHEAD, KEY_GROUP);
+        const bf16 *keys = in_place ? (const bf16 *)head_at(&stored, key) : t->keys + key * depth;
+        int64_t bytes = in_place ? stored.stride : depth * 2;
+        if (key & KEY_GROUP) { /* in turns, so that none waits for the one before it */
+            MULTIPLY_KEYS(3, keys, bytes, t->queries, depth);
+            TILE_STORE(3, products + key * 16, TILE_BYTES);
+        } else {
+            MULTIPLY_KEYS(2, keys, bytes, t->queries, depth);
+            TILE_STORE(2, products + key * 16, TILE_BYTES);
+        }
+    }
+    static const ivec lanes = LANE_INDICES;
+    const __m512i column = (__m512i)(lanes * LANES);
+    for (int64_t key = from / KEY_GROUP * KEY_GROUP; key < to; key += KEY_GROUP)
+        for (int64_t r = 0; r < tile->rows; r++)
+            store(t->scores + r * SCORE_STRIDE + key, (vec)_mm512_i32gather_ps(column, products + key * 16 + r, 4));
+}
+
+/* 2^x for x up to 0, to 3e-6; 0 below -125, NaN of NaN. */
+INLINE vec power_of_two(vec x) {
+    vec n = x + 12582912.0f - 12582912.0f, f = x - n;
+    vec y = fma_vec(splat(9.5701e-3f), f, splat(5.591786e-2f));
+    y = fma_vec(y, f, splat(2.4024745e-1f));
+    y = fma_vec(y, f, splat(6.9312181e-1f));
+    y = fma_vec(y, f, splat(9.9999926e-1f));
+    __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(seen, (__m512)y, (__m512)n);
+}
+
+/* Cap, bias and scale the scores [begin, end) of query `j`, where more than the scale is due. */
+static __attribute__((noinline)) void finish_row(const TiledQueries *t, int64_t j, float *scores, int64_t begin,
+                                                 int64_t end, int quantised) {
+    int64_t head = t->kv_head * t->per + j % t->per, position = t->position + j / t->per;
+    for (int64_t at = begin; at < end; at += LANES) {
+        vec score = load(scores + at);
+        if (quantised) score *= load(t->key_scales + at);
+        int64_t key = t->begin + at; /* what is not seen is masked later */
+        store(scores + at, finish_scores(t->source, score, head, position, key, key, key + LANES));
+    }
+}
+
+/* Lanes of keys [from, to) among LANES keys from `at`. */
+INLINE __mmask16 seen_lanes(int64_t at, int64_t from, int64_t to) {
+    static const ivec lanes = LANE_INDICES;
+    ivec key = lanes + (int32_t)at;
+    return _mm512_movepi32_mask((__m512i)((key >= (int32_t)from) & (key < (int32_t)to)));
+}
+
+/* Turn row r of the scores into weights 2^(score - top), in bf16 in its first half, and find their total. */
+INLINE void weigh_row(int quantised, const TiledQueries *t, BlockTile *tile, int64_t r) {
+    const AttentionShape *a = t->source->shape;
+    float *scores = t->scores + r * SCORE_STRIDE, factor = a->scale * LOG2_E;
+    bf16 *weights = (bf16 *)scores;
+    int64_t from = tile->from[r], to = tile->to[r], at = from / LANES * LANES, end = round_up(to, LANES);
+    int finished = a->softcap != 0.0f || t->source->bias, scaled = quantised && !finished;
+    const vec lowest = splat(-__builtin_inff());
+    vec most = lowest, total = splat(0.0f);
+    if (from >= to) at = end = tile->end;
+    if (finished) finish_row(t, tile->first + r, scores, at, end, quantised), factor = LOG2_E;
+    for (int64_t key = at; key < end; key += LANES) {
+        vec score = load(scores + key);
+        if (scaled) score *= load(t->key_scales + key);
+        if (key < from || key + LANES > to)
+            score = (vec)_mm512_mask_mov_ps((__m512)lowest, seen_lanes(key, from, to), (__m512)score);
+        most = max_vec(most, score);
+    }
+    tile->tops[r] = reduce_max(most) * factor;
+    const vec below = splat(-tile->tops[r]);
+    for (int64_t key = tile->begin; key < at; key += LANES) store_bf16(weights + key, splat(0.0f));
+    for (int64_t key = at; key < end; key += LANES) {
+        vec score = load(scores + key);
+        if (scaled) score *= load(t->key_scales + key);
+        vec weight = power_of_two(fma_vec(score, splat(factor), below));
+        vec value_weight = quantised ? weight * load(t->value_scales + key) : weight;
+        if (key < from || key + LANES > to) {
+            __mmask16 seen = seen_lanes(key, from, to);
+            weight = (vec)_mm512_maskz_mov_ps(seen, (__m512)weight);
+            value_weight = (vec)_mm512_maskz_mov_ps(seen, (__m512)value_weight);
+        }
+        total += weight;
+        store_bf16(weights + key, value_weight);
+    }
+    for (int64_t key = end; key < tile->end; key += LANES) store_bf16(weights + key, splat(0.0f));
+    store(tile->totals[r], total);
+}
+
+/* Add up the packed values by the tile's weights, into the block's sums. */
+static void sum_values(const TiledQueries *t, const BlockTile *tile) {
+    int two = tile->rows > TILE_ROWS;
+    int64_t panels = t->width / 16, stride = t->width * sizeof *t->block_sums;
+    const bf16 *low = (const bf16 *)t->scores, *high = (const bf16 *)(t->scores + TILE_ROWS * SCORE_STRIDE);
+    for (int64_t panel = 0; panel < panels; panel += 2) {
+        float *sums = t->block_sums + panel * 16;
+        zero_sums(two);
+        for (int64_t key = tile->begin; key < tile->end; key += STEP_KEYS) {
+            const bf16 *values = t->values + (key / STEP_KEYS * panels + panel) * 512;
+            TILE_LOAD(6, values, TILE_BYTES);
+            TILE_LOAD(7, values + 512, TILE_BYTES);
+            TILE_LOAD(4, low + key, SCORE_STRIDE * 4);
+            TILE_DOT_BF16(0, 4, 6);
+            TILE_DOT_BF16(1, 4, 7);
+            if (!two) continue;
+            TILE_LOAD(5, high + key, SCORE_STRIDE * 4);
+            TILE_DOT_BF16(2, 5, 6);
+            TILE_DOT_BF16(3, 5, 7);
+        }
+        TILE_STORE(0, sums, stride);
+        TILE_STORE(1, sums + 16, stride);
+        if (!two) continue;
+        TILE_STORE(2, sums + TILE_ROWS * t->width, stride);
+        TILE_STORE(3, sums + TILE_ROWS * t->width + 16, stride);
+    }
+}
+
+/* Add row r of the block's sums to those of its query: both relative to the larger of their largest scores. */
+INLINE void add_block_row(const TiledQueries *t, const BlockTile *tile, int64_t r, float keep, float add) {
+    float *sums = t->sums + (tile->first + r) * t->width, *totals = t->totals + (tile->first + r) * LANES;
+    const float *block = t->block_sums + r * t->width;
+    for (int64_t i = 0; i < t->width; i += LANES)
+        store(sums + i, fma_vec(load(sums + i), splat(keep), load(block + i) * add));
+    store(totals, fma_vec(load(totals), splat(keep), load(tile->totals[r]) * add));
+}
+
+/* Add the block's sums to those of the tile's queries; `only`: of this one row, -1 of all. */
+static void add_block(const TiledQueries *t, const BlockTile *tile, int64_t only) {
+    float keep[PAIR_ROWS], add[PAIR_ROWS], *tops = t->tops + tile->first;
+    for (int64_t r = 0; r < tile->rows; r += LANES) { /* a largest score is no number's, so equal ones are told apart */
+        vec before = load(tops + r), block = load(tile->tops + r), top = max_vec(before, block);
+        store(keep + r, select_vec(before == top, splat(1.0f), power_of_two(before - top)));
+        store(add + r, select_vec(block == top, splat(1.0f), power_of_two(block - top)));
+    }
+    for (int64_t r = 0; r < tile->rows; r++) {
+        if ((only >= 0 && r != only) || tile->from[r] >= tile->to[r]) continue;
+        add_block_row(t, tile, r, keep[r], add[r]);
+        tops[r] = tile->tops[r] > tops[r] ? tile->tops[r] : tops[r];
+    }
+}
+
+/* The same where some value is not finite, row by row: zero times infinity is NaN, so that what a row does not see
+ * must be out of its product. */
+static void add_each_row(int kind, const TiledQueries *t, const BlockTile *tile) {
+    for (int64_t r = 0; r < tile->rows; r++) {
+        if (tile->from[r] >= tile->to[r]) continue;
+        memset(t->values, 0, BLOCK_KEYS * t->width * sizeof *t->values);
+        pack_values(kind, t->source->shape->dim, t, tile->from[r], tile->to[r]);
+        sum_values(t, tile);
+        add_block(t, tile, r);
+    }
+    pack_values(kind, t->source->shape->dim, t, t->from - t->begin, t->to - t->begin);
+}
+
+/* The keys of the block that the queries [first, first + rows) see. */
+static BlockTile block_tile(const TiledQueries *t, int64_t first, int64_t rows) {
+    BlockTile tile = {.first = first, .rows = rows, .begin = BLOCK_KEYS};
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t from, to;
+        visible_keys(t->source, t->position + (first + r) / t->per, &from, &to);
+        tile.from[r] = max_i64(from, t->begin) - t->begin, tile.to[r] = min_i64(to, t->begin + BLOCK_KEYS) - t->begin;
+        if (tile.from[r] >= tile.to[r]) continue;
+        tile.begin = min_i64(tile.begin, tile.from[r] / STEP_KEYS * STEP_KEYS);
+        tile.end = max_i64(tile.end, round_up(tile.to[r], STEP_KEYS));
+    }
+    return tile;
+}
+
+/* Add the block to all queries. */
+INLINE void attend_block(int kind, int64_t dim, TiledQueries *t) {
+    if (!t->few) pack_keys(kind, t);
+    t->finite = pack_values(kind, dim, t, t->from - t->begin, t->to - t->begin);
+    if (kind == INT8) load_block_scales(t);
+    for (int64_t first = 0; first < t->count; first += PAIR_ROWS) {
+        BlockTile tile = block_tile(t, first, min_i64(PAIR_ROWS, t->count - first));
+        if (tile.begin >= tile.end) continue;
+        if (t->few) score_rows(kind, dim, t, &tile);
+        else score_packed(t, &tile);
+        for (int64_t r = 0; r < tile.rows; r++) weigh_row(kind == INT8, t, &tile, r);
+        if (t->finite) {
+            sum_values(t, &tile);
+            add_block(t, &tile, -1);
+        } else {
+            add_each_row(kind, t, &tile);
+        }
+    }
+}
+
+/* Round the queries of rows from `query` on to bf16; few: as columns of a product. */
+static void pack_queries(int kind, const TiledQueries *t, const float *query, int64_t stride) {
+    int64_t dim = t->source->shape->dim, head = t->kv_head * t->per;
+    memset(t->queries, 0, round_up(t->count, PAIR_ROWS) * t->depth * sizeof *t->queries);
+    for (int64_t j = 0; j < t->count; j++) {
+        const float *from = query + j / t->per * stride + (head + j % t->per) * dim;
+        bf16 *to = t->queries + (t->few ? j * 2 : j * t->depth);
+        for (int64_t i = 0; i < dim; i++) {
+            int64_t place = tiled_place(kind, i);
+            to[t->few ? place / 2 * 32 + place % 2 : place] = to_bf16(from[i]);
+        }
+    }
+}
+
+/* Write the quotients of sums and totals to rows of the output. */
+static void write_rows(int kind, const TiledQueries *t, float *out) {
+    const AttentionShape *a = t->source->shape;
+    for (int64_t j = 0; j < t->count; j++) {
+        float *to = out + (j / t->per * a->heads + t->kv_head * t->per + j % t->per) * a->dim;
+        float total = reduce_add(load(t->totals + j * LANES)), inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        for (int64_t i = 0; i < a->dim; i++) to[i] = t->sums[j * t->width + tiled_place(kind, i)] * inverse;
+    }
+}
+
+/* Find where the block's keys are stored, and some behind them. */
+static void locate_rows(TiledQueries *t, int64_t last) {
+    const KeySource *s = t->source;
+    int64_t end = min_i64(last, t->begin + BLOCK_KEYS + AHEAD), at = t->begin;
+    t->located = end - t->begin;
+    if (!s->contiguous) {
+        for (at = t->from; at < end; at++) t->rows[at - t->begin] = key_row(s, at);
+        return;
+    }
+    for (at = t->from / KEY_GROUP * KEY_GROUP; at < end; at += KEY_GROUP) {
+        int64_t row = key_row(s, at);
+        for (int i = 0; i < KEY_GROUP; i++) t->rows[at - t->begin + i] = row + i;
+    }
+}
+
+/* Attend with the queries of `heads` key heads, which see keys [from, to), block by block: what lies together is
+ * read together. */
+INLINE void attend_blocks(int kind, int64_t dim, TiledQueries *all, int64_t heads, int64_t from, int64_t to) {
+    int64_t count = all->count, rest = count - TILE_ROWS;
+    tiles_begin(shapes_of((int)min_i64(count, TILE_ROWS), rest > 0 && rest < TILE_ROWS ? (int)rest : TILE_ROWS));
+    for (int64_t begin = from / BLOCK_KEYS * BLOCK_KEYS; begin < to; begin += BLOCK_KEYS)
+        for (TiledQueries *t = all; t < all + heads; t++) {
+            t->begin = begin, t->from = max_i64(from, begin), t->to = min_i64(to, begin + BLOCK_KEYS);
+            t->located = all->located;
+            if (t == all) locate_rows(t, to);
+            attend_block(kind, dim, t);
+        }
+    tiles_end();
+}
+
+/* A copy of that for each kind of pages and for the widths of a head that are worth one. */
+#define DEFINE_ATTEND(name, kind)                                                                                      \
+    static void name(TiledQueries *all, int64_t heads, int64_t from, int64_t to) {                                     \
+        int64_t dim = all->source->shape->dim;                                                                         \
+        if (dim == 64) attend_blocks(kind, 64, all, heads, from, to);                                                  \
+        else if (dim == 128) attend_blocks(kind, 128, all, heads, from, to);                                           \
+        else attend_blocks(kind, dim, all, heads, from, to);                                                           \
+    }
+DEFINE_ATTEND(attend_bf16, BF16)
+DEFINE_ATTEND(attend_int8, INT8)
+
+void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch) {
+    const AttentionShape *a = source->shape;
+    int64_t row = source->segments->q_starts[source->segment] + rows.first, heads = rows.last_head - rows.first_head;
+    TiledQueries *all = scratch_take(&scratch, heads * sizeof *all), block;
+    int64_t position = first_position(source) + rows.first, from, to, unused;
+    take_block(&scratch, a, &block);
+    for (int64_t i = 0; i < heads; i++) {
+        TiledQueries *t = all + i;
+        *t = block;
+        t->source = source, t->per = query_count(a, 1), t->kv_head = rows.first_head + i, t->position = position;
+        take_queries(&scratch, query_count(a, rows.last - rows.first), t);
+        pack_queries((int)source->pages->kind, t, in->queries + row * in->query_stride, in->query_stride);
+        memset(t->sums, 0, t->count * t->width * sizeof *t->sums);
+        memset(t->totals, 0, t->count * LANES * sizeof *t->totals);
+        for (int64_t j = 0; j < round_up(t->count, PAIR_ROWS); j++) t->tops[j] = -__builtin_inff();
+    }
+    visible_keys(source, position, &from, &unused);
+    visible_keys(source, position + rows.last - rows.first - 1, &unused, &to);
+    if (source->pages->kind == BF16) attend_bf16(all, heads, from, to);
+    else attend_int8(all, heads, from, to);
+    for (int64_t i = 0; i < heads; i++) write_rows((int)source->pages->kind, all + i, in->out + row * a->heads * a->dim);
+}
+
+#endif

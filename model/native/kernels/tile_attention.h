@@ -1,0 +1,32 @@
+/* Attention in AMX tiles, for queries that see many keys in pages of bfloat16 or int8. */
+#ifndef TRIPTYCH_TILE_ATTENTION_H
+#define TRIPTYCH_TILE_ATTENTION_H
+
+#include "amx.h"
+#include "key_source.h"
+#include "scratch.h"
+
+#define TILED_KEYS 64 /* a query whose last key is behind these is computed in tiles, where an attention may use them */
+
+/* Rows [first, last) of a segment and the heads that share the keys of heads [first_head, last_head): one row, or up
+ * to tiled_rows for one of the latter. */
+typedef struct {
+    int64_t first, last, first_head, last_head;
+} TiledRows;
+
+#if HAS_TILES
+/* Rows of a prefill that one thread takes: as many queries as make the packing of keys cheap. */
+int64_t tiled_rows(const AttentionShape *shape);
+/* Bytes of scratch that attend_tiled needs. */
+int64_t tiled_scratch(const AttentionShape *shape);
+/* Attend with these rows. */
+void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch);
+#else /* nothing is computed so */
+INLINE int64_t tiled_rows(const AttentionShape *shape) { return shape->heads; }
+INLINE int64_t tiled_scratch(const AttentionShape *shape) { return shape->heads * 0; }
+INLINE void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch) {
+    (void)source, (void)in, (void)rows, (void)scratch;
+}
+#endif
+
+#endif
