@@ -10,7 +10,9 @@
 #include "scratch.h"
 #include "tile_attention.h"
 
-#define TASK_ROWS 64 /* rows of a prefill that one thread takes */
+#define TASK_ROWS 64   /* rows of a prefill that one thread takes */
+#define SHARED_ROWS 32 /* rows that are computed with keys that stay in a near cache, NEAR_KEYS at a time */
+#define NEAR_KEYS 128  /* a multiple of KEY_GROUP */
 
 /* Turn scores [first, last), a multiple of LANES, into exp(score - max); returns the inverse of their sum. */
 static float softmax(float *scores, int64_t first, int64_t last) {
@@ -154,12 +156,12 @@ INLINE void decode(int kind, int64_t dim, const KeySource *s, const float *query
 typedef struct {
     const KeySource *source;
     int64_t head, position, begin, to; /* of the first query; of keys */
-    int rows;                          /* up to QUERY_ROWS */
+    int64_t rows, width;               /* up to SHARED_ROWS; scores of a row, whole groups */
     int quantised;                     /* whether keys and values have scales */
     float *keys, *values;              /* [to - begin][padded] */
     float *key_scales, *value_scales;  /* [width] */
-    float *q, *sums;                   /* [QUERY_ROWS][padded]: queries, and what they get */
-    float *scores;                     /* [QUERY_ROWS][width] */
+    float *q, *sums;                   /* [rows][padded]: queries, and what they get */
+    float *scores;                     /* [rows][width] */
 } QueryTile;
 
 /* A pool's keys or its values. */
@@ -191,9 +193,10 @@ INLINE void prefill_buffers(Scratch *scratch, int64_t dim, int64_t width, QueryT
     tile->values = scratch_take(scratch, width * padded * number);
     tile->key_scales = scratch_take(scratch, width * number);
     tile->value_scales = scratch_take(scratch, width * number);
-    tile->scores = scratch_take(scratch, QUERY_ROWS * width * number);
-    tile->q = scratch_take(scratch, QUERY_ROWS * padded * number);
-    tile->sums = scratch_take(scratch, QUERY_ROWS * padded * number);
+    tile->scores = scratch_take(scratch, SHARED_ROWS * width * number);
+    tile->q = scratch_take(scratch, SHARED_ROWS * padded * number);
+    tile->sums = scratch_take(scratch, SHARED_ROWS * padded * number);
+    tile->width = width;
 }
 
 /* Add KEY_GROUP values from key `at` on to the sums of each row that sees them, which are its keys [from, to). What
@@ -218,40 +221,66 @@ INLINE void add_visible_values(int rows, int64_t at, const int64_t *from, const 
     }
 }
 
-/* Attend with the queries of a tile. */
-INLINE void attend_tile(int64_t dim, const QueryTile *tile) {
+/* The keys from the first gathered one up to the last that row `row` or one of the QUERY_ROWS - 1 behind it sees. */
+INLINE int64_t seen_end(const QueryTile *t, int64_t row) {
+    return t->source->segments->causal ? min_i64(t->to, t->position + min_i64(row + QUERY_ROWS, t->rows)) : t->to;
+}
+
+/* Fill the scores of up to QUERY_ROWS rows from `row` on with keys [first, last), which begin a group. */
+INLINE void score_keys(int64_t dim, const QueryTile *tile, int64_t row, int64_t first, int64_t last) {
     const QueryTile t = *tile; /* a copy: what is stored could be it, for all that the compiler knows */
-    int64_t padded = round_up(dim, LANES), width = round_up(t.to - t.begin, KEY_GROUP);
-    float inverse[QUERY_ROWS];
-    int64_t from[QUERY_ROWS], to[QUERY_ROWS];
+    int64_t padded = round_up(dim, LANES), rows = min_i64(QUERY_ROWS, t.rows - row), from[QUERY_ROWS], to[QUERY_ROWS];
     const void *group[KEY_GROUP];
-    for (int r = 0; r < t.rows; r++) visible_keys(t.source, t.position + r, from + r, to + r);
-    for (int64_t at = t.begin; at < t.to; at += KEY_GROUP) {
+    for (int r = 0; r < rows; r++) visible_keys(t.source, t.position + row + r, from + r, to + r);
+    for (int64_t at = first; at < last; at += KEY_GROUP) {
         for (int i = 0; i < KEY_GROUP; i++) group[i] = t.keys + (min_i64(at + i, t.to - 1) - t.begin) * padded;
-        for (int r = 0; r < t.rows; r++) {
+        for (int r = 0; r < rows; r++) {
             for (int i = 0; i < KEY_GROUP; i += LANES) {
-                vec raw = dot_keys(F32, t.q + r * padded, group + i, dim == padded ? dim : padded);
+                vec raw = dot_keys(F32, t.q + (row + r) * padded, group + i, dim == padded ? dim : padded);
                 if (t.quantised) raw *= load(t.key_scales + at - t.begin + i);
-                store(t.scores + r * width + at - t.begin + i,
-                      finish_scores(t.source, raw, t.head, t.position + r, at + i, from[r], to[r]));
+                store(t.scores + (row + r) * t.width + at - t.begin + i,
+                      finish_scores(t.source, raw, t.head, t.position + row + r, at + i, from[r], to[r]));
             }
         }
     }
-    for (int r = 0; r < t.rows; r++) inverse[r] = softmax(t.scores + r * width, 0, width);
-    memset(t.sums, 0, t.rows * padded * sizeof *t.sums);
-    for (int64_t at = t.begin; at < t.to; at += KEY_GROUP) {
-        WeightedSum w = {.values = group, .sums = t.sums, .stride = padded};
-        for (int r = 0; r < t.rows; r++) {
-            float *weights = t.scores + r * width + at - t.begin;
+}
+
+/* Add the values of keys [first, last), weighted by what the scores have become, to the sums of these rows. */
+INLINE void add_values(int64_t dim, const QueryTile *tile, int64_t row, int64_t first, int64_t last) {
+    const QueryTile t = *tile;
+    int64_t padded = round_up(dim, LANES), rows = min_i64(QUERY_ROWS, t.rows - row), from[QUERY_ROWS], to[QUERY_ROWS];
+    const void *group[KEY_GROUP];
+    for (int r = 0; r < rows; r++) visible_keys(t.source, t.position + row + r, from + r, to + r);
+    for (int64_t at = first; at < last; at += KEY_GROUP) {
+        WeightedSum w = {.values = group, .sums = t.sums + row * padded, .stride = padded};
+        for (int r = 0; r < rows; r++) {
+            float *weights = t.scores + (row + r) * t.width + at - t.begin;
             for (int i = 0; t.quantised && i < KEY_GROUP; i += LANES)
                 store(weights + i, load(weights + i) * load(t.value_scales + at - t.begin + i));
             w.weights[r] = weights;
         }
         for (int i = 0; i < KEY_GROUP; i++) group[i] = t.values + (min_i64(at + i, t.to - 1) - t.begin) * padded;
-        add_visible_values(t.rows, at, from, to, &w, padded);
+        add_visible_values((int)rows, at, from, to, &w, padded);
     }
-    for (int r = 0; r < t.rows; r++)
-        for (int64_t i = 0; i < dim; i++) t.sums[r * padded + i] *= inverse[r];
+}
+
+/* Attend with the queries of a tile, with NEAR_KEYS keys at a time for all of them. */
+INLINE void attend_tile(int64_t dim, const QueryTile *t) {
+    int64_t padded = round_up(dim, LANES);
+    float inverse[SHARED_ROWS];
+    for (int64_t at = t->begin; at < t->to; at += NEAR_KEYS)
+        for (int64_t row = 0; row < t->rows; row += QUERY_ROWS)
+            score_keys(dim, t, row, at, min_i64(at + NEAR_KEYS, seen_end(t, row)));
+    for (int64_t row = 0; row < t->rows; row++) {
+        int64_t end = seen_end(t, row / QUERY_ROWS * QUERY_ROWS) - t->begin;
+        inverse[row] = softmax(t->scores + row * t->width, 0, round_up(end, KEY_GROUP));
+    }
+    memset(t->sums, 0, t->rows * padded * sizeof *t->sums);
+    for (int64_t at = t->begin; at < t->to; at += NEAR_KEYS)
+        for (int64_t row = 0; row < t->rows; row += QUERY_ROWS)
+            add_values(dim, t, row, at, min_i64(at + NEAR_KEYS, seen_end(t, row)));
+    for (int64_t row = 0; row < t->rows; row++)
+        for (int64_t i = 0; i < dim; i++) t->sums[row * padded + i] *= inverse[row];
 }
 
 /* One copy of that for each width of a head that is worth it, whatever kind of pages was gathered from. */
@@ -285,8 +314,8 @@ INLINE void prefill(int kind, int64_t dim, const KeySource *s, const Attention *
     gather_head(kind, &tile, values, kv_head, from, tile.values, tile.value_scales);
     PrefillKernel *kernel = prefill_kernel(dim);
     for (tile.head = kv_head * per; tile.head < (kv_head + 1) * per; tile.head++)
-        for (int64_t row = first; row < last; row += QUERY_ROWS) {
-            tile.rows = (int)min_i64(QUERY_ROWS, last - row), tile.position = offset + row;
+        for (int64_t row = first; row < last; row += SHARED_ROWS) {
+            tile.rows = min_i64(SHARED_ROWS, last - row), tile.position = offset + row;
             tile.to = s->segments->causal ? min_i64(to, offset + row + tile.rows) : to;
             for (int r = 0; r < tile.rows; r++) {
                 const float *query = in->queries + (start + row + r) * in->query_stride + tile.head * dim;
