@@ -135,9 +135,9 @@ def build_gguf_tokenizer(files: GGUFFiles) -> Tokenizer | None:
 
 def _add_tokens(tokenizer: Tokenizer, files: GGUFFiles) -> None:
     """Let control tokens, and those that the user defined, be found in a text before it is split."""
-    for text, kind in zip(files.tokens, files.kinds, strict=True):
-        if kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind is PieceKind.CONTROL)])
+    found = (PieceKind.CONTROL, PieceKind.USER_DEFINED)
+    named = ((text, kind) for text, kind in zip(files.tokens, files.kinds, strict=True) if kind in found)
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind is found[0]) for text, kind in named])
 
 
 def _put_around(tokenizer: Tokenizer, files: GGUFFiles, *, begin: bool, end: bool) -> Tokenizer:

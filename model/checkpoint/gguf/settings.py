@@ -38,6 +38,11 @@ def architecture_of(model: GGUFModel) -> Architecture:
 
 def raw_settings(model: GGUFModel) -> dict[str, Any]:
     """Return the settings as a config.json has them; raises `ConfigError`."""
+    return network_settings(model) | _token_ids(model)
+
+
+def network_settings(model: GGUFModel) -> dict[str, Any]:
+    """Return those of the network, for which no vocabulary is read."""
     architecture, name = architecture_of(model), model.architecture
     known = {*architecture.keys, *architecture.known, *HARMLESS_KEYS}
     own = {key.removeprefix(f"{name}.") for key in model if key.startswith(f"{name}.")}
@@ -54,8 +59,7 @@ def raw_settings(model: GGUFModel) -> dict[str, Any]:
     elif model.get(f"{name}.attention.causal", True) is False:
         raw["is_causal"] = False
     raw |= _rope(model, architecture, raw)
-    raw |= _MORE.get(architecture.model_type, _nothing)(model, raw)
-    return raw | _token_ids(model)
+    return raw | _MORE.get(architecture.model_type, _nothing)(model, raw)
 
 
 def recommended_sampling(model: GGUFModel) -> dict[str, Any]:

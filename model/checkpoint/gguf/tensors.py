@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.checkpoint.gguf.blocks import FORMATS
 from model.checkpoint.gguf.layout import Origin, origins
-from model.checkpoint.gguf.settings import raw_settings
+from model.checkpoint.gguf.settings import network_settings
 from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
 from model.config.formats import FLOAT, Storage
 from model.config.model import ModelConfig
@@ -91,7 +91,7 @@ class _Decoder:
 def gguf_tensors(path: Path, config: ModelConfig) -> dict[str, TensorSource]:
     """Return what is read of a file, by published names; of projections what their storage has."""
     model = read_gguf(path)
-    found = origins(model, raw_settings(model))
+    found = origins(model, network_settings(model))
     family = FAMILIES[config.model_type]
     storages = {
         rule.source: config.stored_as.get(rule.target, FLOAT)
