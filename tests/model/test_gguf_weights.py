@@ -39,6 +39,7 @@ from service.core.models_folder import ModelsFolder
 from tests.model.checkpoints import CPU, load_native, native_backends, saved
 from tests.model.gguf_files import conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
+from tests.parallel.ranks import on_ranks
 
 # The places of the last bytes of a block's float16, which are kept from being infinities, and a digest of what
 # `gguf.dequantize` (gguf 0.19) makes of blocks of bytes that SHA-256 makes.
@@ -332,6 +333,20 @@ def test_c_and_torch_answer_alike(name: str, tmp_path: Path) -> None:
         outputs += [decoder_logits(model, [tuple(range(1, 40))]) for model in models]
         difference = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
         assert 0 < difference < 0.03
+
+
+@pytest.mark.parametrize("name", ["k", "q5"])
+def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
+    """Rows of heads, and columns that are cut between two groups."""
+    checkpoint, prompts = read_checkpoint(quantised(tmp_path, MIXED[name])), [tuple(range(1, 30))]
+
+    def logits(group: Any) -> Tensor:
+        return decoder_logits(load_model(checkpoint, SdpaBackend(), LinearFactory(collective=group)), prompts)
+
+    with torch.inference_mode():
+        alone = decoder_logits(load_model(checkpoint, SdpaBackend()), prompts)
+        for together in on_ranks(2, logits):
+            assert torch.allclose(together, alone, atol=1e-4 * float(alone.abs().max()))
 
 
 def test_a_file_generates_as_its_folder(tmp_path: Path) -> None:
