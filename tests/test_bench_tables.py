@@ -206,6 +206,7 @@ def test_an_installed_peer_does_the_work(name: str, model: str, tmp_path: Path) 
         pytest.skip(f"not installed: {', '.join(PEERS[name].missing)}")
     if model[0] not in PEERS[name].forms:
         pytest.skip("not of its forms")
+    model = "D2" if name == "llama.cpp" else model
     worker = EngineProcess(name, built(model, tmp_path), {"dtype": "float32", "form": model[0]})
     try:
         assert worker.info["version"]

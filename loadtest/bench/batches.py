@@ -57,8 +57,8 @@ def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
     def length(least: int, most: int) -> int:
         return max(1, round(rng.randint(least, most) * scale.lengths))
 
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(_FIRST_ID, vocab_size) for _ in range(count))
+    def ids(count: int, source: random.Random = rng) -> tuple[int, ...]:
+        return tuple(source.randrange(_FIRST_ID, vocab_size) for _ in range(count))
 
     def many(count: int, one: Callable[[], BenchRequest]) -> tuple[BenchRequest, ...]:
         share = max(1, round(count * scale.requests))
@@ -67,7 +67,9 @@ def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
     if form == "D":
         single = BenchRequest(ids(128), max(2, round(64 * scale.lengths)))
         batch = many(64, lambda: BenchRequest(ids(length(32, 512)), length(16, 256)))
-        return [Workload("one at a time", (single,)), Workload(f"{len(batch)} at once", batch)]
+        prompt = BenchRequest(ids(round(512 * scale.lengths), random.Random(scale.seed)), 1)
+        works = [Workload("one at a time", (single,)), Workload(f"{len(batch)} at once", batch)]
+        return [*works, Workload("a prompt", (prompt,))]
     if form == "E":
         single = BenchRequest(ids(128), max(2, round(64 * scale.lengths)))
         batch = many(64, lambda: BenchRequest(ids(length(16, 256)), length(16, 128)))

@@ -57,6 +57,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "D3": {  # Llama 3.2 1B's shape
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "D4": {  # Qwen3 4B's shape
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 151643,
+    },
     "E1": {  # T5-small
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
@@ -161,6 +196,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
+LARGE = ("D3", "D4")  # whose weights are drawn in bfloat16: in float32 they would not fit beside themselves
 CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without windows, to see what they are worth
 
 
@@ -187,7 +223,8 @@ def built(name: str, cache: Path) -> Path:
     folder = cache / f"{name}-{_VERSION}"
     if folder.exists():
         return folder
-    model = random_model(CONFIGS[name], SdpaBackend(), torch.float32, torch.device("cpu"))
+    dtype = torch.bfloat16 if name in LARGE else torch.float32
+    model = random_model(CONFIGS[name], SdpaBackend(), dtype, torch.device("cpu"))
     making = cache / f".{name}-{os.getpid()}"
     making.mkdir(parents=True)
     tensors = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in stored_tensors(model)}

@@ -40,7 +40,11 @@ class Peer:
     @property
     def missing(self) -> list[str]:
         """The packages that are not installed."""
-        return [name for name in self.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+        return [name for name in self.packages if importlib.util.find_spec(_module_of(name)) is None]
+
+
+def _module_of(package: str) -> str:
+    return package.replace("-", "_").removesuffix("_python")
 
 
 PEERS = {
@@ -48,6 +52,7 @@ PEERS = {
     "transformers-continuous": Peer("continuous", "D", ("transformers",)),
     "ctranslate2": Peer("ctranslate", "DE", ("ctranslate2", "transformers")),
     "openvino-genai": Peer("ov", "DN", ("openvino-genai", "openvino", "transformers")),
+    "llama.cpp": Peer("llama_cpp_server", "D", ("llama-cpp-python", "gguf")),
     "openvino-int8": Peer("ov_int8", "N", ("openvino", "nncf", "transformers")),
     "onnxruntime-int8": Peer("ort", "N", ("onnxruntime", "onnx", "transformers")),
 }

@@ -31,7 +31,7 @@ class Engine:
                 making = converted.with_name(f".{converted.name}-{os.getpid()}")
                 TransformersConverter(folder).convert(str(making), quantization="int8")
                 making.rename(converted)
-        decoder = read_json(path / "config.json")["model_type"] in ("llama", "gpt2")
+        decoder = read_json(path / "config.json")["model_type"] in ("llama", "gpt2", "qwen3")
         engine = ctranslate2.Generator if decoder else ctranslate2.Translator
         self.decoder = decoder
         self.engine = engine(str(converted), device="cpu", intra_threads=torch.get_num_threads())

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from model.checkpoint.json_files import read_json
 
@@ -24,6 +26,8 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -32,38 +36,60 @@ _NAMES = {
 
 
 def write_gguf(folder: Path, file: Path) -> None:
-    """Write a Llama with a tied head as GGUF: in float32, queries and keys in llama.cpp's order of rotation."""
+    """Write a Llama or Qwen3 with a tied head as GGUF, one tensor after another, matrices in their number format."""
     import gguf
 
-    raw, stored = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
+    raw = read_json(folder / "config.json")
     heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads", heads)
-    writer = gguf.GGUFWriter(file, "llama")
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    writer = gguf.GGUFWriter(file, raw["model_type"])
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(raw["hidden_size"] // heads)
+    writer.add_head_count_kv(raw.get("num_key_value_heads", heads))
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(raw.get("rope_theta", 10_000.0))
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_vocab_size(raw["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    for name, tensor in stored.items():
-        values = tensor.astype(np.float32)
-        for projection, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if name.endswith(f"{projection}.weight"):
-                halves = values.reshape(count, 2, -1, values.shape[1])  # of a head, one behind the other: interleaved
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        for name in stored.keys():  # noqa: SIM118  # it is no mapping
+            values, kept_as = _kept(stored.get_tensor(name), gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor_info(_gguf_name(name), values.shape, values.dtype, values.nbytes, kept_as)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name in stored.keys():  # noqa: SIM118
+            tensor = stored.get_tensor(name)
+            if raw["model_type"] == "llama":
+                tensor = _interleaved(name, tensor, raw)
+            writer.write_tensor_data(_kept(tensor, None)[0])
     writer.close()
 
 
+def _kept(values: Tensor, bfloat16: Any) -> tuple[np.ndarray[Any, Any], Any]:
+    """What a file gets of a tensor, and how it is marked: vectors are float32, bfloat16 is given as its bits."""
+    if values.ndim == 1 or values.dtype is not torch.bfloat16:
+        return values.float().numpy(), None
+    return values.contiguous().view(torch.int16).numpy(), bfloat16
+
+
+def _interleaved(name: str, values: Tensor, raw: dict[str, Any]) -> Tensor:
+    """Put queries and keys in llama.cpp's order of rotation: the halves of a head become pairs."""
+    heads = raw["num_attention_heads"]
+    counts = {"q_proj": heads, "k_proj": raw.get("num_key_value_heads", heads)}
+    count = counts.get(name.split(".")[-2])
+    if count is None:
+        return values
+    return values.view(count, 2, -1, values.shape[1]).transpose(1, 2).reshape(values.shape)
+
+
 def _gguf_name(name: str) -> str:
+    name = name.removeprefix("model.")
     if name == "embed_tokens.weight":
         return "token_embd.weight"
     if name == "norm.weight":
@@ -76,7 +102,7 @@ def quantised(file: Path, out: Path, form: str) -> Path:
     """Let llama.cpp quantise a GGUF file of floats."""
     import llama_cpp
 
-    _be_quiet()
+    be_quiet()
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = FORMATS[form], 2
     failed = llama_cpp.llama_model_quantize(str(file).encode(), str(out).encode(), ctypes.byref(settings))
@@ -86,7 +112,7 @@ def quantised(file: Path, out: Path, form: str) -> Path:
 
 
 @cache
-def _be_quiet() -> Any:
+def be_quiet() -> Any:
     """Say nothing on standard error; the function must stay where it is."""
     import llama_cpp
 
@@ -102,7 +128,7 @@ class Scorer:
         """`longest` is the number of tokens of the longest text."""
         import llama_cpp
 
-        _be_quiet()
+        be_quiet()
         settings = llama_cpp.llama_model_default_params()
         settings.use_extra_bufts = False  # its own buffers for AMX crashed here, with Q4_0 as with Q8_0 (0.3.36)
         self._library: Any = llama_cpp

@@ -1,6 +1,7 @@
 """OpenVINO, with GenAI's continuous batching for decoders and its own queue for encoders (ov_encoder.py).
 
-It uses bfloat16 if the CPU has it, and its default KV cache of 8 bits.
+It uses bfloat16 if the CPU has it, and its default KV cache of 8 bits. Where triptych has weights of 4 or 8 bits,
+decoders get them too: in 4 bits in groups of 128, as published exports have them, with the tables in 8 bits.
 """
 
 from __future__ import annotations
@@ -29,13 +30,11 @@ class Engine:
     """Runs the model of `path`, which is exported once."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        exported = path.parent / f"{path.name}-openvino"
+        bits = settings["dtype"][:4] if settings["form"] == "D" and settings["dtype"].startswith("int") else ""
+        exported = path.parent / "-".join(filter(None, (path.name, "openvino", bits)))
         if not exported.exists():  # in another process, whose memory does not count
-            subprocess.run(
-                [sys.executable, "-m", "loadtest.bench.peers.ov_export", str(path), str(exported)],
-                check=True,
-                stdout=sys.stderr,
-            )
+            command = [sys.executable, "-m", "loadtest.bench.peers.ov_export", str(path), str(exported)]
+            subprocess.run([*command, *filter(None, [bits])], check=True, stdout=sys.stderr)
         precision = "f32" if settings["dtype"] == "float32" else "bf16"
         self._pipeline: Any = None
         self._encoder: EncoderQueue | None = None
@@ -46,7 +45,12 @@ class Engine:
             self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduler, "CPU", options)
         else:
             self._encoder = EncoderQueue(exported / "openvino_model.xml", precision)
-        self.info = {"version": openvino_genai.__version__, "precision": precision, "kv_cache": "u8"}
+        self.info = {
+            "version": openvino_genai.__version__,
+            "precision": precision,
+            "weights": bits or precision,
+            "kv_cache": "u8",
+        }
 
     def run(self, workload: Workload) -> Run:
         if workload.beams > 1:

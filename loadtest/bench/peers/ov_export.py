@@ -1,9 +1,10 @@
-"""Export of a transformers model to OpenVINO: `python -m loadtest.bench.peers.ov_export MODEL FOLDER`.
+"""Export of a transformers model to OpenVINO: `python -m loadtest.bench.peers.ov_export MODEL FOLDER [int4|int8]`.
 
 Decoders are exported for OpenVINO GenAI: keys and values are states of the model, and `beam_idx` selects the row that
 each sequence continues; GenAI replaces them by its paged attention. The file has float32 weights, which the plugin
-packs in its own number format. optimum-intel does the same for older versions of transformers. The models are traced
-with a mask of four dimensions, so that no length is fixed.
+packs in its own number format, or integers of 4 or 8 bits, which nncf makes of weights in bfloat16. optimum-intel does
+the same for older versions of transformers. The models are traced with a mask of four dimensions, so that no length is
+fixed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from loadtest.bench.peers.static import load_model
 
+_GROUP = 128  # inputs that share a scale, nncf's default
 _LEAST = float(torch.finfo(torch.float32).min)
 
 
@@ -82,15 +84,29 @@ class _Encoder(nn.Module):
         return mean
 
 
-def export(path: Path, folder: Path) -> None:
-    """Write `openvino_model.xml` and its other files into `folder`."""
-    model = load_model(path, {"dtype": "float32"})
+def export(path: Path, folder: Path, bits: str = "") -> None:
+    """Write `openvino_model.xml` and its other files into `folder`; `bits`: a decoder's weights, `int4` or `int8`."""
+    model = load_model(path, {"dtype": "bfloat16" if bits else "float32"})
+    if bits:
+        from openvino.frontend.pytorch import patch_model
+
+        patch_model.__make_16bit_traceable(model)
     made = _decoder(model) if hasattr(model, "lm_head") else _encoder(model)
+    if bits:
+        made = _compressed(made, bits)
     making = folder.with_name(f".{folder.name}-{os.getpid()}")
     making.mkdir(parents=True)
     openvino.save_model(made, making / "openvino_model.xml", compress_to_fp16=False)
     shutil.copy(path / "config.json", making)
     making.rename(folder)
+
+
+def _compressed(made: Any, bits: str) -> Any:
+    import nncf
+
+    if bits == "int8":
+        return nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_SYM)
+    return nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT4_SYM, ratio=1.0, group_size=_GROUP)
 
 
 def _encoder(model: Any) -> Any:
@@ -103,7 +119,7 @@ def _encoder(model: Any) -> Any:
 def _decoder(model: Any) -> Any:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ids = torch.full((2, 3), 100)
     example = {
         "input_ids": ids,
@@ -148,4 +164,4 @@ def _make_stateful(made: Any, heads: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    export(Path(sys.argv[1]), Path(sys.argv[2]))
+    export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
