@@ -32,7 +32,8 @@ _VOCAB = 64
 class EmptyModel:
     """Returns the same logits without computing: what a decoder's step asks of a `Transformer`."""
 
-    encoder = backend = None
+    encoder = None
+    backend = SimpleNamespace(graph_safe=False)
     linear = SimpleNamespace(collective=None)  # not divided over ranks
 
     def __init__(self, config: ModelConfig) -> None:
