@@ -94,7 +94,8 @@ def config(form: str) -> ModelConfig:
         return ModelConfig("bert", embedding, encoder=stack(causal=False, token_types=2))
     decoder = stack(causal=True, cross=form == "encoder-decoder")
     encoder = stack(causal=False) if form == "encoder-decoder" else None
-    return ModelConfig("tiny", embedding, encoder, decoder, HeadConfig(tied=True), decoder_start_token_id=0)
+    head = HeadConfig(tied=True)
+    return ModelConfig("tiny", embedding, encoder=encoder, decoder=decoder, head=head, decoder_start_token_id=0)
 
 
 # What the encoder's folder says: a length, and prompts of which one is put in front of texts on request.
