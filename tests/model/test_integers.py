@@ -18,6 +18,7 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage, integers, integers_in_groups
 from model.engine.builder import load
+from model.engine.stored_weights import conversions
 from model.engine.warmup import compile_products
 from model.errors import ConfigError
 from model.linear import integers as module
@@ -30,6 +31,7 @@ from model.linear.triton_integers import Tiles
 from model.native.library import Kind
 from model.network.weights import load_model
 from tests.model.checkpoints import native_backends, saved
+from tests.model.packers import CASES, folders
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import quantised
 from tests.model.triton_cases import DEVICES
@@ -258,6 +260,36 @@ def test_what_is_stored_in_integers_is_multiplied_as_it_is(tmp_path: Path) -> No
     with torch.device("meta"):
         stored = LinearFactory(integers=(("*", asked),), stored_as={"m": INT8_ROWS})(spec)
     assert isinstance(stored, IntegerLinear) and (stored.bits, stored.group) == (8, 0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16 asymmetric", "w8a8 groups"])
+def test_published_formats_are_multiplied_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    """With zero points in 8 bits and scales in 16."""
+    stored, _ = folders(CASES[name], tmp_path)
+    ours, theirs = (
+        load_model(read_checkpoint(stored), SdpaBackend(), LinearFactory(integers=one)) for one in ((), None)
+    )
+    kept = 0
+    for one, other in zip(linears(ours), linears(theirs), strict=True):
+        if isinstance(one, IntegerLinear):
+            assert torch.equal(one.weights(), other.parameter("weight")) and one.bits == CASES[name].bits
+            assert one.weight_scale.dtype.itemsize == 2
+            assert one.weight_offset is None or one.weight_offset.dtype is torch.int8
+            kept += 1
+    assert kept == 4
+    found, expected = (decoder_logits(model, decoder_prompts()) for model in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_groups_cannot_express_is_kept_in_the_nearest_that_can(tmp_path: Path) -> None:
+    """As in C: inputs in another order than groups in 8 bits, unless another format is asked for."""
+    checkpoint = read_checkpoint(folders(CASES["gptq act-order"], tmp_path)[0])
+    for asked, kept in (((), {(8, 128)}), (ROUNDED, {(4, 32), (8, 128)})):
+        linear = LinearFactory(integers=asked, quantization="int4-g32" if asked else "none")
+        model = load_model(checkpoint, SdpaBackend(), linear)
+        assert {(one.bits, one.group) for one in linears(model) if isinstance(one, IntegerLinear)} == kept
+        assert len(conversions(checkpoint.config, linear)) == 1
 
 
 @torch.inference_mode()
