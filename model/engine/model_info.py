@@ -49,7 +49,8 @@ def describe_model(
     kept_in_fp8 = model.linear.fp8 is not None and any(map(keeps, stored_formats(config)))
     in_integers = selection.library is not None or model.linear.integers is not None
     if spec.engine.quantization != "none":
-        dtype, reason = spec.engine.quantization, "asked for"
+        dtype = spec.engine.quantization
+        reason = "the checkpoint stores it so" if dtype == checkpoint.quantization else "asked for"
     elif kept_in_fp8:
         dtype, reason = "fp8", "the checkpoint stores it so"
     elif in_integers and (kept := _kept(config, kept_as_stored)):
