@@ -30,6 +30,7 @@ _VERSIONS = (2, 3)
 _MAX_TENSORS, _MAX_ENTRIES, _MAX_SHARDS = 1 << 20, 1 << 16, 1 << 10
 _MAX_KEY, _MAX_NAME, _MAX_DIMENSIONS = 1 << 16, 1 << 10, 4
 _MAX_ALIGNMENT = 1 << 20
+_MAX_ELEMENTS = 1 << 24  # of an array that is read: each takes some 50 bytes then
 _DEFAULT_ALIGNMENT = 32
 # Metadata types by number: the format of `struct`; strings and arrays have lengths of their own.
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -132,6 +133,8 @@ class GGUFModel:
         found = self._arrays.get(key)
         if found is None:
             return []
+        if found.count > _MAX_ELEMENTS:
+            raise ConfigError(f"{self.name}: {key} has {found.count} elements, of 2^24 at most")
         with _Header(self.paths[0]) as header:
             header.at = found.offset
             return header.elements(found.type, found.count, key)

@@ -16,7 +16,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, gguf_path, model_name, read_gguf
 from tests.model.checkpoints import copied
-from tests.model.gguf_files import Blocks, converted, write_gguf
+from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 
 METADATA: dict[str, tuple[str, Any]] = {
     "general.architecture": ("STRING", "llama"),
@@ -188,6 +188,24 @@ def test_settings_that_are_not_served_are_refused_by_their_key(case: str, tmp_pa
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         read_checkpoint(converted("llama", tmp_path, **changes))
+
+
+def test_values_of_any_kind_are_read_or_refused(tmp_path: Path) -> None:
+    """Nothing but a `ConfigError` comes of metadata that says something else, or of another kind."""
+    keys = [key.removeprefix("llama.") for key in conversions()["llama"]["metadata"] if key.startswith("llama.")]
+    keys += ["attention.key_length", "rope.scaling.factor", "attention.causal", "pooling_type"]
+    values: tuple[tuple[str, Any], ...] = (
+        *(("UINT32", 0), ("INT32", -1), ("UINT32", (1 << 32) - 1), ("UINT32", 3), ("FLOAT32", float("nan"))),
+        *(("STRING", "x"), ("BOOL", True), ("ARRAY", ("INT32", [])), ("ARRAY", [1, 2]), ("ARRAY", ["x"])),
+    )
+    refused = 0
+    for key in keys:
+        for value in values:
+            try:
+                read_checkpoint(converted("llama", tmp_path, **{key.replace(".", "__"): value}))
+            except ConfigError:
+                refused += 1
+    assert refused > 60
 
 
 def test_an_unknown_architecture_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from model.checkpoint.gguf.architectures import DROPPED_TENSORS, Architecture
 from model.checkpoint.gguf.settings import architecture_of
 from model.config.formats import Storage, integers_in_groups, joined
 from model.config.model import ModelConfig
+from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
 from model.families.table.rules import LinearRule
 from model.gguf.container import GGUFModel, GGUFTensor
@@ -74,7 +75,11 @@ def _origin(
     paired = 0
     if part in architecture.paired and kind in ("weight", "bias"):
         heads = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
-        count = raw.get(heads) or raw["num_attention_heads"]
+        count = raw.get(heads) or raw.get("num_attention_heads")
+        if type(count) is not int or count < 1 or tensor.shape[0] % (2 * count):
+            raise ConfigError(
+                f"{model.name}: {name} has {tensor.shape[0]} rows, which {count} heads do not divide evenly"
+            )
         paired = tensor.shape[0] // count
     less = 1.0 if architecture.norms_plus_one and part.endswith("norm") and kind == "weight" else 0.0
     return Origin(tensor, paired, less)

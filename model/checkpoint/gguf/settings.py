@@ -42,7 +42,16 @@ def raw_settings(model: GGUFModel) -> dict[str, Any]:
 
 
 def network_settings(model: GGUFModel) -> dict[str, Any]:
-    """Return those of the network, for which no vocabulary is read."""
+    """Return those of the network, for which no vocabulary is read; raises `ConfigError`."""
+    try:
+        return _network_settings(model)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{model.name}: its metadata has a value of the wrong kind: {error}") from None
+
+
+def _network_settings(model: GGUFModel) -> dict[str, Any]:
     architecture, name = architecture_of(model), model.architecture
     known = {*architecture.keys, *architecture.known, *HARMLESS_KEYS}
     own = {key.removeprefix(f"{name}.") for key in model if key.startswith(f"{name}.")}
