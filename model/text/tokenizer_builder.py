@@ -178,10 +178,17 @@ def _byte_level(files: Files) -> Tokenizer:
 
 
 def _gpt2(files: Files) -> Tokenizer:
-    names = ("bos_token", "eos_token", "unk_token")
+    names = ["bos_token", "eos_token", "unk_token"]
+    if files.config.get("pad_token") or files.object("special_tokens_map.json").get("pad_token"):
+        names.append("pad_token")
     tokenizer = _byte_level(files)
     specials = {token.content: token for name in names if (token := files.special(name, "<|endoftext|>"))}
-    return with_specials(tokenizer, files, specials.values())
+    tokenizer = with_specials(tokenizer, files, specials.values())
+    if files.setting("add_bos_token", False):  # OPT
+        begin = files.special("bos_token", "<|endoftext|>")
+        b = begin.content
+        set_template(tokenizer, f"{b}:0 $A:0", f"{b}:0 $A:0 {b}:1 $B:1", [begin])
+    return tokenizer
 
 
 def _deberta(files: Files) -> Tokenizer:

@@ -137,15 +137,18 @@ def cases(capability: int) -> Iterator[Case]:
     for dim, dtype in product((64, 128), (torch.bfloat16, torch.float32)):  # T5
         yield Case(decode, 12, 12, dim, dtype=dtype, block_size=16, buckets=True)
         yield Case(((130, 130),), 12, 12, dim, dtype=dtype, paged=False, causal=False, buckets=True)
+    for segments in (decode, prompts):  # BLOOM
+        yield Case(segments, 16, 16, 64, dtype=torch.bfloat16, block_size=16, slopes=True)
 
 
 def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str]:
     """Launch the preparation of heads as models have them, and name each."""
-    for name, heads, kv_heads, dim, turned, normed in (
-        ("llama", 32, 8, 128, 128, False),
-        ("qwen3", 16, 8, 128, 128, True),
-        ("gemma3", 8, 4, 256, 256, True),
-        ("neox", 8, 8, 80, 20, False),
+    for name, heads, kv_heads, dim, turned, normed, interleaved in (
+        ("llama", 32, 8, 128, 128, False, False),
+        ("qwen3", 16, 8, 128, 128, True, False),
+        ("gemma3", 8, 4, 256, 256, True, False),
+        ("neox", 8, 8, 80, 20, False, False),
+        ("cohere", 32, 8, 128, 128, False, True),
     ):
         rows = torch.zeros(2, (heads + 2 * kv_heads), dim, dtype=dtype)
         query, key, value = rows.split((heads, kv_heads, kv_heads), dim=1)
@@ -155,7 +158,9 @@ def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str
         if pages is not None:
             empty, scale = torch.zeros(1, 16, kv_heads, dim, dtype=pages), torch.zeros(1, 16, kv_heads)
             cache = LayerCache(empty, empty, None if pages is dtype else (scale, scale))
-        triton_heads.prepare(query, key, value, Preparation(norm, norm, rotary), cache, torch.zeros(2).long())
+        triton_heads.prepare(
+            query, key, value, Preparation(norm, norm, rotary, interleaved), cache, torch.zeros(2).long()
+        )
         yield name
 
 

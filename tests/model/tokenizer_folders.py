@@ -183,6 +183,12 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "llama-legacy": (_llama, "llama", "LlamaTokenizer", {"legacy": True, "add_bos_token": True, "add_eos_token": True}),
     "gemma": (_gemma, "gemma", "GemmaTokenizer", {"add_bos_token": True}),
     "gpt2": (_byte_level, "gpt2", "GPT2Tokenizer", {}),
+    "opt": (
+        _byte_level,
+        "opt",
+        "GPT2Tokenizer",
+        {"add_bos_token": True, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>"), "pad_token": "<pad>"},
+    ),
     "bart": (_byte_level, "bart", "BartTokenizer", {}),
     "roberta": (_byte_level, "roberta", "RobertaTokenizer", {"add_prefix_space": True}),
     "bert": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": True}),
