@@ -111,7 +111,7 @@ class PackedWeights:
         if found is None:
             return False
         try:
-            wait_for(found.mapped.read_ahead)
+            wait_for(found.read_ahead)
         except OSError as error:
             self._cache.discard(found.name, f"cannot be read: {error}")
             self._found = None
@@ -160,7 +160,7 @@ class PackedWeights:
                 give_way()
 
             new.writer.write(((name, _bytes(waiting[name].arrays()[name])) for name in table.places), written)
-        wait_for(found.mapped.read_ahead)
+        wait_for(found.read_ahead)
         self.outcome = "written"
         seconds = time.monotonic() - began
         logger.info("%s: %.2f GB of packed weights written in %.1f s", self._name, table.size / 1e9, seconds)
@@ -194,6 +194,11 @@ class _Found:
     def arrays(self, holder: _Holder) -> dict[str, Tensor]:
         """The arrays of a holder as tensors over the file."""
         return {name: self._array(name) for name in holder.specs}
+
+    def read_ahead(self) -> None:
+        """Have all in memory, tables of tokens only in the file's cache: a step reads a row for each token."""
+        tables = [place for name, place in self.table.places.items() if name in TOKEN_TABLES]
+        self.mapped.read_ahead(range(place.offset, place.offset + place.spec.nbytes) for place in tables)
 
     def _array(self, name: str) -> Tensor:
         place = self.table.places[name]

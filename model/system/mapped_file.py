@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
@@ -35,10 +36,26 @@ class MappedFile:
         """Return `[size]` bytes of the file. Writing to them ends the process."""
         return self._bytes[offset : offset + size]
 
-    def read_ahead(self) -> None:
-        """Read what is not in memory, and enter all of it in the page tables; raises `OSError` if that fails."""
-        size, advice = ctypes.c_size_t(len(self._bytes)), ctypes.c_int(_MADV_POPULATE_READ)
-        if _libc().madvise(self._address, size, advice) and ctypes.get_errno() != errno.EINVAL:
+    def read_ahead(self, sparse: Iterable[range] = ()) -> None:
+        """Read what is not in memory, and enter it in the page tables; raises `OSError` if that fails.
+
+        Of the bytes `sparse` few will be used: they are read, but enter this process's memory as they are used.
+        """
+        done = 0
+        for part in sorted(sparse, key=lambda part: part.start):
+            first, last = -(-part.start // _PAGE) * _PAGE, part.stop // _PAGE * _PAGE
+            if first >= last:
+                continue
+            self._populate(done, first)
+            with suppress(OSError, AttributeError):
+                self._memory.madvise(mmap.MADV_NOHUGEPAGE, first, last - first)
+                self._memory.madvise(mmap.MADV_WILLNEED, first, last - first)
+            done = last
+        self._populate(done, len(self._bytes))
+
+    def _populate(self, first: int, last: int) -> None:
+        address, size = ctypes.c_void_p(self._bytes.data_ptr() + first), ctypes.c_size_t(last - first)
+        if _libc().madvise(address, size, ctypes.c_int(_MADV_POPULATE_READ)) and ctypes.get_errno() != errno.EINVAL:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         # EINVAL: an older kernel, where pages are read as they are needed
 

@@ -39,6 +39,7 @@ from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.system.background_work import GivenUpError, giving_way_to
 from model.system.host_memory import available_memory
+from model.system.mapped_file import MappedFile
 from tests.digests import FORMATS, digest
 from tests.model.checkpoints import CPU, copied, native_backends, saved
 from tests.model.sparse import QWEN3_4B, sparse_checkpoint
@@ -127,6 +128,23 @@ def test_the_plan_counts_what_is_there_once(folder: Path) -> None:
     assert (other.is_found, other.others_in_use) == (False, size)
     del first, second
     assert other.others_in_use == 0  # nobody has it mapped any more
+
+
+def test_a_tokens_table_enters_memory_row_by_row(tmp_path: Path) -> None:
+    path, size = tmp_path / "weights", 8 << 20
+    path.write_bytes(bytes(size))
+
+    def resident() -> int:
+        """KiB of the file in this process."""
+        parts = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+        return sum(int(part.split("Rss:")[1].split()[0]) for part in parts)
+
+    with path.open("rb") as file:
+        mapped = MappedFile(file.fileno(), size)
+    mapped.read_ahead([range((2 << 20) + 5, 7 << 20)])
+    assert resident() in (0, 3 << 10, (3 << 10) + 4)  # 0: an older kernel
+    assert int(mapped.tensor(6 << 20, 1)) == 0
+    assert resident() <= 4 << 10
 
 
 def test_mapped_file_cache_is_not_available(tmp_path: Path) -> None:
