@@ -16,7 +16,7 @@ import pytest
 from model.api.request import FinishReason
 from model.errors import ConfigError
 from service.cli import banner
-from service.core.errors import SERVER_FAULTS
+from service.core.errors import ANTHROPIC_PATHS, SERVER_FAULTS
 from service.observability import logs
 from service.schemas.replies import InfoReply, ModelsReply
 from service.settings.service_settings import Limits, ServiceSettings
@@ -195,15 +195,23 @@ def test_every_route_asks_for_a_key() -> None:
     async def work(client: httpx.AsyncClient) -> None:
         for path in paths:
             for method in METHODS:
-                for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic canary-key"}):
+                wrong = (
+                    {"authorization": "Bearer wrong"},
+                    {"authorization": "Basic canary-key"},
+                    {"x-api-key": "wrong"},
+                )
+                for headers in ({}, *wrong):
                     reply = await client.request(method, path, headers=headers)
                     if path in ("/livez", "/readyz"):
                         assert reply.status_code in (200, 405)
                     elif method == "HEAD":
                         assert reply.status_code == 401
                     else:
-                        check_error(reply, 401, None, "invalid_api_key")
                         assert reply.headers["www-authenticate"] == "Bearer"
+                        if path in ANTHROPIC_PATHS:
+                            assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
+                        else:
+                            check_error(reply, 401, None, "invalid_api_key")
                     host = await client.request(method, path, headers={**headers, "host": "x/livez?"})
                     assert host.status_code == reply.status_code
                 for key in ("canary-key", "other-key"):
