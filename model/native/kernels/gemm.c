@@ -95,10 +95,9 @@ typedef struct {
 } WeightStream;
 
 /* Ask memory for weights a little before they are needed: those of the kernel's panels, and towards their end those
- * of the panels that follow. One row is as fast as memory without. They are kept in caches: the third may hold all
- * weights until the next step. */
-INLINE void prefetch_weights(int rows, int panels, const void *weights, WeightStream stream) {
-    if (!stream.cold || rows == 1) return;
+ * of the panels that follow. They are kept in caches: the third may hold all weights until the next step. */
+INLINE void prefetch_weights(int panels, const void *weights, WeightStream stream) {
+    if (!stream.cold) return;
     const char *line = (const char *)weights + PREFETCH_BYTES;
     if (line >= stream.end) line += (panels - 1) * stream.panel_bytes;
 #pragma GCC unroll 4
@@ -110,7 +109,7 @@ INLINE void prefetch_weights(int rows, int panels, const void *weights, WeightSt
 INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b, int64_t panel, int64_t count,
                       WeightStream stream, Accumulators acc) {
     for (int64_t k = 0; k < count; k++, b += PANEL_WIDTH) {
-        prefetch_weights(rows, vecs / PANEL_VECS, b, stream);
+        prefetch_weights(vecs / PANEL_VECS, b, stream);
         vec w[KERNEL_PANELS * PANEL_VECS];
 #pragma GCC unroll 4
         for (int j = 0; j < vecs; j++) w[j] = load(b + weight_offset(j, panel, 1));
@@ -126,7 +125,7 @@ INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b
 INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
                       WeightStream stream, Accumulators acc) {
     for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL_WIDTH) {
-        prefetch_weights(rows, vecs / PANEL_VECS, b, stream);
+        prefetch_weights(vecs / PANEL_VECS, b, stream);
         uvec w[KERNEL_PANELS * PANEL_VECS];
 #pragma GCC unroll 4
         for (int j = 0; j < vecs; j++) memcpy(w + j, b + weight_offset(j, panel, 2), sizeof *w);
@@ -176,7 +175,7 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 INLINE void kernel_int8(int rows, int vecs, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
                       WeightStream stream, Accumulators acc) {
     for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL_WIDTH) {
-        prefetch_weights(rows, vecs / PANEL_VECS, b, stream);
+        prefetch_weights(vecs / PANEL_VECS, b, stream);
         ivec w[KERNEL_PANELS * PANEL_VECS];
 #if !HAS_INT8_DOT
         ivec odd[KERNEL_PANELS * PANEL_VECS]; /* bytes 1 and 3 of each four; w keeps 0 and 2 */
