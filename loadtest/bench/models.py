@@ -68,7 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
         "hidden_act": "silu",
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 40960,
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
