@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,17 @@ from loadtest.bench import roofline, vocabularies
 from loadtest.bench.batches import QUICK, BenchRequest, Scale, Workload, workloads
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
+from loadtest.bench.ours import Ours
 from loadtest.bench.roofline import Ceilings, Costs, Roofline
+from loadtest.commands.offline import Bench
+from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.families import FAMILIES
 from model.families.table.raw_config import Settings
 from model.native.library import Library, native
 from model.network.build import build_model
+from model.pretrained import embedded_models
 from model.pretrained.training.corpus import held_out_sample
 
 
@@ -99,6 +104,21 @@ def test_a_benchmark_model_is_written_once_and_loads(cache: Path) -> None:
 
 def test_the_hollow_model_measures_steps() -> None:
     assert 0 < step_milliseconds(4, context=16, steps=8) < 1000
+
+
+def test_every_run_computes_its_prompts() -> None:
+    """A workload's runs have the same prompts, which no peer keeps."""
+    names = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "auto", "attention_backend": "auto"}
+    scale = {"models": None, "quick": False, "lengths": 1.0, "seed": 0, "requests": None}
+    settings = Bench(Namespace(**names, **scale))._settings(None)
+    ours = Ours(embedded_models()["code"], EngineConfig(**settings))
+    engine = ours.loaded.generate
+    assert engine is not None
+    for name in range(2):
+        engine.add(ours._request(name, BenchRequest(tuple(range(100, 200)), 1), beams=1))
+        _, stats = engine.step()
+        assert stats is not None and stats.num_tokens == 100
+        assert not engine.has_work
 
 
 def test_a_run_prints_one_json_line(cache: Path) -> None:
