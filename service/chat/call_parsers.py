@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from service.chat.json_calls import json_calls
+from service.chat.json_calls import json_calls, json_value
 from service.chat.parts import PartSink
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
@@ -23,6 +23,8 @@ DEEPSEEK_MARKS = tuple(  # around all calls, around each, and between its name a
 _FENCES = ("```json\n", "```tool_code\n", "```tool_call\n", "```\n")
 _NAME_END = re.compile(r"[\[{\s]")
 _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
+_PLAIN_VALUE = re.compile(r"[^,}\]]*")
+_SPACES, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 
 
 def anything(name: str) -> bool:
@@ -56,19 +58,23 @@ def _tagged(reader: Reader, sink: PartSink, tools: Mapping[str, Tool], *markers:
             if (yield from reader.accept("<function=")) is None:
                 sink.content(reader.recorded())
                 continue
-        yield from _xml_call(reader, sink, tools)
-        yield from reader.skip_spaces()
-        yield from reader.accept("</tool_call>")
+        if (yield from _xml_call(reader, sink, tools)):
+            yield from reader.skip_spaces()
+            yield from reader.accept("</tool_call>")
 
 
-def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse `NAME>`, parameters and `</function>`; each value is text, or JSON where the schema wants no string."""
+def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[bool]:
+    """Parse `NAME>`, parameters and `</function>`; False if there is no name.
+
+    Each value is text, or JSON where the schema wants no string.
+    """
     pieces: list[str] = []
-    if (yield from reader.until(">", emit=pieces.append)) is None:
-        sink.content(reader.recorded())
-        return
-    reader.forget()
+    closed = yield from reader.until(">", emit=pieces.append)
     name = "".join(pieces).strip().strip("\"'")
+    if closed is None or not name:
+        sink.content(reader.recorded())
+        return False
+    reader.forget()
     sink.call(name)
     properties = _properties(tools.get(name))
     before = "{"
@@ -86,6 +92,7 @@ def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Step
         before = ", "
     sink.arguments("{}" if before == "{" else "}")
     yield from reader.accept("</function>")
+    return True
 
 
 def _properties(tool: Tool | None) -> Mapping[str, Any]:
@@ -98,7 +105,7 @@ def _xml_value(text: str, schema: object) -> str:
     kinds = schema.get("type") if isinstance(schema, dict) else None
     if kinds != "string":
         try:
-            json.loads(text)
+            json_value(text)
         except (ValueError, RecursionError):
             pass
         else:
@@ -120,9 +127,11 @@ def mistral(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
 
 def _named_call(reader: Reader, sink: PartSink) -> Steps[bool]:
     """Parse NAME, `[CALL_ID]` with an id, `[ARGS]`, and the object; False if there is none."""
-    while (found := _NAME_END.search(reader.text)) is None:
+    at = 0
+    while (found := _NAME_END.search(reader.text, at)) is None:
         if reader.ended:
             return False
+        at = len(reader.text)
         yield
     if found[0] not in "[{":
         return False
@@ -230,62 +239,67 @@ def gemma(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[No
 def _gemma_object(text: str) -> str | None:
     """Return the JSON of an object as Gemma writes it; None if it is none."""
     try:
-        if isinstance(json.loads(text), dict):
+        if isinstance(json_value(text), dict):
             return text
     except (ValueError, RecursionError):
         pass
     try:
-        value, rest = _gemma_value(text)
+        value, end = _gemma_value(text, 0)
+        shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        shown.encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         return None
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) and not rest.strip() else None
+    return shown if isinstance(value, dict) and not text[end:].strip() else None
 
 
-def _gemma_value(text: str) -> tuple[Any, str]:
-    """Return the first value of a text and what follows; raises `ValueError`."""
-    text = text.lstrip()
+def _gemma_value(text: str, at: int) -> tuple[Any, int]:
+    """Return the value at a place of a text, and the place behind it; raises `ValueError`."""
+    at = _behind(_SPACES, text, at)
     for quote in ('<|"|>', "<escape>"):
-        if text.startswith(quote):
-            value, closed, rest = text[len(quote) :].partition(quote)
-            if not closed:
-                raise ValueError
-            return value, rest
-    if text.startswith("{"):
-        return _gemma_items(text[1:])
-    if text.startswith("["):
+        if text.startswith(quote, at):
+            begin = at + len(quote)
+            end = text.index(quote, begin)
+            return text[begin:end], end + len(quote)
+    if text.startswith("{", at):
+        return _gemma_items(text, at + 1)
+    if text.startswith("[", at):
         values: list[Any] = []
-        text = text[1:].lstrip()
-        while not text.startswith("]"):
-            value, text = _gemma_value(text)
+        at = _behind(_SPACES, text, at + 1)
+        while not text.startswith("]", at):
+            value, at = _gemma_value(text, at)
             values.append(value)
-            text = text.lstrip().removeprefix(",").lstrip()
-        return values, text[1:]
-    if text.startswith('"'):
-        value, end = json.JSONDecoder(strict=False).raw_decode(text)
-        return value, text[end:]
-    found = re.match(r"[^,}\]]*", text)
-    assert found is not None
-    return json.loads(found[0].strip()), text[found.end() :]
+            at = _behind(_COMMA, text, at)
+        return values, at + 1
+    if text.startswith('"', at):
+        return json.JSONDecoder(strict=False).raw_decode(text, at)
+    end = _behind(_PLAIN_VALUE, text, at)
+    return json_value(text[at:end].strip()), end
 
 
-def _gemma_items(text: str) -> tuple[dict[str, Any], str]:
-    """Return the object whose bracket was taken, and what follows."""
+def _gemma_items(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """Return the object behind whose bracket this place is, and the place behind it."""
     items: dict[str, Any] = {}
-    text = text.lstrip()
-    while not text.startswith("}"):
-        if text.startswith(('<|"|>', "<escape>", '"')):
-            key, text = _gemma_value(text)
+    at = _behind(_SPACES, text, at)
+    while not text.startswith("}", at):
+        if text.startswith(('<|"|>', "<escape>", '"'), at):
+            key, at = _gemma_value(text, at)
         else:
-            found = _PLAIN_KEY.match(text)
+            found = _PLAIN_KEY.match(text, at)
             if found is None:
                 raise ValueError
-            key, text = found[0], text[found.end() :]
-        text = text.lstrip()
-        if not text.startswith(":"):
+            key, at = found[0], found.end()
+        at = _behind(_SPACES, text, at)
+        if not text.startswith(":", at):
             raise ValueError
-        items[str(key)], text = _gemma_value(text[1:])
-        text = text.lstrip().removeprefix(",").lstrip()
-    return items, text[1:]
+        items[str(key)], at = _gemma_value(text, at + 1)
+        at = _behind(_COMMA, text, at)
+    return items, at + 1
+
+
+def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the place behind what the pattern, which may match nothing, matches at a place."""
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
 
 
 def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 from service.chat.parts import PartSink
 from service.chat.reader import Reader, Steps
@@ -116,10 +117,19 @@ class _JsonCall:
         self._sink.call(self._name)
 
 
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text; raises `ValueError`, also for NaN and infinities, which Python takes."""
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
 def _object_in(text: str | None) -> str | None:
     """Return the JSON object that a string holds; None if it holds none."""
     try:
-        return text if text and isinstance(json.loads(text), dict) else None
+        return text if text and isinstance(json_value(text), dict) else None
     except (ValueError, RecursionError):
         return None
 

@@ -18,7 +18,6 @@ Emit: TypeAlias = Callable[[str], None]
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,:{}\[\]\"]*")
 
 
@@ -128,22 +127,31 @@ class Reader:
 
     def string(self) -> Steps[str | None]:
         """Take a JSON string, whose quote is next, and return its value; None if it is none."""
-        while (found := _STRING.match(self.text)) is None:
+        at = 1
+        while (found := _INSIDE.search(self.text, at)) is None or found[0] == "\\":
+            if found is not None and found.end() < len(self.text):
+                at = found.end() + 1
+                continue
+            at = len(self.text) if found is None else found.start()
             if self.ended:
                 return None
             yield
         try:
-            return str(json.loads(self.take(found.end()), strict=False))
+            value = str(json.loads(self.take(found.end()), strict=False))
+            value.encode()  # raises for half of a surrogate pair, which no reply can have
         except ValueError:
             return None
+        return value
 
     def scalar(self) -> Steps[str]:
         """Take a number or a literal and return it; empty if something else is next."""
+        at = 0
         while True:
-            found = _SCALAR.match(self.text)
+            found = _SCALAR.match(self.text, at)
             assert found is not None
-            if found.end() < len(self.text) or self.ended:
-                return self.take(found.end())
+            at = found.end()
+            if at < len(self.text) or self.ended:
+                return self.take(at)
             yield
 
 
