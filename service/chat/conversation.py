@@ -105,13 +105,18 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
         served.name, len(text), lambda: tokenizer.encode(text, add_special_tokens=False).ids
     )
     if not ids:
-        raise invalid(f"{param} make an empty prompt", param, "empty_prompt")
+        raise invalid(f"{param}: the chat template makes an empty prompt of it", param, "empty_prompt")
     use, ending = conversation.use, text.rstrip()
-    has_marks = reasoning is not None and bool(reasoning.opening)
+    opened = closed = False
+    if reasoning is not None and reasoning.opening:
+        opening, closing = reasoning.opening.strip(), reasoning.closing
+        said = str(conversation.messages[-1].get("content") or "") if conversation.continues else ""
+        opened = ending.endswith(opening) or said.rfind(opening) > said.rfind(closing)
+        closed = ending.endswith(closing)
     format = ReplyFormat(
         reasoning,
-        opened=has_marks and reasoning is not None and ending.endswith(reasoning.opening.strip()),
-        closed=has_marks and reasoning is not None and ending.endswith(reasoning.closing),
+        opened=opened,
+        closed=closed,
         calls=calls if use.callable else None,
         tools={tool.name: tool for tool in use.callable},
         one_call=not use.parallel,

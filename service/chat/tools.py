@@ -65,12 +65,17 @@ class ToolUse:
 
 
 def tool_use(tools: tuple[Tool, ...], choice: Choice | None, only: str | None, *, parallel: bool) -> ToolUse:
-    """Return the checked use of tools; raises `ApiError` for names that are there twice, or not at all."""
+    """Return the checked use of tools.
+
+    Raises `ApiError` for names that are there twice, or not at all, and for arguments that are no object.
+    """
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
             raise invalid(f"tools has two of the name {shorten(tool.name)}", "tools")
         names.add(tool.name)
+        if (tool.parameters or {}).get("type", "object") != "object":
+            raise invalid(f"{tool.param}.type must be object", f"{tool.param}.type")
     if only is not None and only not in names:
         raise invalid(f"tool_choice: tools has none of the name {shorten(only)}", "tool_choice")
     if choice == "required" and not tools:

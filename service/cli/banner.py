@@ -9,8 +9,8 @@ from service.lifecycle.state import version
 from service.settings.serve_config import Ready, ServeConfig
 
 _ROUTES = (
-    "/generate /encode /v1/completions /v1/chat/completions /v1/embeddings /v1/models /tokenize /detokenize /info "
-    "/metrics /livez /readyz /docs"
+    "/generate /encode /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings /v1/models "
+    "/tokenize /detokenize /info /metrics /livez /readyz /docs"
 )
 _EXAMPLES = {  # by form: path and body of the example request
     "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),

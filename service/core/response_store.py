@@ -13,9 +13,14 @@ import msgspec
 
 Messages = Sequence[Mapping[str, Any]]
 
+_MESSAGE_BYTES = 512  # of the dictionary that a message is, and its part of the entry
+
 
 class ResponseStore:
-    """Holds messages by the id of the response that they end with, at most `max_bytes` as JSON; 0: none."""
+    """Holds messages by the id of the response that they end with, at most `max_bytes`; 0: none.
+
+    A conversation counts as its JSON, and each message as `_MESSAGE_BYTES` more.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -33,7 +38,7 @@ class ResponseStore:
 
     def put(self, tenant: str, id: str, messages: Messages) -> None:
         """Keep the messages; one that is larger than the whole store is not kept."""
-        size = len(msgspec.json.encode(messages))
+        size = len(msgspec.json.encode(messages)) + _MESSAGE_BYTES * len(messages)
         if size > self._max_bytes:
             return
         _, before = self._kept.pop((tenant, id), (None, 0))

@@ -27,6 +27,7 @@ class Block:
     text: str = ""
     id: str = ""
     name: str = ""
+    is_cut: bool = False  # the reply ended otherwise than by itself, in this block
 
 
 class BlockRendering(NamedEvents):
@@ -46,7 +47,7 @@ class BlockRendering(NamedEvents):
         for part in self._parser.push(delta["text"], end=delta["finish_reason"] is not None):
             yield from self._pieces(part)
         if delta["finish_reason"] is not None:
-            yield from self._closing()
+            yield from self._closing(is_cut=delta["finish_reason"] != "stop")
             yield from self._end(delta, event)
 
     def reply(self, reply: Json) -> object:
@@ -55,6 +56,8 @@ class BlockRendering(NamedEvents):
         for part in self._parser.push(choice["text"], end=True):
             for _ in self._pieces(part):
                 pass
+        for _ in self._closing(is_cut=choice["finish_reason"] != "stop"):
+            pass
         return self._whole(choice, reply)
 
     def _pieces(self, part: Part) -> Iterator[Json]:
@@ -74,9 +77,10 @@ class BlockRendering(NamedEvents):
             self.blocks[-1].text += part.text
             yield self._piece(self.blocks[-1], part.text)
 
-    def _closing(self) -> Iterator[Json]:
+    def _closing(self, *, is_cut: bool = False) -> Iterator[Json]:
         if self._is_open:
             self._is_open = False
+            self.blocks[-1].is_cut = is_cut
             yield from self._close(self.blocks[-1])
 
     @property

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from service.chat.tools import NAME_PATTERN
 from service.core.errors import NOT_SUPPORTED
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, Refused
+from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused
 from service.dialects.openai_bodies import Effort
 
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -90,6 +90,9 @@ class MessagesTool(DialectBody):
     description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
     input_schema: dict[str, Any] = Field(description="A JSON schema of its input, an object.", examples=[_SCHEMA])
     strict: bool | None = Field(None, description="Hold its input to the schema.", examples=[True])
+    input_examples: NotFilled = None
+    defer_loading: NotTrue = None
+    allowed_callers: Annotated[Any, Refused(["direct"])] = None
 
 
 class MessagesToolChoice(DialectBody):

@@ -38,6 +38,7 @@ NAMES = {
 }
 _SAME = ("model", "timeout_s", "request_id", "stream", "top_p", "priority", "cache_salt")
 _STATUS = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "deadline": "failed", "error": "failed"}
+_SHOWN = {"type", "name", "description", "parameters"}  # of a tool
 _FAILURES = {
     "cancelled": "the response was cancelled",
     "deadline": "the deadline passed before the response was complete",
@@ -162,7 +163,7 @@ class Responses(BlockRendering):
         yield self._event("response.in_progress", response=response)
 
     def failed(self, error: ApiError) -> Iterable[Json]:
-        yield from self._closing()
+        yield from self._closing(is_cut=True)
         detail = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
         response = self._response("failed", self._items()) | {"error": detail}
         yield self._event("response.failed", response=response)
@@ -198,7 +199,7 @@ class Responses(BlockRendering):
             more: Json = {} if block.kind == "reasoning" else {"logprobs": []}
             yield self._event(f"response.{name}.done", **self._place(block), text=block.text, **more)
             yield self._event("response.content_part.done", **self._place(block), part=_part(block))
-        item = self._item(block, "completed")
+        item = self._item(block, _status(block))
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _end(self, delta: Json, event: Json) -> Iterable[Json]:
@@ -212,8 +213,9 @@ class Responses(BlockRendering):
         """Return the response with how it ended, and keep it."""
         reason = choice["finish_reason"]
         response = self._response(_STATUS[reason], self._items())
-        response["completed_at"] = self._head["created"] + round(native["timings"]["total_ms"] / 1000)
-        if reason == "length":
+        if reason == "stop":
+            response["completed_at"] = self._head["created"] + round(native["timings"]["total_ms"] / 1000)
+        elif reason == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         elif reason in _FAILURES:
             response["error"] = {"code": "server_error", "message": _FAILURES[reason]}
@@ -242,7 +244,7 @@ class Responses(BlockRendering):
         return message
 
     def _items(self) -> list[Json]:
-        return [self._item(block, "completed") for block in self.blocks]
+        return [self._item(block, _status(block)) for block in self.blocks]
 
     def _item(self, block: Block, status: str) -> Json:
         id = self._item_id(block)
@@ -287,12 +289,16 @@ class Responses(BlockRendering):
                 "format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
             },
             "tool_choice": choice.model_dump() if isinstance(choice, ResponsesNamedTool) else choice or "auto",
-            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in body.tools or ()],
+            "tools": [tool.model_dump(include=_SHOWN) | {"strict": bool(tool.strict)} for tool in body.tools or ()],
             "top_p": self._generation.plan.requests[0].params.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
         }
+
+
+def _status(block: Block) -> str:
+    return "incomplete" if block.is_cut else "completed"
 
 
 def _part(block: Block) -> Json:

@@ -107,6 +107,10 @@ class ResponsesTool(DialectBody):
     strict: bool | None = Field(
         None, description="Hold all arguments to the schema; default false, unlike OpenAI's.", examples=[True]
     )
+    output_schema: dict[str, Any] | None = Field(None, description="Not read: the model is not told.")
+    defer_loading: NotTrue = None
+    allowed_callers: Annotated[Any, Refused(["direct"])] = None
+    async_: Annotated[Any, Refused(False)] = Field(None, alias="async")
 
 
 class ResponsesNamedTool(DialectBody):

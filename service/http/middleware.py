@@ -131,10 +131,7 @@ class GuardMiddleware:
             self._check_admin_key(self._admins, headers)
             return
         if self._keys is not None and scope["path"] not in OPEN_PATHS:
-            key = _key_in(_header(headers, b"authorization") or "") or (_header(headers, b"x-api-key") or "").encode(
-                "latin-1"
-            )
-            digest = self._keys.find(key)
+            digest = self._keys.find(_key_in(headers))
             if digest is None:
                 page = "text/html" in (_header(headers, b"accept") or "")
                 message = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
@@ -145,12 +142,12 @@ class GuardMiddleware:
 
     def _check_admin_key(self, admins: KeyRing, headers: _Headers) -> None:
         """Raise a 401 without an admin key, a 403 with a key that is only an API key."""
-        key = _key_in(_header(headers, b"authorization") or "")
+        key = _key_in(headers)
         if admins.find(key) is not None:
             return
         if self._keys is not None and self._keys.find(key) is not None:
             raise forbidden("this route needs an admin key; this key is an API key", "admin_key_required")
-        raise unauthorized("an admin key is needed: Authorization: Bearer KEY")
+        raise unauthorized("an admin key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
 
     def _check_declared_body(self, scope: Scope) -> None:
         declared = _header(scope["headers"], b"content-length") or ""
@@ -200,7 +197,14 @@ def _header(headers: _Headers, name: bytes) -> str | None:
     return None
 
 
-def _key_in(authorization: str) -> bytes:
+def _key_in(headers: _Headers) -> bytes:
+    """Return the key of a request; empty if there is none."""
+    return _authorized_key(_header(headers, b"authorization") or "") or (_header(headers, b"x-api-key") or "").encode(
+        "latin-1"
+    )
+
+
+def _authorized_key(authorization: str) -> bytes:
     """Return the key of `Bearer KEY`, or the password of `Basic`, which browsers send; empty if there is none."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,9 +117,16 @@ class GrammarChecker:
             self._store(grammar, await self._compile(grammar, constraint.param))
         self._results.move_to_end(grammar)
         if self._results[grammar]:
-            for part in constraint.parts:
-                await self.check(part, served)
+            await self._check_parts(constraint, served)
             raise invalid_grammar(constraint.param, self._results[grammar])
+
+    async def _check_parts(self, constraint: OutputConstraint, served: ServedModel) -> None:
+        """Look for the part that cannot be used, for as long as one grammar may take."""
+        end = time.monotonic() + self._limits.grammar_s
+        for part in constraint.parts:
+            if time.monotonic() > end:
+                return
+            await self.check(part, served)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -37,7 +37,9 @@ class OpenAIOutputItem(Reply):
 
     type: Literal["message", "reasoning", "function_call"] = Field(description="Its type.", examples=["message"])
     id: str = Field(description="Its id.", examples=["msg_5f0c1d_0"])
-    status: Literal["in_progress", "completed"] = Field(description="Its status.", examples=["completed"])
+    status: Literal["in_progress", "completed", "incomplete"] = Field(
+        description="`incomplete`: the response was cut off in it.", examples=["completed"]
+    )
     role: Literal["assistant"] | None = Field(None, description="Of a message.", examples=["assistant"])
     content: list[dict[str, Any]] | None = Field(None, description="Parts: `output_text` or `reasoning_text`.")
     summary: list[Any] | None = Field(None, description="Of reasoning: always empty.")
@@ -50,7 +52,7 @@ class OpenAIResponse(Reply):
     id: str = _ID
     object: Literal["response"] = Field(description="The type of this object.", examples=["response"])
     created_at: int = Field(description="Unix time.", examples=[1_790_000_000])
-    completed_at: int | None = Field(None, description="Unix time of its end.")
+    completed_at: int | None = Field(None, description="Unix time of its end, of one that is complete.")
     status: Literal["in_progress", "completed", "incomplete", "failed"] = Field(description="How it ended.")
     error: dict[str, str] | None = Field(description="Why it failed.")
     incomplete_details: dict[str, str] | None = Field(description="Why it is incomplete.")

@@ -57,6 +57,7 @@ def test_a_response_and_its_events(served: tuple[App, openai.OpenAI, Any]) -> No
     says(app, SAID)
     asked = {**ASKED, "metadata": {"a": "b"}, "instructions": "Be brief."}
     whole = client.responses.create(**asked)
+    assert {item.status for item in whole.output} == {"completed"} and whole.completed_at  # type: ignore[union-attr]
     assert whole.status == "completed" and whole.id.startswith("resp_") and whole.metadata == {"a": "b"}
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     assert whole.output[0].content[0].text == "A city." and whole.output_text == "Let me see."  # type: ignore[union-attr, index]
@@ -123,16 +124,19 @@ def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI, Any], m
     client.responses.create(model="chat", input="x", reasoning={"effort": "none"}, temperature=0)
     assert prompt_of(app).endswith("</think>\n\n") and app.client.submitted[-1].params.temperature == 0
     cut = client.responses.create(model="chat", input="x", max_output_tokens=3)
-    assert (cut.status, cut.output_text) == ("incomplete", '{"x')
+    assert (cut.status, cut.output_text, cut.completed_at) == ("incomplete", '{"x', None)
+    assert cut.output[-1].status == "incomplete"  # so that nobody runs half a call
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
     streamed = list(client.responses.create(model="chat", input="x", max_output_tokens=3, stream=True))
     assert streamed[-1].type == "response.incomplete"
+    assert streamed[-2].item.status == streamed[-1].response.output[-1].status == "incomplete"  # type: ignore[union-attr]
     app.script.die_after = 2
     with pytest.raises(openai.InternalServerError, match="engine failed"):
         client.responses.create(model="chat", input="x")
     failed = list(client.responses.create(model="chat", input="x", stream=True))
     assert [event.type for event in failed[-2:]] == ["response.output_item.done", "response.failed"]
     assert "engine failed" in failed[-1].response.error.message  # type: ignore[union-attr]
+    assert failed[-2].item.status == "incomplete"  # type: ignore[union-attr]
     app.script.die_after = None
 
 
@@ -249,6 +253,9 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {"max_tokens": 2}, "max_tokens", "unknown_field"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type", IV),
     (RESPONSES, {"tools": [TOOLS[0], TOOLS[0]]}, "tools", IV),
+    (RESPONSES, {"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools[0].defer_loading", NO),
+    (RESPONSES, {"tools": [TOOLS[0] | {"async": True}]}, "tools[0].async", NO),
+    (RESPONSES, {"tools": [TOOLS[0] | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", IV),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", IV),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing_field"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema", ""),
@@ -270,6 +277,8 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
         IV,
     ),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", IV),
+    (MESSAGES, {"tools": [OWN_TOOLS[0] | {"input_examples": [{"city": "Oslo"}]}]}, "tools[0].input_examples", NO),
+    (MESSAGES, {"tools": [OWN_TOOLS[0] | {"input_schema": {"type": ["object"]}}]}, "tools[0].input_schema.type", IV),
     (MESSAGES, {"tools": OWN_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name", "missing_field"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice", IV),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 2}}, "thinking.budget_tokens", IV),
@@ -411,11 +420,11 @@ def test_a_model_without_reasoning_or_a_template_says_so() -> None:
 
 
 def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
-    store = ResponseStore(100)
+    store = ResponseStore(1_200)  # two messages, which are more than their text
     for id in "abc":
         store.put("t", id, [{"role": "user", "content": "x" * 10}])
     assert [store.get("t", id) is not None for id in "abc"] == [False, True, True]
-    store.put("t", "d", [{"content": "x" * 200}])
+    store.put("t", "d", [{"content": "x" * 1_000}])
     assert store.get("t", "d") is None and store.get("t", "c") is not None and store.get("u", "c") is None
     for settings in (ServiceSettings(response_store_bytes=0), ServiceSettings(front_processes=2)):
         app = chat_app(settings=settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import token_bytes
+from service.core.errors import ApiError
+from service.planning.response_format import GrammarChecker, OutputConstraint
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import TURNS, calling_app, chat_app, prompt_of, says, talker
 from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, live, make_app, run
@@ -164,6 +167,10 @@ def test_reasoning_and_variables_of_the_template(app: App) -> None:
         [choice] = post(app, **fields).json()["choices"]
         assert prompt_of(app).endswith("<|turn|>assistant\n<think>\nhigh: ")
         assert choice["message"]["content"] == "so it is\n</think>\n\nYes"  # the prompt does not end with the mark
+    says(app, "m\n</think>\n\nYes")
+    begun = [*HELLO, {"role": "assistant", "content": "<think>\nh"}]
+    message = post(app, messages=begun, continue_final_message=True, add_generation_prompt=False).json()["choices"][0]
+    assert (message["message"]["reasoning_content"], message["message"]["content"]) == ("m", "Yes")
     says(app, "Yes")
     for fields in (
         {"enable_thinking": False},
@@ -242,6 +249,7 @@ def test_refused_tools(app: App) -> None:
         ({"tools": strict(properties={"a": {"not": {}}})}, "tools[1].function.parameters", "invalid_grammar"),
         ({"tools": strict(properties={"a": large})}, "tools[1].function.parameters", "invalid_value"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos", "invalid_value"),
+        ({"tools": strict(type="string")}, "tools[1].function.parameters.type", "invalid_value"),
     ):
         check_error(post(app, **fields), 400, param, code)
     few = calling_app(settings=ServiceSettings(limits=Limits(max_tools=1)))
@@ -251,3 +259,20 @@ def test_refused_tools(app: App) -> None:
     assert post(forced).json()["choices"][0]["finish_reason"] == "tool_calls"
     says(forced, SAID)
     assert post(forced).json()["choices"][0]["message"]["content"] == SAID
+
+
+def test_the_search_for_the_part_at_fault_takes_no_longer_than_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(Limits(grammar_s=0.05))
+    compiled: list[str] = []
+
+    async def compile_slowly(grammar: str, param: str) -> str:
+        compiled.append(param)
+        await asyncio.sleep(0.02)
+        return "too large" if param == "tools" else ""
+
+    monkeypatch.setattr(checker, "_compile", compile_slowly)
+    parts = tuple(OutputConstraint(f"grammar {at}", f"tools[{at}]") for at in range(200))
+    with pytest.raises(ApiError, match="tools cannot be followed: too large"):
+        asyncio.run(checker.check(OutputConstraint("all", "tools", parts), talker()))
+    assert 1 < len(compiled) < 10
+    checker.close()
