@@ -231,6 +231,7 @@ def attended(library: Library, case: Case, given: Problem, rows: slice = slice(N
         {"heads": 3, "kv_heads": 3, "dim": 128, "window": 100},
         {"heads": 20, "kv_heads": 1, "dim": 80, "block_size": 5, "softcap": 1.5},
         {"dim": 20, "buckets": True, "int8": True},
+        {"heads": 6, "kv_heads": 3, "dim": 48, "slopes": True, "window": 90},
         {"causal": False, "writes": False, "segments": ((3, 70), (1, 300), (5, 60))},
     ],
     ids=str,

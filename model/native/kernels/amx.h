@@ -27,6 +27,10 @@ void amx_gemm(const Product *product, int64_t rows, int64_t first, int64_t last)
 /* The same of a matrix with groups, whose operands are GROUPS. */
 void amx_multiply_groups(const Product *product, int64_t rows, int64_t first, int64_t last);
 
+/* Stand between what is stored by C and the loads of tiles that read it: GCC's do not say that they read memory, so
+ * that it could store later. */
+#define STORED_FOR_TILES() __asm__ volatile("" ::: "memory")
+
 /* What the instruction LDTILECFG reads. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
@@ -65,7 +69,7 @@ INLINE int tiles_permitted(void) { return syscall(SYS_arch_prctl, REQUEST_FEATUR
 
 INLINE void tiles_begin(TileShapes asked) {
     TileShapes shapes __attribute__((aligned(64))) = asked;
-    __asm__ volatile("" ::: "memory"); /* GCC's loads do not say that they read memory */
+    STORED_FOR_TILES();
     _tile_loadconfig(&shapes);
 }
 INLINE void tiles_end(void) { _tile_release(); }

@@ -54,7 +54,7 @@ static void unpack(const char *from, int64_t count, char *to) {
         _mm512_storeu_si512(to, _mm512_sub_epi8(low, eights));
         _mm512_storeu_si512(to + TILE_BYTES, _mm512_sub_epi8(high, eights));
     }
-    __asm__ volatile("" ::: "memory"); /* GCC's loads of tiles do not say that they read memory */
+    STORED_FOR_TILES();
 }
 
 /* Add the groups of the next `rows` rows to what lies in the scratch; `rows`, `groups` and `has_offset` are

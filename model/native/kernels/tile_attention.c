@@ -229,6 +229,7 @@ static void score_packed(const TiledQueries *t, const BlockTile *tile) {
     int two = tile->rows > TILE_ROWS;
     int64_t bytes = t->depth * sizeof(bf16), panel = t->depth * 16;
     const bf16 *low = t->queries + tile->first * t->depth, *high = low + TILE_ROWS * t->depth;
+    STORED_FOR_TILES();
     for (int64_t key = tile->begin; key < tile->end; key += STEP_KEYS) {
         const bf16 *keys = t->keys + key / 16 * panel;
         float *scores = t->scores + key;
@@ -283,6 +284,7 @@ INLINE void score_rows(int kind, int64_t dim, const TiledQueries *t, const Block
     int64_t from = t->from - t->begin, to = t->to - t->begin, depth = round_up(dim, 32);
     float *products = t->products;
     if (!in_place) gather_keys(kind, dim, t, &stored, from, to);
+    STORED_FOR_TILES();
     for (int64_t key = from / KEY_GROUP * KEY_GROUP; key < to; key += KEY_GROUP) {
         if (in_place) read_ahead(&stored, key + AHEAD, KEY_GROUP);
         const bf16 *keys = in_place ? (const bf16 *)head_at(&stored, key) : t->keys + key * depth;
@@ -375,6 +377,7 @@ static void sum_values(const TiledQueries *t, const BlockTile *tile) {
     int two = tile->rows > TILE_ROWS;
     int64_t panels = t->width / 16, stride = t->width * sizeof *t->block_sums;
     const bf16 *low = (const bf16 *)t->scores, *high = (const bf16 *)(t->scores + TILE_ROWS * SCORE_STRIDE);
+    STORED_FOR_TILES();
     for (int64_t panel = 0; panel < panels; panel += 2) {
         float *sums = t->block_sums + panel * 16;
         zero_sums(two);
