@@ -112,6 +112,8 @@ def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def blenderbot(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, layernorm_variant="prelayernorm")
+    raw.get("do_blenderbot_90_layernorm")  # where the norm of embeddings is, which no other size has
     raw = raw.otherwise(max_position_embeddings=128, decoder_start_token_id=1)
     return config(raw, names, positions=PositionKind.LEARNED, pre_norm=True)
 

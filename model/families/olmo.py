@@ -34,12 +34,12 @@ def olmo2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    plain = raw.otherwise(rope_theta=500_000.0)
     sets = raw.get("rope_parameters") or {}
-    ropes = settings_by_type(
-        raw if "rope_type" not in sets else raw.but(rope_parameters=None),
-        {"full_attention": plain, "sliding_attention": plain.but(rope_scaling=None)},
-    )
+    if "rope_type" in sets:  # one set, as the older `rope_scaling` and `rope_theta` are
+        theta = sets.get("rope_theta") or raw.get("rope_theta", 500_000.0)
+        raw = raw.but(rope_parameters=None, rope_scaling=sets, rope_theta=theta)
+    plain = raw.otherwise(rope_theta=500_000.0)
+    ropes = settings_by_type(raw, {"full_attention": plain, "sliding_attention": plain.but(rope_scaling=None)})
     base = olmo2(ropes["full_attention"], names)
     assert base.decoder is not None
     layer = base.decoder.layers[0]

@@ -1,4 +1,7 @@
-"""OPT: learned positions, LayerNorm before the sublayers or (350M) behind them, ReLU (Zhang et al. 2022)."""
+"""OPT: learned positions, LayerNorm before or behind the sublayers, ReLU (Zhang et al. 2022).
+
+The 350M is refused: its embeddings are narrower than its layers.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size, heads, positions = raw["hidden_size"], raw["num_attention_heads"], raw.get("max_position_embeddings", 2048)
     refuse_unless(raw, layer_norm_elementwise_affine=True, word_embed_proj_dim=size)
+    raw.get("output_projection")  # of the 13B's file: that there is a head
     pre_norm, bias = raw.get("do_layer_norm_before", True), bool(raw.get("enable_bias", True))
     dim, norm = split_width(size, heads), NormConfig(NormKind.LAYER, 1e-5)
     layer = LayerConfig(

@@ -14,9 +14,14 @@ from model.families.table.helpers import activation, affine, refuse_unless, self
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
+# Of StarCoder's first files: how its softmax was computed, and what has other names now.
+_OLDER = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "activation_function", "layer_norm_epsilon")
+
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, mlp_type="default", norm_type="layer_norm")
+    refuse_unless(raw, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
+    for unused in _OLDER:
+        raw.get(unused)
     raw = raw.otherwise(max_position_embeddings=4096, num_key_value_heads=2)
     bias = bool(raw.get("use_bias", True))
     norm = NormConfig(NormKind.LAYER, raw.get("norm_epsilon", 1e-5))

@@ -124,6 +124,11 @@ def test_folders_that_transformers_wrote_are_understood(kind: str) -> None:
         ("DistilBert", {"tie_weights_": True, "qa_dropout": 0.1, "seq_classif_dropout": 0.2}),
         ("T5", {"task_specific_params": {"summarization": {"num_beams": 4}}, "output_past": True}),
         ("Llama", {"_attn_implementation_autoset": True, "return_dict_in_generate": True, "cache_implementation": "x"}),
+        ("Blenderbot", {"layernorm_variant": "prelayernorm", "do_blenderbot_90_layernorm": True}),
+        ("OPT", {"output_projection": True, "prefix": "</s>"}),
+        ("Falcon", {"ff_factor": 4}),
+        ("Starcoder2", {"activation_function": "gelu", "attention_softmax_in_fp32": True, "scale_attn_weights": True}),
+        ("Starcoder2", {"layer_norm_epsilon": 1e-5, "scale_attention_softmax_in_fp32": True}),
     ],
 )
 def test_what_published_folders_hold_beside_their_mathematics_is_passed_over(
@@ -184,6 +189,8 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
         ("XLNet", {"architectures": ["XLNetForSequenceClassification"], "summary_type": "mean"}),
         ("XLNet", {"architectures": ["XLNetForSequenceClassification"], "summary_activation": "relu"}),
         ("Bart", {"static_position_embeddings": True}),
+        ("Blenderbot", {"layernorm_variant": "xlm"}),
+        ("Starcoder2", {"scale_attn_weights": False}),
         ("MBart", {"normalize_before": False}),
         ("Bart", {"add_bias_logits": True}),
         ("ViT", {"pooler_act": "relu"}),
@@ -283,6 +290,15 @@ class TestRope:
         for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
             assert rotary(config_from_raw({**LLAMA, **where})).dim == 4
 
+    def test_one_set_of_olmo3_is_of_the_layers_without_a_window(self) -> None:
+        raw = {key: value for key, value in defaults("Olmo3").items() if key != "rope_parameters"}
+        stretched = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+        plain = {"rope_type": "default", "rope_theta": 1e6}
+        sets = {"full_attention": {**stretched, "rope_theta": 1e6}, "sliding_attention": plain}
+        each = config_from_raw({**raw, "rope_parameters": sets})
+        assert config_from_raw({**raw, "rope_parameters": {**stretched, "rope_theta": 1e6}}) == each
+        assert config_from_raw({**raw, "rope_theta": 1e6, "rope_scaling": stretched}) == each
+
     def test_nomic_bert_says_the_same_in_the_words_of_gpt2(self) -> None:
         assert config_from_raw(json.loads(NOMIC)) == config_from_raw(
             {**defaults("NomicBert"), "max_position_embeddings": 8192}
@@ -316,6 +332,19 @@ def test_which_heads_of_t5_are_scaled(name: str, settings: dict[str, Any], scale
     head = config_from_raw({**sizes, "num_heads": 4, **settings}, names).head
     assert head is not None
     assert (head.scale, head.tied) == (scale, not names)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [("Gemma3", "Sequence"), ("Ministral3", "Sequence"), ("Ministral3", "Token")],
+)
+def test_heads_of_newer_decoders_are_called_score(name: str, head: str) -> None:
+    labels = {"0": "a", "1": "b", "2": "c"}
+    model = config_from_raw({**defaults(name), "architectures": [f"{name}For{head}Classification"], "id2label": labels})
+    assert model.classifier is not None and model.classifier.labels == ("a", "b", "c")
+    rules = FAMILIES[model.model_type].tensor_rules(model)
+    found = [rule.source for rule in rules if rule.target.startswith("classifier")]
+    assert found == ["score.weight", "score.bias"][: 1 + (head == "Token")]  # as their classes have them
 
 
 class TestReading:

@@ -29,12 +29,15 @@ _SCORING = (
     "llama",
     "mistral",
     "ministral",
+    "ministral3",
+    "mistral3",
     "qwen2",
     "qwen3",
     "phi3",
     "gemma",
     "gemma2",
     "gemma3_text",
+    "gemma3",
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
 )  # their heads for tokens are called `score` too
 

@@ -74,7 +74,8 @@ def rotary(
 def _longrope(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: int) -> RotaryConfig:
     """Return LongRoPE's settings; its temperature is `sqrt(1 + ln s / ln L)` for a context of L, stretched by s, unless
     it is set (Ding et al. 2024; the temperature is of Phi-3's code)."""
-    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    # As in `transformers` the one outside of the rope settings comes first.
+    original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     if not original:
         raise ConfigError("rope type 'longrope' needs original_max_position_embeddings")
     factor, temperature = scaling.get("factor") or max_positions / original, scaling.get("attention_factor")

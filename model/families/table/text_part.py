@@ -16,7 +16,10 @@ _OF_IMAGES = (
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
 )
 # What the whole says of the text too, which then holds.
-_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "architectures")
+_SHARED = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "architectures"),
+    *("id2label", "num_labels", "problem_type"),
+)
 _DROPPED = ("*vision_tower.*", "*multi_modal_projector.*")
 
 
