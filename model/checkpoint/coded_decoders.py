@@ -145,10 +145,11 @@ class _E2M1(_Matrix):
 
     def __init__(self, layout: E2M1Layout, tensors: _Tensors) -> None:
         packed, scale, self._group = tensors["weight_packed"], tensors["weight_scale"], layout.group
-        outputs, inputs = packed.shape[0], 2 * packed.shape[-1]
+        outputs, inputs = (packed.shape[0], 2 * packed.shape[1]) if len(packed.shape) == 2 else (0, 0)
         kind = "U8" if layout.is_exact else "F8_E4M3"
         whole = tensors.get("weight_global_scale")
-        if packed.kind != "U8" or scale.kind != kind or scale.shape != (outputs, -(-inputs // layout.group)):
+        fits = outputs > 0 and scale.shape == (outputs, -(-inputs // layout.group))
+        if packed.kind != "U8" or scale.kind != kind or not fits:
             told = f"{packed.kind} {list(packed.shape)} beside {scale.kind} {list(scale.shape)}"
             raise CheckpointError(
                 f"{packed.name}: expected bytes with a scale for {layout.group} numbers, found {told}"

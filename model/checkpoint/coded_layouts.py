@@ -106,13 +106,14 @@ class TableLayout(CodedLayout):
             if kind is None or state is None:
                 raise ValueError("there is none of nf4 or fp4")
             return self._described(kind, json.loads(state.tobytes()))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(f"{stem}: its quant_state cannot be read: {error}") from None
 
     def _described(self, kind: str, state: Mapping[str, Any]) -> TableLayout:
         outputs, inputs = state["shape"]
         block, nested = state["blocksize"], state.get("nested_blocksize", 0)
-        if state["quant_type"] != kind or block not in _BLOCKS or not all(type(n) is int for n in (outputs, inputs)):
+        whole = all(type(size) is int for size in (outputs, inputs, block))
+        if state["quant_type"] != kind or not whole or block not in _BLOCKS:
             raise ValueError(f"{dict(state)}")
         if type(nested) is not int or nested < 0 or ("nested_offset" in state) != (nested > 0):
             raise ValueError(f"{dict(state)}")

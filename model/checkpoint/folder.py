@@ -86,7 +86,9 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     settings = _quantization_settings(path, raw)
     quantization = quantization_of(settings, names)
     if settings is not None and quantization == Quantization():
-        raise ConfigError(f"quantization_config says {settings['quant_method']}, but no projection is stored so")
+        raise ConfigError(
+            f"quantization_config says {settings.get('quant_method', 'bitsandbytes')}, but no projection is stored so"
+        )
     layouts = find_layouts(quantization.layouts, names, files) if quantization.layouts else {}
     config = config_from_raw({**raw, **token_id_settings(generation)}, logical_names(names, layouts))
     config, packed = _stored_as(config, quantization, layouts, names)

@@ -10,12 +10,12 @@ Bits of fewer inputs than there are (2 or 3 bits) and other layouts (marlin, gem
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from model.checkpoint.layouts import Along, IntegerLayout, Layout
 from model.checkpoint.quantization_settings import WHERE, expect, group_size
+from model.checkpoint.target_patterns import matches
 from model.errors import ConfigError
 
 _BITS = (4, 8)
@@ -41,8 +41,6 @@ _HOW = (  # it was quantised, and by whom; which kernels its makers prefer
     *("quant_block_list", "to_quant_block_names"),
 )
 _WEIGHTS = {"type": "int", "num_bits": _BITS, "symmetric": (True, False), "dynamic": False, "block_structure": None}
-# Regular expressions that cannot take long: nothing is repeated but single characters, four times at most.
-_PLAIN = re.compile(r"(?:[^*+{}\[\]]*(?:\.\*|\.\+|\\d\+|\[[^\[\]]*\]\+?)){0,4}[^*+{}\[\]]*")
 _PER_TOKEN = {
     **{"type": "int", "num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True},
     **{"group_size": None, "block_structure": None},
@@ -56,7 +54,8 @@ def gptq(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Integ
         raise ConfigError(f"{WHERE}.checkpoint_format: {form!r} is not served, only 'gptq' or 'gptq_v2'")
     expected = {"quant_method": "gptq", "bits": _BITS, "pack_dtype": ("int32", None), "is_marlin_format": False}
     expected |= {"data_type": "int"}
-    expect(WHERE, settings, expected, known=(*_HOW, "group_size", "checkpoint_format", "format"))
+    known = (*_HOW, "group_size", "checkpoint_format", "format")
+    expect(WHERE, {"bits": None, **settings}, expected, known=known)  # there is no usual number of bits
     _check_dynamic(settings.get("dynamic"))
     layout = IntegerLayout(
         "GPTQ",
@@ -176,10 +175,12 @@ def targeted(groups: Mapping[str, tuple[Layout, Any]], names: Collection[str]) -
 def _rank(place: str, target: str, stem: str) -> int | None:
     """How closely a target names a projection, 0 for its name; None: not at all."""
     if target.startswith("re:"):
-        pattern = target[3:]
-        if not _PLAIN.fullmatch(pattern):
-            raise ConfigError(f"{place}: {target!r} is not served: only names, and '.*' and '|' between them")
-        return 1 if re.match(pattern, stem) else None
+        try:
+            return 1 if matches(target[3:], stem) else None
+        except ValueError as error:
+            raise ConfigError(
+                f"{place}: {target!r} is not served, only characters, '.*' and groups of alternatives: {error}"
+            ) from None
     if target == stem:
         return 0
     return 2 if target == "Linear" else None

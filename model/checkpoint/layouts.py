@@ -130,9 +130,9 @@ def find_layouts(layouts: Mapping[str, Layout], names: Collection[str], files: I
                 layout = replace(layout, order=None, others=(*layout.others, layout.order))
             if layout.zeros is not None and _are_midst(peek, f"{stem}.{layout.zeros}", layout):
                 layout = replace(layout, zeros=None, others=(*layout.others, layout.zeros))
-            bias, shape = peek.find(f"{stem}.bias"), peek.find(f"{stem}.{_SHAPE}") if _SHAPE in layout.others else None
-            inputs = int(shape[-1]) if shape is not None and shape.size == 2 and shape[-1] % layout.per_word else 0
-            found[stem] = replace(layout, zero_bias=bias is not None and not bias.any(), inputs=inputs)
+            bias = peek.find(f"{stem}.bias")
+            no_bias = bias is not None and not bias.any()
+            found[stem] = replace(layout, zero_bias=no_bias, inputs=_inputs(peek, stem, layout))
     return found
 
 
@@ -140,7 +140,7 @@ def _described(stem: str, layout: IntegerLayout, told: str | None) -> IntegerLay
     """The layout that torchao's metadata describe: bytes, so a scale's integers may be of any number of bits."""
     try:
         described = json.loads(told or "")
-        kind, data, tensors = described["_type"], described["_data"], described["_tensor_data_names"]
+        kind, data, tensors = described["_type"], described["_data"], sorted(map(str, described["_tensor_data_names"]))
         outputs, group = data["block_size"]
         bits = 8 if kind == "Int8Tensor" else int(data["target_dtype"]["_data"].removeprefix("int"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -154,6 +154,15 @@ def _described(stem: str, layout: IntegerLayout, told: str | None) -> IntegerLay
             f"{stem}.weight: torchao's {kind} of {bits} bits in blocks of {outputs} x {group} is not served"
         )
     return replace(layout, bits=4 if bits <= 4 else 8, group=group)
+
+
+def _inputs(peek: _Peek, stem: str, layout: IntegerLayout) -> int:
+    """How many inputs a projection has if they do not fill their last word, else 0."""
+    shape = peek.find(f"{stem}.{_SHAPE}") if _SHAPE in layout.others and layout.words is not None else None
+    if shape is None or shape.size != 2 or shape.dtype.kind not in "iu":
+        return 0
+    inputs = int(shape.reshape(-1)[-1])
+    return inputs if inputs % layout.per_word else 0
 
 
 def _follows(order: NDArray[Any] | None, group: int) -> bool:
@@ -219,7 +228,7 @@ def pack_projections(
         here = [stem for stem in found if stem is not None]
         if not here:
             continue
-        storages = {layouts[stem].storage() for stem in here}
+        storages = dict.fromkeys(layouts[stem].storage() for stem in here)  # in an order that all ranks have
         storage = joined(storages) if len(here) == len(found) else None
         if storage is None:
             storage = next((one for one in storages if one.nearest is not None), layouts[here[0]].dequantised())

@@ -34,7 +34,7 @@ def expect(where: str, found: Any, expected: Mapping[str, Any], known: Collectio
     for key, value in expected.items():
         served = value if isinstance(value, tuple) else (value,)
         actual = found.get(key, _ABSENT.get(key, served[0]))
-        if actual not in served:
+        if not any(actual == one and type(actual) is type(one) for one in served):  # 4.0 is no number of bits
             raise ConfigError(f"{where}.{key}: {actual!r} is not served, only {either(served)}")
     known = {*expected, *known, *_HARMLESS, *_HOW_FOUND}
     unknown = sorted(key for key, value in found.items() if key not in known and value not in (None, False, {}, []))

@@ -103,7 +103,7 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
         place = f"{WHERE}.config_groups.{name}"
         own = group.get("format") if isinstance(group, Mapping) and form == _MIXED else form
         expect(place, group, {"output_activations": None, "format": (own, None)})
-        if own not in _COMPRESSED:
+        if not isinstance(own, str) or own not in _COMPRESSED:
             raise ConfigError(f"{place}.format: {own!r} is not served, only {either(tuple(_COMPRESSED))}")
         found[name] = _COMPRESSED[own](place, group)
     storages = {one: name for name, one in found.items() if isinstance(one, Storage)}

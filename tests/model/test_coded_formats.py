@@ -193,7 +193,9 @@ def test_what_c_keeps_is_as_near_as_it_can_be(form: str, most: float, tmp_path: 
 TORCHAO = {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": {"default": {"_type": "X"}}}
 
 
-def in_torchao(into: Path, kind: str = "IntxUnpackedToInt8Tensor", **changes: Any) -> tuple[Path, dict[str, Tensor]]:
+def in_torchao(
+    into: Path, kind: str = "IntxUnpackedToInt8Tensor", names: Any = ("qdata", "scale", "zero_point"), **changes: Any
+) -> tuple[Path, dict[str, Tensor]]:
     """A folder as transformers writes torchao's tensors, and what they stand for."""
     folder = copied("llama-gqa", into)
     tensors, floats, told = dict[str, Tensor](), dict[str, Tensor](), {"format": "pt"}
@@ -212,7 +214,7 @@ def in_torchao(into: Path, kind: str = "IntxUnpackedToInt8Tensor", **changes: An
         tensors[f"{stem}._weight_zero_point"] = zeros
         floats[name] = ((integers.float() - zeros[:, :, None]) * scales[:, :, None].float()).flatten(1)
         data = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, width], **changes}
-        told[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": ["qdata", "scale", "zero_point"]})
+        told[name] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": names})
     save_file(tensors, folder / "model.safetensors", told)
     describe(folder, TORCHAO)
     return folder, floats
@@ -239,6 +241,12 @@ def test_torchaos_integers_are_those_that_are_meant(tmp_path: Path) -> None:
         ),
         ("IntxUnpackedToInt8Tensor", {"block_size": [2, 32]}, "of 4 bits in blocks of 2 x 32 is not served"),
         ("IntxUnpackedToInt8Tensor", {"block_size": 5}, "torchao's metadata of it cannot be read"),
+        ("IntxUnpackedToInt8Tensor", {"names": 5}, "torchao's metadata of it cannot be read"),
+        (
+            "IntxUnpackedToInt8Tensor",
+            {"names": [["qdata"]]},
+            r"IntxUnpackedToInt8Tensor with \['qdata'\] is not served",
+        ),
     ],
 )
 def test_other_tensors_of_torchao_are_refused(kind: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -261,12 +269,19 @@ def spoil(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], None
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
+def state(**changes: Any) -> Callable[[dict[str, Tensor]], None]:
+    told = json.dumps({"shape": [48, 32], "blocksize": 64, "quant_type": "nf4", **changes})
+    return spoil(STATE, torch.tensor(list(told.encode()), dtype=torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
         ("nf4", spoil(STATE, None), "up_proj: its quant_state cannot be read: there is none of nf4 or fp4"),
         ("nf4", spoil(STATE, torch.zeros(3, dtype=torch.uint8)), "up_proj: its quant_state cannot be read"),
         ("nf4", spoil(STATE, torch.tensor(list(b'{"shape": 5}')).byte()), "up_proj: its quant_state cannot be read"),
+        ("nf4", state(blocksize=64.0), "up_proj: its quant_state cannot be read"),
+        ("nf4", state(nested_blocksize=4, nested_offset=10**400), "up_proj: its quant_state cannot be read"),
         ("nf4", spoil("weight.quant_map", None), "up_proj.weight.quant_map is missing beside"),
         ("nf4", spoil("weight.absmax", torch.ones(3)), r"absmax: expected F32 \[24\], found F32 \[3\]"),
         ("nf4", spoil("weight", torch.ones(9, 1, dtype=torch.uint8)), "9 bytes are not 48 x 32 numbers of 4 bits"),
@@ -274,6 +289,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         ("int8", spoil("SCB", torch.ones(3)), "expected int8 rows with a float32 for each"),
         ("int8", spoil("weight_format", torch.ones((), dtype=torch.uint8)), "weight_format: only rows are read"),
         ("mxfp4", spoil("weight_scale", torch.ones(48, 2).byte()), "expected bytes with a scale for 32 numbers"),
+        ("mxfp4", spoil("weight_packed", torch.ones(()).byte()), "expected bytes with a scale for 32 numbers"),
         ("nvfp4", spoil("weight_global_scale", None), "up_proj.weight_global_scale is missing beside"),
         ("nvfp4", spoil("weight_global_scale", torch.ones(3)), r"expected one float32, found F32 \[3\]"),
     ],

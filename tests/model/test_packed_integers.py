@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import content
+from model.checkpoint.coded_layouts import E2M1Layout
 from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.layouts import IntegerLayout, Layout, pack_projections
+from model.checkpoint.target_patterns import matches
 from model.checkpoint.weights_cache import WeightsCache
 from model.config.formats import integers_in_groups
 from model.engine.builder import load
 from model.engine.memory_plan import plan_weights
 from model.engine.model_info import weight_bytes
 from model.errors import CheckpointError, ConfigError
+from model.families import FAMILIES
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.linear.native import GivenIntegersLinear, NativeLinear
@@ -31,7 +36,7 @@ from model.native.library import Kind
 from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
 from model.network.weights import load_model
-from tests.model.checkpoints import copied, load_native, native_backends
+from tests.model.checkpoints import copied, load_native, native_backends, saved
 from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders, quantise, tensors_of
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
@@ -272,13 +277,42 @@ def test_of_several_groups_the_closest_target_counts(tmp_path: Path) -> None:
     assert found["decoder.layers.0.attn.qkv"] == integers_in_groups(8, 64, offsets=False)
     ours, theirs = (load_model(read_checkpoint(one), SdpaBackend()).state_dict() for one in (stored, plain))
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    for hostile in ("re:(a+)+$", "re:(.*)*x", "re:.*.*.*.*.*.*x"):
+    for hostile in ("re:(a+)+$", "re:(.*)*x", "re:a?a?a", "re:(?!x).*", "re:("):
         describe(stored, mixed(([hostile], compressed()), (["Linear"], compressed(num_bits=8, group_size=128))))
         with pytest.raises(ConfigError, match=r"config_groups\.group_0\.targets: .* is not served"):
             read_checkpoint(stored)
     describe(stored, mixed((["re:.*q_proj"], compressed()), (targets, compressed(num_bits=8, group_size=128))))
     with pytest.raises(ConfigError, match=r"none targets model\.layers\.0\.mlp\.gate_proj"):
         read_checkpoint(stored)
+
+
+PATTERNS = (
+    *(r"re:.*mlp\.(gate|up)_proj.*", r"re:.*layers\.\d+\.self_attn.(?:q|k)_proj$", "re:model.layers.[0-4].mlp"),
+    *("re:.*k_proj$|.*down_proj$", "re:^layers", "re:.*[.]lay+ers[.]1*[.]", "re:", "re:(q|)model$"),
+)
+
+
+def test_patterns_of_targets_are_those_of_re_but_for_their_time() -> None:
+    names = [f"model.layers.{layer}.{name}" for layer in (0, 11) for name in ("self_attn.k_proj", "mlp.up_proj", "mlp")]
+    names += ["model", "layers.1.mlp.down_proj", "", "qmodel"]
+    for pattern in PATTERNS:
+        found = [matches(pattern[3:], name) for name in names]
+        assert found == [bool(re.match(pattern[3:], name)) for name in names], pattern
+        assert any(found), pattern
+    assert not matches(".*a" * 20 + "x", "a" * 400)  # for which `re` would take years
+    with pytest.raises(ValueError, match="more than 256 alternatives"):
+        matches("(a|b)" * 9, "a")
+
+
+def test_of_storages_that_cannot_be_joined_the_first_one_counts() -> None:
+    """Not the first one of a set, whose order differs between the processes of ranks."""
+    config = read_checkpoint(saved("llama-gqa").path).config
+    one, other = E2M1Layout(group=16), IntegerLayout("GPTQ", 4, 16, "qweight", "scales")
+    cases: list[tuple[list[Layout], tuple[int, int]]] = [([one, other, other], (8, 32)), ([other, one, one], (8, 128))]
+    for layouts, nearest in cases:
+        stems = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+        stored_as, _ = pack_projections(FAMILIES["llama"], config, dict(zip(stems, layouts, strict=True)))
+        assert stored_as["decoder.layers.0.attn.qkv"].nearest == nearest
 
 
 @needs_native
@@ -306,6 +340,13 @@ def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({**GPTQ, "bits": 3}, r"bits: 3 is not served, only 4 or 8"),
+        ({**GPTQ, "bits": 4.0}, r"bits: 4\.0 is not served, only 4 or 8"),
+        ({key: value for key, value in GPTQ.items() if key != "bits"}, r"bits: None is not served, only 4 or 8"),
+        ({"load_in_8bit": True}, r"says bitsandbytes, but no projection is stored so"),
+        (
+            {**compressed("mixed-precision"), "config_groups": {"one": {"format": ["x"]}}},
+            r"config_groups\.one\.format: \['x'\] is not served",
+        ),
         ({**GPTQ, "checkpoint_format": "marlin"}, r"checkpoint_format: 'marlin' is not served, only 'gptq' or"),
         ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, r"dynamic: settings for single projections are not"),
         ({**GPTQ, "group_size": 0}, r"group_size must be a number of inputs or -1, found 0"),
