@@ -30,7 +30,9 @@ _VERSIONS = (2, 3)
 _MAX_TENSORS, _MAX_ENTRIES, _MAX_SHARDS = 1 << 20, 1 << 16, 1 << 10
 _MAX_KEY, _MAX_NAME, _MAX_DIMENSIONS = 1 << 16, 1 << 10, 4
 _MAX_ALIGNMENT = 1 << 20
-_MAX_ELEMENTS = 1 << 24  # of an array that is read: each takes some 50 bytes then
+_MAX_ELEMENTS = 1 << 24  # of an array of strings, or that is read: each takes some 50 bytes then
+_MAX_STRING = 1 << 28  # bytes; a whole tokenizer.json may be one
+_MAX_SHOWN = 100  # characters of a value in a message
 _DEFAULT_ALIGNMENT = 32
 # Metadata types by number: the format of `struct`; strings and arrays have lengths of their own.
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -111,21 +113,21 @@ class GGUFModel:
         """Return a string; raises `ConfigError` if it is something else, or missing without a default."""
         found = self._scalars.get(key, default)
         if not isinstance(found, str):
-            raise ConfigError(f"{self.name}: {key} must be a string, found {found!r}")
+            raise ConfigError(f"{self.name}: {key} must be a string, found {shown(found)}")
         return found
 
     def integer(self, key: str, default: int | None = None) -> int | None:
         """Return a whole number; raises `ConfigError` if it is something else."""
         found = self._scalars.get(key, default)
         if found is not None and type(found) is not int:
-            raise ConfigError(f"{self.name}: {key} must be a whole number, found {found!r}")
+            raise ConfigError(f"{self.name}: {key} must be a whole number, found {shown(found)}")
         return found
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a truth value; raises `ConfigError` if it is something else."""
         found = self._scalars.get(key, default)
         if not isinstance(found, bool):
-            raise ConfigError(f"{self.name}: {key} must be true or false, found {found!r}")
+            raise ConfigError(f"{self.name}: {key} must be true or false, found {shown(found)}")
         return found
 
     def array(self, key: str) -> list[Any]:
@@ -173,9 +175,9 @@ class _Header:
     def number(self, form: str, what: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
-    def string(self, what: str, limit: int | None = None) -> str:
+    def string(self, what: str, limit: int = _MAX_STRING) -> str:
         length = self.number("<Q", f"the length of {what}")
-        if limit is not None and length > limit:
+        if length > limit:
             raise self.fail(f"{what} has a length of {length}, of {limit} at most")
         try:
             return self.take(length, what).decode("utf-8")
@@ -197,6 +199,8 @@ class _Header:
         smallest = _MIN_STRING if kind == _STRING else struct.calcsize(_SCALARS[kind])
         if count > (self.size - self.at) // smallest:
             raise self.fail(f"{what} has {count} elements, more than fit into the file")
+        if kind == _STRING and count > _MAX_ELEMENTS:  # which are passed over one by one
+            raise self.fail(f"{what} has {count} strings, of 2^24 at most")
         found = _Array(kind, count, self.at)
         if kind == _STRING:
             self._pass_strings(count, what)
@@ -214,6 +218,15 @@ class _Header:
         if at > self.size:
             raise self.fail(f"{what} has a string beyond the end of the file at {self.size}")
         self.at = at
+
+
+def shown(value: Any) -> str:
+    """Return a value of metadata for a message, cut if it is long."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value[:3]))}{', ...' if len(value) > 3 else ''}]"
+    if isinstance(value, str) and len(value) > _MAX_SHOWN:
+        return f"{value[:_MAX_SHOWN]!r}..."
+    return repr(value)
 
 
 def is_gguf(path: Path) -> bool:

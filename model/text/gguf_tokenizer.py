@@ -77,8 +77,8 @@ class GGUFFiles(Files):
             token = self.model.integer(f"{_PREFIX}.{key}", _USUAL.get(self.kind, {}).get(name))
             if token is not None and 0 <= token < len(self.tokens):
                 found[name] = self.tokens[token]
-        if (template := self.model.get("tokenizer.chat_template")) is not None:
-            found["chat_template"] = template
+        if "tokenizer.chat_template" in self.model:
+            found["chat_template"] = self.model.text("tokenizer.chat_template")
         return found
 
     def flag(self, name: str, default: bool) -> bool:

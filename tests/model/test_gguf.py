@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.checkpoint.folder import read_checkpoint
 from model.errors import ConfigError
+from model.gguf import container
 from model.gguf.container import GGUFModel, gguf_path, model_name, read_gguf
 from tests.model.checkpoints import copied
 from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
@@ -77,6 +78,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "more tensors than there are": (put("<Q", 8, 1000), "damaged"),
     "a key beyond the end": (put("<Q", 24, 1 << 60), "the key of metadata entry 0 has a length of"),
     "a string beyond the end": (put("<Q", "general.architecture", 1 << 60, 4), "general.architecture has"),
+    "a string that is too long": (put("<Q", "general.architecture", 1 << 29, 4), "of 268435456 at most"),
     "a string that is no text": (lambda data: data.replace(b"llama", b"\xff\xfe\xff\xfe\xff"), "is not UTF-8"),
     "an array beyond the end": (put("<Q", "a.list", 1 << 60, 8), "a.list has 1152921504606846976 elements"),
     "a string of an array beyond the end": (put("<Q", "a.list", 1 << 60, 16), "a.list has a string beyond the end"),
@@ -102,6 +104,13 @@ def test_a_damaged_header_is_refused_by_what_is_wrong(damage: str, file: Path) -
     change, message = DAMAGES[damage]
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(ConfigError, match=message):
+        read_gguf(file)
+
+
+def test_strings_of_an_array_are_limited(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are passed over one by one."""
+    monkeypatch.setattr(container, "_MAX_ELEMENTS", 1)
+    with pytest.raises(ConfigError, match=r"a\.list has 2 strings"):
         read_gguf(file)
 
 
@@ -179,6 +188,10 @@ REFUSED: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {
         r"llama\.attention\.head_count_kv differs from layer to layer",
     ),
     "a rope type": ({"rope__scaling__type": ("STRING", "su")}, r"llama\.rope\.scaling\.type 'su' is not served"),
+    "more than a head that turns": ({"rope__dimension_count": ("UINT32", 9)}, r"dimension_count 9 must be from 0 to a"),
+    "a temperature": ({"rope__scaling__attn_factor": ("FLOAT32", 1.5)}, r"scaling\.attn_factor 1\.5 is not served"),
+    "long texts": ({"marvel": ("STRING", "x" * 1000)}, r"llama\.marvel is not served: 'x{100}'\.\.\.$"),
+    "long lists": ({"marvel": ("ARRAY", [7] * 1000)}, r"llama\.marvel is not served: \[7, 7, 7, \.\.\.\]$"),
     "a pooling": ({"pooling_type": ("UINT32", 4)}, r"llama\.pooling_type 4 is not served"),
 }
 
@@ -188,6 +201,12 @@ def test_settings_that_are_not_served_are_refused_by_their_key(case: str, tmp_pa
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         read_checkpoint(converted("llama", tmp_path, **changes))
+
+
+def test_windows_with_a_base_of_their_own_are_refused(tmp_path: Path) -> None:
+    for kind in ("exaone4", "olmo3"):
+        with pytest.raises(ConfigError, match=r"rope\.freq_base_swa 7\.0 must be rope\.freq_base, 500"):
+            read_checkpoint(converted(kind, tmp_path, rope__freq_base_swa=("FLOAT32", 7.0)))
 
 
 def test_values_of_any_kind_are_read_or_refused(tmp_path: Path) -> None:

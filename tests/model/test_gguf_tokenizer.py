@@ -207,6 +207,10 @@ def test_qwens_texts_are_composed(tmp_path: Path) -> None:
         ({"ggml__tokens": ("ARRAY", ["a", "a"])}, r"tokenizer\.ggml\.tokens has the same text twice"),
         ({"ggml__token_type": ("ARRAY", [1])}, r"tokenizer\.ggml\.token_type has 1 of 2 entries"),
         ({"ggml__tokens": ("ARRAY", [1, 2])}, r"tokenizer\.ggml\.tokens must be a list of texts"),
+        (
+            {"chat_template": ("UINT32", 1), "ggml__add_bos_token": ("BOOL", True)},
+            r"tokenizer\.chat_template must be a string, found 1",
+        ),
         ({"ggml__add_bos_token": ("UINT32", 1)}, r"tokenizer\.ggml\.add_bos_token must be true or false, found 1"),
     ],
 )

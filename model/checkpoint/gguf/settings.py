@@ -14,7 +14,7 @@ from model.api.request import Pooling
 from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, Architecture, Rope
 from model.checkpoint.gguf.rope_factors import llama3_settings, read_floats
 from model.errors import ConfigError
-from model.gguf.container import GGUFModel
+from model.gguf.container import GGUFModel, shown
 
 # Texts of tokens that end an output beside the one that the metadata names, as llama.cpp has them (llama-vocab.cpp).
 _ENDS = frozenset(
@@ -56,7 +56,8 @@ def _network_settings(model: GGUFModel) -> dict[str, Any]:
     known = {*architecture.keys, *architecture.known, *HARMLESS_KEYS}
     own = {key.removeprefix(f"{name}.") for key in model if key.startswith(f"{name}.")}
     if unknown := sorted(key for key in own - known if model.get(f"{name}.{key}")):
-        raise ConfigError(f"{model.name}: {name}.{unknown[0]} is not served: {model.get(f'{name}.{unknown[0]}')!r}")
+        found = shown(model.get(f"{name}.{unknown[0]}"))
+        raise ConfigError(f"{model.name}: {name}.{unknown[0]} is not served: {found}")
     raw = {"model_type": architecture.model_type, **architecture.constants}
     for key, setting in architecture.keys.items():
         if (value := _single(model, f"{name}.{key}")) is not None:
@@ -140,6 +141,8 @@ def _rope(model: GGUFModel, architecture: Architecture, raw: Mapping[str, Any]) 
     found |= _scaling(model, found["rope_theta"], dim)
     rotated = model.integer(f"{name}.rope.dimension_count")
     if rotated is not None:
+        if not 0 <= rotated <= dim:
+            raise ConfigError(f"{model.name}: {name}.rope.dimension_count {rotated} must be from 0 to a head's {dim}")
         share = rotated / dim
         while int(dim * share) < rotated:  # the table computes back
             share = math.nextafter(share, 2)
@@ -154,6 +157,9 @@ def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
     """Return how positions are scaled."""
     where = f"{model.architecture}.rope.scaling"
     kind, factor = model.get(f"{where}.type", "none"), _single(model, f"{where}.factor") or 0.0
+    temperature = _single(model, f"{where}.attn_factor")
+    if temperature not in (None, 1.0) and "rope_factors_long.weight" not in model.tensors:
+        raise ConfigError(f"{model.name}: {where}.attn_factor {temperature} is not served without rope_factors_long")
     if "rope_freqs.weight" in model.tensors:
         if kind != "none":
             raise ConfigError(f"{model.name}: {where}.type {kind!r} beside the tensor rope_freqs is not served")
@@ -221,11 +227,16 @@ def _windows(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
     window = model.integer(f"{where}.sliding_window")
     if not window:
         return {"sliding_window": None} if raw["model_type"] == "exaone4" else {}
+    theta, own = raw["rope_parameters"]["rope_theta"], _single(model, f"{model.architecture}.rope.freq_base_swa")
+    if own not in (None, theta):
+        raise ConfigError(
+            f"{model.name}: {model.architecture}.rope.freq_base_swa {own} must be rope.freq_base, {theta}"
+        )
     found: dict[str, Any] = {"sliding_window": window}
     if pattern := model.array(f"{where}.sliding_window_pattern"):
         found["layer_types"] = _layer_types(pattern)
     if raw["model_type"] == "olmo2":
-        plain = {"rope_type": "default", "rope_theta": raw["rope_parameters"]["rope_theta"]}
+        plain = {"rope_type": "default", "rope_theta": theta}
         ropes = {"full_attention": raw["rope_parameters"], "sliding_attention": plain}
         found |= {"model_type": "olmo3", "rope_parameters": ropes}
     return found
