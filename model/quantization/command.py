@@ -26,7 +26,6 @@ def quantize(
     *,
     texts: Path | None = None,
     dtype: str = "auto",
-    pickle: bool = True,
     progress: Callable[[float, str], None] = lambda share, name: None,
 ) -> Report:
     """Write the checkpoint in `folder` to the new folder `out`, with projections in the format `form`.
@@ -43,7 +42,7 @@ def quantize(
     library = native()
     if isinstance(library, str):
         raise ConfigError(f"quantising needs the native kernels: {library}")
-    checkpoint = read_checkpoint(folder, pickle=pickle)
+    checkpoint = read_checkpoint(folder)
     if gguf_path(folder) is not None:
         raise ConfigError(f"{folder.name} is a GGUF file, whose formats are its own: quantise what it was made of")
     rounded = choose_dtype(dtype, checkpoint.config, torch.device("cpu")).dtype

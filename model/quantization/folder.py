@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.folder import Checkpoint
-from model.checkpoint.json_files import read_json
+from model.checkpoint.json_files import read_json, read_json_value
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
 from model.errors import ConfigError
 from model.native.library import Kind, Library
@@ -33,7 +33,6 @@ _WEIGHTS = (  # of whichever framework, with what says how they are stored
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot"),
     *("*.index.json", "quantize_config.json", "quant_config.json", "config.json"),
 )
-_MODULES = "[0-9]_*/*"  # of sentence-transformers, with weights of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +244,20 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _copy_files(folder: Path, out: Path) -> None:
     """Copy what lies beside the weights: the tokenizer, settings of generation, modules, texts for people."""
     others = [file for file in folder.glob("*") if not any(fnmatchcase(file.name, pattern) for pattern in _WEIGHTS)]
-    for file in sorted([*others, *folder.glob(_MODULES)]):
+    for file in sorted([*others, *_module_files(folder)]):
         if file.is_file() and not file.name.startswith("."):
             copy = out / file.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
+
+
+def _module_files(folder: Path) -> Iterator[Path]:
+    """Yield what is in the folders of sentence-transformers' modules, weights included."""
+    file = folder / "modules.json"
+    names = {str(module.get("path", "")) for module in read_json_value(file)} if file.is_file() else set()
+    for name in names:
+        if Path(name) != Path():  # the first module's is the folder itself
+            yield from (folder / name).glob("*")
 
 
 def _write_json(path: Path, content: Any) -> None:

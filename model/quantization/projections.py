@@ -21,8 +21,9 @@ from model.families.table.rules import LinearRule
 from model.linear.base import linears
 from model.linear.native import NativeLinear
 from model.native.library import Kind
-from model.network.build import build_model
+from model.network.build import build_model, tensor_shapes
 from model.network.native_stack import native_linears
+from model.network.weights import plan_tensors
 from model.quantization.safetensors_file import Described
 
 FORMATS = ("int8", "int8-g128", "int4", "int4-g32", "int4-g128")  # those of `--quantization` that can be written
@@ -75,13 +76,16 @@ def find_projections(
 ) -> dict[str, Projection]:
     """The matrices of layers that `--quantization` of this name keeps as integers, by stored name.
 
-    Raises `ConfigError` for a model that is not quantised so.
+    Raises `ConfigError` for a model that is not quantised so, and if the tensors do not fit the network.
     """
     config = checkpoint.config
-    numbers = [storage.name for storage in config.stored_as.values() if storage.scale is not None]
-    if numbers:
-        raise ConfigError(f"{checkpoint.path.name} is quantised already: its projections are stored as {numbers[0]}")
+    if config.stored_as:
+        stored_as = next(iter(config.stored_as.values()))
+        raise ConfigError(
+            f"{checkpoint.path.name} is quantised already: its projections are stored as {stored_as.name}"
+        )
     network = build_model(config, ReferenceBackend(), native_linears(config, dtype, None, quantization=form))
+    plan_tensors(config, tensors, tensor_shapes(network))
     kept = {
         linear.spec.name: linear
         for linear in linears(network)

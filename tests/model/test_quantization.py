@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.api.engine_config import EngineConfig
+from model.api.request import Pooling
+from model.checkpoint.folder import read_checkpoint
 from model.errors import ConfigError
 from model.linear.base import linears
 from model.llm import LLM
@@ -25,8 +27,12 @@ from model.quantization.projections import FORMATS
 from model.quantization.safetensors_file import SafetensorsFile
 from tests.model.checkpoints import copied, native_backends, saved
 from tests.model.gguf_files import converted
+from tests.model.packers import CASES, folders
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+
+
+MODULES = (("", "Transformer"), ("after/pooling", "Pooling"))
 
 
 def loaded(path: Path, quantization: str = "none", dtype: str = "auto") -> LLM:
@@ -139,14 +145,20 @@ def test_nothing_is_left_behind_where_writing_fails(tmp_path: Path, monkeypatch:
 
 
 def test_what_cannot_be_done_is_said_before_any_work(tmp_path: Path) -> None:
-    original = saved("llama-gqa").path
+    original, packed = saved("llama-gqa").path, tmp_path / "packed"
     (tmp_path / "there").mkdir()
+    packed.mkdir()
+    wider = copied("llama-gqa", tmp_path / "wider")
+    config = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(json.dumps({**config, "intermediate_size": 44}))
     quantize(original, tmp_path / "out", "int4")
     for given, message in (
         ((original, tmp_path / "there", "int4"), "there is there already"),
         ((original, tmp_path / "no" / "out", "int4"), "no is no folder, so out cannot be written there"),
         ((original, tmp_path / "new", "int5"), "format 'int5' cannot be written; expected one of int8, "),
         ((tmp_path / "out", tmp_path / "new", "int8"), "out is quantised already: .* int4 in groups of 64"),
+        ((folders(CASES["gptq act-order"], packed)[0], tmp_path / "new", "int8"), "is quantised already: .* GPTQ int4"),
+        ((wider, tmp_path / "new", "int8"), r"down_proj\.weight: found \[32, 48\], expected \[32, 44\]"),
         ((converted("llama-gqa", tmp_path), tmp_path / "new", "int8"), "is a GGUF file, whose formats are its own"),
         ((saved("xlnet").path, tmp_path / "new", "int4"), "the native kernels compute no layer of xlnet"),
     ):
@@ -157,6 +169,18 @@ def test_what_cannot_be_done_is_said_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing cannot be read"):
         quantize(original, tmp_path / "new", "int4", texts=tmp_path / "missing")
     assert not (tmp_path / "new").exists()
+
+
+def test_folders_of_modules_are_copied_whatever_they_are_called(tmp_path: Path) -> None:
+    original = copied("bert", tmp_path / "in")
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in MODULES]
+    (original / "modules.json").write_text(json.dumps(modules))
+    (original / "after" / "pooling").mkdir(parents=True)
+    width = json.loads((original / "config.json").read_text())["hidden_size"]
+    pooling = {"word_embedding_dimension": width, "pooling_mode_max_tokens": True}
+    (original / "after" / "pooling" / "config.json").write_text(json.dumps(pooling))
+    quantize(original, tmp_path / "out", "int8")
+    assert read_checkpoint(tmp_path / "out").sentences.pooling == (Pooling.MAX,)
 
 
 def test_what_a_folder_says_of_its_format_is_checked(tmp_path: Path) -> None:
