@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.llm import LLM
 from model.network.inputs import StackInput
+from model.network.transformer import Transformer
 from tests.engine.scripted import Harness, Late, expected_tokens, request
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved
@@ -400,17 +400,16 @@ def test_a_source_is_free_when_its_last_user_ends_though_that_waits(ends: str) -
 def test_encoder_runs_once_for_sequences_that_share_and_their_logits_are_the_same(
     kind: str, salts: tuple[str, ...], settings: dict[str, int], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    found, encode = [], Transformer.encode
     for shares in (True, False):
         if not shares:
             monkeypatch.setattr(BlockManager, "_has_source", lambda *_: False)
         run, sources = running(kind), 0
-        encode = run.runner.model.encode
 
-        def counting(inputs: StackInput, encode: Callable[[StackInput], Tensor] = encode) -> Tensor:
+        def counting(model: Transformer, inputs: StackInput) -> Tensor:
             nonlocal sources
             sources += len(inputs.metadata.q_lens)
-            return encode(inputs)
+            return encode(model, inputs)
 
         params = SamplingParams(
             max_tokens=8, ignore_eos=True, temperature=float("num_beams" not in settings), **settings
@@ -419,7 +418,7 @@ def test_encoder_runs_once_for_sequences_that_share_and_their_logits_are_the_sam
             source = token_source(prompt(12, 3))
             run.engine.add(Request(f"r{number}", kind, (START,), params, source, cache_salt=salt))
         with monkeypatch.context() as patch:
-            patch.setattr(run.runner.model, "encode", counting)
+            patch.setattr(Transformer, "encode", counting)
             run.run()
         found.append((sources, run))
     (shared, ours), (alone, theirs) = found
