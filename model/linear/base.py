@@ -190,11 +190,26 @@ class CompiledLinear(Linear):
     """A projection whose product is compiled for each kind of launch, when that is first run."""
 
     tiled_rows: ClassVar[tuple[int, ...]]  # the first number of rows of each kind
+    kernels: bool  # the device has them, else torch multiplies, by `reference`
 
     @property
     @abstractmethod
     def compiled_for(self) -> Hashable:
         """What its kernels are compiled for, beside numbers of rows; alike projections share them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows `[M, outputs]` of rows `[M, inputs]`, in their dtype. M may be 0, for which nothing is launched."""
+        if len(x) == 0:
+            return x.new_empty(0, self.spec.num_outputs)
+        return softcapped(self.by_kernels(x) if self.kernels else self.reference(x), self.spec.softcap)
+
+    @abstractmethod
+    def by_kernels(self, x: Tensor) -> Tensor:
+        """The product and its bias by compiled kernels, of at least one row."""
+
+    @abstractmethod
+    def reference(self, x: Tensor) -> Tensor:
+        """The same product by torch in float32: what the kernels are compared with."""
 
 
 def softcapped(outputs: Tensor, softcap: float | None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model.config.formats import FLOAT, NumberKind, Storage
 from model.config.sharding import Index
-from model.linear.base import CompiledLinear, LinearSpec, TensorShape, softcapped
+from model.linear.base import CompiledLinear, LinearSpec, TensorShape
 from model.linear.scales import StoredScales
 from model.system import fallbacks
 
@@ -106,14 +106,7 @@ class Fp8Linear(CompiledLinear):
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
         self._scales = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return softcapped(self._product(x), self.spec.softcap)
-
-    def _product(self, x: Tensor) -> Tensor:
-        if len(x) == 0:
-            return x.new_empty(0, self.spec.num_outputs)
-        if not self.kernels:
-            return self.reference(x)
+    def by_kernels(self, x: Tensor) -> Tensor:
         from model.linear import triton_fp8
 
         numbers, scales = triton_fp8.quantize_rows(x, self.block[1])

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, pad
 
 from model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored
 from model.config.sharding import Index
-from model.linear.base import CompiledLinear, LinearSpec, TensorShape, softcapped
+from model.linear.base import CompiledLinear, LinearSpec, TensorShape
 from model.linear.rounding import rounded_in_groups
 from model.linear.scales import DequantizedWhileRead, StoredScales
 
@@ -115,14 +115,7 @@ class IntegerLinear(CompiledLinear):
         self.weight_scale = nn.Parameter(kept.T.contiguous(), requires_grad=False)
         self._given = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return softcapped(self._product(x), self.spec.softcap)
-
-    def _product(self, x: Tensor) -> Tensor:
-        if len(x) == 0:
-            return x.new_empty(0, self.spec.num_outputs)
-        if not self.kernels:
-            return self.reference(x)
+    def by_kernels(self, x: Tensor) -> Tensor:
         return self.by_triton(x) if len(x) <= MOST else self.by_torch(x)
 
     def by_triton(self, x: Tensor) -> Tensor:
