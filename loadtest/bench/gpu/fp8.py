@@ -12,6 +12,7 @@ from torch import Tensor
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.quantised import filled, quantise_layers
 from model.checkpoint.stored_formats import fp8_storage
 from model.config.formats import FLOAT
 from model.linear.base import Linear, LinearSpec, Part
@@ -34,25 +35,14 @@ def need_fp8(bench: Bench) -> None:
 
 def in_fp8(model: Transformer) -> Transformer:
     """Quantise the projections of all layers, one after the other, on the model's device and in place."""
-    for stack in (model.encoder, model.decoder):
-        for module in stack.layers.modules() if stack is not None else ():
-            for name, child in list(module.named_children()):
-                if isinstance(child, FloatLinear):
-                    setattr(module, name, _quantised(child))
+    quantise_layers(model, _quantised)
     model.linear = replace(model.linear, fp8=("*.layers.*",))
     return model.requires_grad_(False).eval()
 
 
 def _quantised(linear: FloatLinear) -> Fp8Linear:
-    spec, weight = linear.spec, linear.weight.detach()
-    made = _empty(spec, weight.dtype, weight.device, None)
-    rows = (slice(0, spec.num_outputs),)
-    made.fill(spec.weight, rows, weight)
-    if linear.bias is not None:
-        made.fill(f"{spec.name}.bias", rows, linear.bias.detach())
-    made.finish()
-    made.kernels = weight.device.type == "cuda"  # a whole model takes minutes in the interpreter
-    return made
+    weight = linear.weight
+    return filled(_empty(linear.spec, weight.dtype, weight.device, None), linear)
 
 
 def _empty(spec: LinearSpec, dtype: torch.dtype, device: torch.device, block: tuple[int, int] | None) -> Fp8Linear:

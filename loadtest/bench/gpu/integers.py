@@ -12,6 +12,7 @@ from torch import Tensor
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.quantised import filled, quantise_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind, integers, integers_in_groups
 from model.linear.base import LinearSpec, Part
 from model.linear.float import FloatLinear
@@ -33,11 +34,7 @@ def need_integers(bench: Bench) -> None:
 def in_integers(model: Transformer, quantization: str) -> Transformer:
     """Round the projections of all layers, and a head of its own, one after the other, in place."""
     in_layers, in_head = QUANTIZED_LAYERS[quantization]
-    for stack in (model.encoder, model.decoder):
-        for module in stack.layers.modules() if stack is not None else ():
-            for name, child in list(module.named_children()):
-                if isinstance(child, FloatLinear):
-                    setattr(module, name, _rounded(child, in_layers))
+    quantise_layers(model, partial(_rounded, kept=in_layers))
     if isinstance(model.head, FloatLinear):
         model.head = _rounded(model.head, in_head)
     model.linear = replace(model.linear, integers=(("*.layers.*", in_layers),), quantization=quantization)
@@ -55,16 +52,10 @@ def bytes_of_weights(quantization: str) -> tuple[float, float]:
 
 
 def _rounded(linear: FloatLinear, kept: NumberFormat) -> IntegerLinear:
-    spec, weight = linear.spec, linear.weight.detach()
+    weight = linear.weight
     with torch.device("meta"):
-        made = IntegerLinear(spec, weight.dtype, weight.device, kept)
-    rows = (slice(0, spec.num_outputs),)
-    made.fill(spec.weight, rows, weight)
-    if linear.bias is not None:
-        made.fill(f"{spec.name}.bias", rows, linear.bias.detach())
-    made.finish()
-    made.kernels = weight.device.type == "cuda"  # a whole model takes minutes in the interpreter
-    return made
+        made = IntegerLinear(linear.spec, weight.dtype, weight.device, kept)
+    return filled(made, linear)
 
 
 @dataclass(frozen=True, slots=True)
