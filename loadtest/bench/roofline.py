@@ -20,7 +20,7 @@ from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import paged_specs
 from model.config.formats import QUANTIZED_LAYERS, NumberKind
-from model.config.layer import LayerConfig
+from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
 from model.native.library import Kind, Library, native
@@ -134,11 +134,18 @@ def _weights(stack: StackConfig | None) -> int:
 
 
 def _columns(layer: LayerConfig) -> int:
-    """Return the elements of a layer's matrices per dimension of its input."""
-    mlp, cross = layer.feed_forward, layer.cross
-    columns = 2 * layer.mixer.query_size + 2 * layer.mixer.kv_size
-    columns += mlp.intermediate_size * (3 if mlp.gated else 2)
+    """Return the elements of a layer's matrices per dimension of its input; of experts only those of a token."""
+    cross = layer.cross
+    columns = 2 * layer.mixer.query_size + 2 * layer.mixer.kv_size + _mlp_columns(layer.feed_forward)
     return columns + (2 * cross.query_size if cross is not None else 0)
+
+
+def _mlp_columns(config: MLPConfig | ExpertsConfig | None) -> int:
+    if config is None:
+        return 0
+    if isinstance(config, ExpertsConfig):
+        return config.count + config.per_token * _mlp_columns(config.mlp) + _mlp_columns(config.shared)
+    return config.intermediate_size * (3 if config.gated else 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from model.checkpoint.decoders import unpacked
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.fused_experts import parted
 from model.checkpoint.gguf.tensors import gguf_tensors
 from model.checkpoint.tensor_files import TensorSource, read_headers
+from model.families import FAMILIES
 from model.gguf.container import SUFFIX
 
 
@@ -16,4 +18,5 @@ def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     """
     if checkpoint.weight_files[0].suffix == SUFFIX:
         return gguf_tensors(checkpoint.weight_files[0], checkpoint.config)
-    return unpacked(read_headers(checkpoint.weight_files), checkpoint.packed)
+    stored = parted(FAMILIES[checkpoint.config.model_type], read_headers(checkpoint.weight_files))
+    return unpacked(stored, checkpoint.packed)

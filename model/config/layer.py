@@ -209,15 +209,54 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GateClamp:
+    """Bounds of a gated unit: `(clip(u, -limit, limit) + 1) * g * sigmoid(gain * g)`, g = min(gate, limit)."""
+
+    limit: float
+    gain: float
+
+    def __post_init__(self) -> None:
+        require_positive(self, limit=self.limit, gain=self.gain)
+
+
+@dataclass(frozen=True, slots=True)
 class MLPConfig:
     intermediate_size: int
     activation: Activation
     gated: bool = False  # Shazeer 2020: act(x W_gate) * (x W_up)
     bias: bool = True
     down_bias: bool | None = None  # of the last projection; None: as `bias` (GTE: it alone has one)
+    clamp: GateClamp | None = None  # of a gated SiLU
 
     def __post_init__(self) -> None:
         require_positive(self, intermediate_size=self.intermediate_size)
+        if self.clamp is not None and not (self.gated and self.activation is Activation.SILU):
+            raise ConfigError("bounds of a gated unit are those of a gated SiLU")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts: of `count` MLPs a router chooses `per_token` for each token (Shazeer et al. 2017).
+
+    A token's scores are the softmax of its router's logits over all experts, in float32. Its experts are those with the
+    largest scores, of equal ones the first; their outputs are added up, each times its score. `renormalised` scores are
+    divided by the sum of the chosen ones, which is the softmax over the chosen logits alone (Mixtral, gpt-oss).
+    """
+
+    count: int
+    per_token: int
+    mlp: MLPConfig  # each of them
+    renormalised: bool
+    router_bias: bool = False
+    shared: MLPConfig | None = None  # one more, for every token
+    shared_gate: bool = False  # which is multiplied by the sigmoid of a projection to one number (Qwen2-MoE)
+
+    def __post_init__(self) -> None:
+        require_positive(self, count=self.count, per_token=self.per_token)
+        if self.per_token > self.count:
+            raise ConfigError(f"a token has {self.per_token} experts of {self.count}")
+        if self.shared_gate and self.shared is None:
+            raise ConfigError("a gate of shared experts needs them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +282,7 @@ class LayerConfig:
     """
 
     mixer: AttentionConfig
-    feed_forward: MLPConfig
+    feed_forward: MLPConfig | ExpertsConfig
     norms: tuple[Norms, ...]  # one a sublayer, in their order
     cross: AttentionConfig | None = None
     parallel: bool = False
@@ -263,3 +302,9 @@ class LayerConfig:
             raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
         if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
             raise ConfigError("a layer with output norms scales nothing behind them")
+
+    @property
+    def mlp(self) -> MLPConfig:
+        """Its feed-forward, of a layer without experts."""
+        assert isinstance(self.feed_forward, MLPConfig)
+        return self.feed_forward

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.layer import AlibiConfig, AttentionConfig, LayerConfig, NormSpan
+from model.config.layer import AlibiConfig, AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormSpan
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 
@@ -69,8 +69,10 @@ class Shard:
                     f"tensor_parallel_size {self.size} must divide the {kv_heads} key and value heads of the {name}, "
                     "or be a multiple of them"
                 )
-        if layer.feed_forward.intermediate_size < self.size:
-            raise ConfigError(f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP")
+        mlps = layer.feed_forward
+        for mlp in (mlps.mlp, mlps.shared) if isinstance(mlps, ExpertsConfig) else (mlps,):
+            if mlp is not None and mlp.intermediate_size < self.size:
+                raise ConfigError(f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP")
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The network that this rank holds."""
@@ -103,13 +105,21 @@ class Shard:
         return ShardSlice(dim, (self.shard_range(heads),))
 
     def _layer(self, layer: LayerConfig) -> LayerConfig:
-        first, last = self.shard_range(layer.feed_forward.intermediate_size)
+        mlp = layer.feed_forward
         return replace(
             layer,
             mixer=self._attention(layer.mixer),
             cross=layer.cross and self._attention(layer.cross),
-            feed_forward=replace(layer.feed_forward, intermediate_size=last - first),
+            feed_forward=self._experts(mlp) if isinstance(mlp, ExpertsConfig) else self._mlp(mlp),
         )
+
+    def _experts(self, experts: ExpertsConfig) -> ExpertsConfig:
+        """Every rank has some columns of every expert."""
+        return replace(experts, mlp=self._mlp(experts.mlp), shared=experts.shared and self._mlp(experts.shared))
+
+    def _mlp(self, mlp: MLPConfig) -> MLPConfig:
+        first, last = self.shard_range(mlp.intermediate_size)
+        return replace(mlp, intermediate_size=last - first)
 
     def _attention(self, attention: AttentionConfig) -> AttentionConfig:
         queries, keys = self.shard_range(attention.num_heads), self.shard_range(attention.num_kv_heads)

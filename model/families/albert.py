@@ -40,7 +40,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type="albert",
         embedding=embedding,
         encoder=encoder,
-        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
+        masked_head=masked_head(raw, names, embedding, layer.mlp.activation, norm),
         classifier=labels,
         pooler=has_pooler(labels, names, "pooler.weight"),
         max_positions=raw["max_position_embeddings"],

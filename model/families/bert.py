@@ -53,7 +53,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type=raw["model_type"],
         embedding=embedding,
         encoder=encoder,
-        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
+        masked_head=masked_head(raw, names, embedding, layer.mlp.activation, norm),
         pooler=has_pooler(labels, names, "pooler.dense.weight"),
         classifier=labels,
         max_positions=raw["max_position_embeddings"],

@@ -76,7 +76,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type=raw["model_type"],
         embedding=embedding,
         encoder=encoder,
-        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
+        masked_head=masked_head(raw, names, embedding, layer.mlp.activation, norm),
         classifier=_classifier(raw, names),
         max_positions=longest,
         pad_token_id=raw.get("pad_token_id", 0),

@@ -36,7 +36,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         model_type="distilbert",
         embedding=embedding,
         encoder=encoder,
-        masked_head=masked_head(raw, names, embedding, layer.feed_forward.activation, norm),
+        masked_head=masked_head(raw, names, embedding, layer.mlp.activation, norm),
         classifier=classifier(raw, names),
         max_positions=longest,
         pad_token_id=raw.get("pad_token_id", 0),

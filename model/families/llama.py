@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
 from model.families.table.bidirectional import either_way
 from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model, with_attention
+from model.families.table.experts import ExpertNames
 from model.families.table.helpers import (
     activation,
     affine,
@@ -128,7 +129,9 @@ def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return with_attention(config(raw, names), window=raw.get("sliding_window"))
 
 
-def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterator[Rule]:
+def rules(
+    config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS, experts: ExpertNames | None = None
+) -> Iterator[Rule]:
     """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.decoder is not None
     yield from _outside(config)
@@ -138,9 +141,14 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _PRE_NORMS) -> Iterato
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(attention, f"{there}.attn", *names)
         yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
-        gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
-        yield from fused(gated, f"{there}.mlp.up", bias=False)
-        yield from _rest(config, here, there, norms)
+        if isinstance(mlp, ExpertsConfig):
+            assert experts is not None
+            yield from experts.rules(mlp, config.decoder.hidden_size, here, f"{there}.mlp")
+        else:
+            gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
+            yield from fused(gated, f"{there}.mlp.up", bias=False)
+            yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+        yield from _norms(config, here, there, norms)
 
 
 def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -151,11 +159,11 @@ def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule(f"{here}.self_attn.qkv_proj", f"{there}.attn.qkv", bias=False)
         yield LinearRule(f"{here}.self_attn.o_proj", f"{there}.attn.out", bias=False)
         yield LinearRule(f"{here}.mlp.gate_up_proj", f"{there}.mlp.up", bias=False)
-        yield from _rest(config, here, there, _PRE_NORMS)
+        yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+        yield from _norms(config, here, there, _PRE_NORMS)
 
 
-def _rest(config: ModelConfig, here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
-    yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+def _norms(config: ModelConfig, here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
     for stored, norm in norms.items():
         yield from affine(f"{here}.{stored}", f"{there}.{norm}", bias=_shifts(config))
 

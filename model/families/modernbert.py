@@ -98,8 +98,8 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         here, there = f"layers.{i}", f"encoder.layers.{i}"
         yield LinearRule(f"{here}.attn.Wqkv", f"{there}.attn.qkv", layer.mixer.qkv_bias)
         yield LinearRule(f"{here}.attn.Wo", f"{there}.attn.out", layer.mixer.out_bias)
-        yield LinearRule(f"{here}.mlp.Wi", f"{there}.mlp.up", layer.feed_forward.bias)
-        yield LinearRule(f"{here}.mlp.Wo", f"{there}.mlp.down", layer.feed_forward.bias)
+        yield LinearRule(f"{here}.mlp.Wi", f"{there}.mlp.up", layer.mlp.bias)
+        yield LinearRule(f"{here}.mlp.Wo", f"{there}.mlp.down", layer.mlp.bias)
         if layer.norms[0].pre is not None:
             yield from affine(f"{here}.attn_norm", f"{there}.attn_norms.pre", bias=shifts)
         yield from affine(f"{here}.mlp_norm", f"{there}.mlp_norms.pre", bias=shifts)

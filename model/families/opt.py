@@ -43,7 +43,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield TensorRule("decoder.embed_positions.weight", "decoder.positions.weight")
     for i, layer in enumerate(config.decoder.layers):
         here = there = f"decoder.layers.{i}"
-        slot, bias = "pre" if layer.norms[0].pre else "post", layer.feed_forward.bias
+        slot, bias = "pre" if layer.norms[0].pre else "post", layer.mlp.bias
         names = (f"{here}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
         yield from self_attention(layer.mixer, f"{there}.attn", *names)
         yield from affine(f"{here}.self_attn_layer_norm", f"{there}.attn_norms.{slot}")

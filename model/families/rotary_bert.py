@@ -234,14 +234,14 @@ def _rules(
 
 
 def _nomic_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
-    gate_first = dict.fromkeys((f"{here}.fc12", f"{here}.fc11"), layer.feed_forward.intermediate_size)
+    gate_first = dict.fromkeys((f"{here}.fc12", f"{here}.fc11"), layer.mlp.intermediate_size)
     yield from fused(gate_first, f"{there}.up", bias=False)
     yield LinearRule(f"{here}.fc2", f"{there}.down", bias=False)
 
 
 def _gte_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
     """The stored matrix has the gate behind what it opens."""
-    inner = layer.feed_forward.intermediate_size
+    inner = layer.mlp.intermediate_size
     first, second, shape = (0, inner), (inner, 2 * inner), (2 * inner, hidden)
     for rows, part in ((first, second), (second, first)):
         yield TensorRule(f"{here}.up_gate_proj.weight", f"{there}.up.weight", rows, shape=shape, part=part)

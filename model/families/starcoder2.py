@@ -35,7 +35,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield TensorRule("embed_tokens.weight", "tokens.weight")
     for i, layer in enumerate(config.decoder.layers):
-        here, there, bias = f"layers.{i}", f"decoder.layers.{i}", layer.feed_forward.bias
+        here, there, bias = f"layers.{i}", f"decoder.layers.{i}", layer.mlp.bias
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(layer.mixer, f"{there}.attn", *names)
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")

@@ -122,7 +122,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
                 names = (f"{here}.1.EncDecAttention.{part}" for part in "qkvo")
                 yield from cross_attention(layer.cross, f"{there}.cross", *names)
                 yield from affine(f"{here}.1.layer_norm", f"{there}.cross_norms.pre", bias=False)
-            yield from _mlp(layer.feed_forward, f"{here}.{1 if layer.cross is None else 2}", there)
+            yield from _mlp(layer.mlp, f"{here}.{1 if layer.cross is None else 2}", there)
         yield TensorRule(f"{side}.final_layer_norm.weight", f"{side}.final_norm.weight")
     if config.head is not None and not config.head.tied:
         yield LinearRule("lm_head", "head", bias=False)

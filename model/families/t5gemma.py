@@ -74,7 +74,7 @@ def _layers(side: str, stack: StackConfig) -> Iterator[Rule]:
             sublayers["cross_attn"] = "cross"
             names = (f"{here}.cross_attn.{part}_proj" for part in "qkvo")
             yield from cross_attention(layer.cross, f"{here}.cross", *names)
-        inner = layer.feed_forward.intermediate_size
+        inner = layer.mlp.intermediate_size
         gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), inner)
         yield from fused(gated, f"{here}.mlp.up", bias=False)
         yield LinearRule(f"{here}.mlp.down_proj", f"{here}.mlp.down", bias=False)

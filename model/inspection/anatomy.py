@@ -16,6 +16,7 @@ from model.config.layer import (
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
+    ExpertsConfig,
     LayerConfig,
     MLPConfig,
     RotaryConfig,
@@ -54,11 +55,18 @@ class Anatomy:
 
     config: ModelConfig
     parameters: dict[str, int]  # by part; tied and shared weights count once
-    multiplied: dict[str, int]  # the same, but weights that layers share count once for each layer
+    multiplied: dict[str, int]  # of a token: weights that layers share once for each layer, of experts its own
 
     @property
     def total_parameters(self) -> int:
         return sum(self.parameters.values())
+
+    @property
+    def active_parameters(self) -> int | None:
+        """Return the parameters that a token passes through; None: all, as there are no experts."""
+        layers = [layer for stack in self.config.stacks.values() for layer in stack.layers]
+        sparse = any(isinstance(layer.feed_forward, ExpertsConfig) for layer in layers)
+        return sum(self.multiplied.values()) if sparse else None
 
     def weight_bytes(self, dtype: str) -> int:
         return self.total_parameters * DTYPE_BYTES[dtype]
@@ -146,7 +154,7 @@ def describe_stack(config: StackConfig) -> dict[str, str]:
         "heads": described(lambda layer: _heads(layer.mixer)),
         "positions": described(lambda layer: _positions(config, layer)),
         "norms": described(_norms) + (", final norm" if config.final_norm else ""),
-        "MLP": described(lambda layer: _mlp(layer.feed_forward)),
+        "MLP": described(lambda layer: _feed_forward(layer.feed_forward)),
     }
 
 
@@ -188,6 +196,14 @@ def _norms(layer: LayerConfig) -> str:
     }
     kinds = " and ".join(dict.fromkeys(norm.kind.value for norm in slots.values()))
     return f"{kinds} {' and '.join(slots)}-norm" + " for both sublayers" * layer.one_norm
+
+
+def _feed_forward(config: MLPConfig | ExpertsConfig) -> str:
+    """`48, gated silu`, or `8 experts of 48, gated silu, 2 a token, one of 96 shared`."""
+    if isinstance(config, MLPConfig):
+        return _mlp(config)
+    shared = f", one of {config.shared.intermediate_size} shared" if config.shared is not None else ""
+    return f"{config.count} experts of {_mlp(config.mlp)}, {config.per_token} a token{shared}"
 
 
 def _mlp(mlp: MLPConfig) -> str:

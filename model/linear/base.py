@@ -49,7 +49,8 @@ class LinearSpec:
     """A projection `x W^T + b`: where it is in the network, its sizes, its fused parts, how ranks divide it.
 
     `tied_to` names the tensor elsewhere in the network that serves as W too. With a `softcap` the outputs are
-    `softcap * tanh(y / softcap)` of the projection's y.
+    `softcap * tanh(y / softcap)` of the projection's y. Of several `experts` W has the matrices of all, one below the
+    other, and so has b. An `exact` projection is kept in floats whatever format is asked for.
     """
 
     name: str  # as in decoder.layers.0.attn.qkv
@@ -59,6 +60,8 @@ class LinearSpec:
     split: Split = Split.WHOLE
     tied_to: str | None = None
     softcap: float | None = None
+    experts: int = 1
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.softcap is not None and self.split is Split.INPUTS:
@@ -66,6 +69,11 @@ class LinearSpec:
 
     @property
     def num_outputs(self) -> int:
+        """Rows of W."""
+        return self.experts * self.outputs_of_expert
+
+    @property
+    def outputs_of_expert(self) -> int:
         return sum(part.outputs for part in self.outputs)
 
     @property
@@ -93,7 +101,7 @@ class LinearSpec:
 
     def _output_ranges(self, shard: Shard) -> Iterator[tuple[int, int]]:
         begin = 0
-        for part in self.outputs:
+        for part in self.outputs * self.experts:
             first, last = shard.shard_range(part.count)
             yield begin + first * part.width, begin + last * part.width
             begin += part.outputs
@@ -184,6 +192,13 @@ class Linear(nn.Module):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
+
+    def of_experts(self, x: Tensor, starts: Tensor) -> Tensor:
+        """Rows `[R, outputs_of_expert]` of rows x `[R, inputs]`, each by the matrix of its expert.
+
+        The rows of expert e are those from `starts[e]` up to `starts[e + 1]`; `[experts + 1]` int32 on the device of x.
+        """
+        raise NotImplementedError(f"{self.spec.name}: {type(self).__name__} multiplies by no experts' matrices")
 
 
 class CompiledLinear(Linear):

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored, nearest_kept
+from model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored, nearest_kept
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
@@ -20,6 +20,7 @@ from model.linear.parallel import Collective, ParallelLinear
 from model.native.library import Library
 
 CPU = torch.device("cpu")
+_EXACT = NumberFormat(NumberKind.FLOAT32, NumberKind.FLOAT32)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class LinearFactory:
         """The projection that `spec` asks for; `tied` gives the tensor that `spec.tied_to` names."""
         spec = replace(spec, name=self.prefix + spec.name)
         if spec.split is Split.INPUTS and self.collective is not None:
+            if spec.experts > 1:  # whoever adds up a token's experts adds up the ranks' parts too
+                return self._local(replace(spec, bias=spec.bias and self.shard.rank == 0), tied)
             return ParallelLinear(spec, self._local(replace(spec, bias=False), tied), self.collective)
         return self._local(spec, tied)
 
@@ -52,13 +55,15 @@ class LinearFactory:
         stored_as = self.stored_as.get(spec.name, FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
-                return native_linear(self._kept(number_format, stored_as), spec, self.dtype, self.library)
-        if (as_integers := self._in_integers(spec.name, stored_as)) is not None:
+                kept = _EXACT if spec.exact else number_format
+                return native_linear(self._kept(kept, stored_as), spec, self.dtype, self.library)
+        as_integers = self._in_integers(spec, stored_as)
+        if as_integers is not None:
             return integer_linear(spec, self.dtype, self.device, as_integers, stored_as)
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)
-        if self._in_fp8(spec.name, stored_as):
+        if self._in_fp8(spec, stored_as):
             return Fp8Linear(spec, self.dtype, self.device, stored_as)
         if stored_as.scale is None:
             return FloatLinear(spec, self.dtype, self.device)
@@ -73,15 +78,16 @@ class LinearFactory:
         nearest = nearest_kept(stored_as) if self.quantization == "none" else None
         return kept_as_stored(stored_as) or nearest
 
-    def _in_fp8(self, name: str, stored_as: Storage) -> bool:
+    def _in_fp8(self, spec: LinearSpec, stored_as: Storage) -> bool:
         if self.fp8 is None or not keeps(stored_as):
             return False
-        return stored_as != FLOAT or any(fnmatchcase(name, pattern) for pattern in self.fp8)
+        return stored_as != FLOAT or (not spec.exact and any(fnmatchcase(spec.name, pattern) for pattern in self.fp8))
 
-    def _in_integers(self, name: str, stored_as: Storage) -> NumberFormat | None:
+    def _in_integers(self, spec: LinearSpec, stored_as: Storage) -> NumberFormat | None:
         if self.integers is None:
             return None
-        asked = (kept for pattern, kept in self.integers if fnmatchcase(name, pattern))
+        patterns = () if spec.exact else self.integers
+        asked = (kept for pattern, kept in patterns if fnmatchcase(spec.name, pattern))
         return self._as_stored(stored_as) or next(asked, None)
 
     def within(self, name: str) -> LinearFactory:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ class NativeLinear(Linear):
         self.kind = kind
         self.group = group
         self._of_groups: tuple[str, ...] = ("scale",)  # arrays with a number for each output and group
-        self._matrix = PackedMatrix(int(kind), spec.num_outputs, spec.inputs, group=group)
+        # Each expert's matrix begins with a panel of its own.
+        self._rows_of_expert = _round_up(spec.outputs_of_expert, PANEL_WIDTH)
+        rows = spec.num_outputs if spec.experts == 1 else spec.experts * self._rows_of_expert
+        self._matrix = PackedMatrix(int(kind), rows, spec.inputs, group=group)
         self.arrays: dict[str, Tensor] = {}  # the bytes that the fields of `matrix` point to
 
     @property
@@ -75,15 +79,32 @@ class NativeLinear(Linear):
         for name, array in self.arrays.items():
             setattr(self._matrix, name, array.data_ptr())
 
+    def expert_matrix(self, expert: int) -> PackedMatrix:
+        """One expert's part of the packed matrix."""
+        matrix, first = self.matrix, expert * self._rows_of_expert
+        part = PackedMatrix(matrix.dtype, self.spec.outputs_of_expert, matrix.k, tiles=matrix.tiles, group=matrix.group)
+        for name, array in self.arrays.items():
+            setattr(part, name, array.data_ptr() + first * len(array) // _round_up(matrix.n, PANEL_WIDTH))
+        return part
+
+    def _packed_rows(self, rows: slice) -> Iterator[tuple[int, slice]]:
+        """Where rows of the whole matrix lie in the packed one: its first row, and which of them follow from there."""
+        of_expert, first = self.spec.outputs_of_expert, rows.start
+        while first < rows.stop:
+            expert, row = divmod(first, of_expert)
+            last = min(rows.stop, (expert + 1) * of_expert)
+            yield expert * self._rows_of_expert + row, slice(first - rows.start, last - rows.start)
+            first = last
+
     def fill(self, name: str, into: Index, values: Tensor) -> None:
         """Pack rows, or take values of the bias."""
         self._check(name, into, values)
         if values.dtype is not torch.bfloat16:  # which becomes float32 on the way, without loss
             values = values.to(self.dtype)
         if name == self.spec.weight:
-            self._pack(into[0].start, values)
+            self._pack(into[0], values)
         else:
-            self._set("bias", into, values)
+            self._set("bias", into[0], values)
 
     def _check(self, name: str, into: Index, values: Tensor) -> None:
         rows, *rest = self.tensors()[name].shape
@@ -91,17 +112,21 @@ class NativeLinear(Linear):
         if len(into) > 1 or not 0 <= first <= last <= rows or tuple(values.shape) != (last - first, *rest):
             raise ValueError(f"rows {first} to {last} of {list(values.shape[1:])} are not those of {name}")
 
-    def _pack(self, first: int, rows: Tensor) -> None:
+    def _pack(self, into: slice, rows: Tensor) -> None:
         if self.kind is Kind.BF16 or rows.dtype not in KINDS:
             rows = rows.to(torch.bfloat16 if self.kind is Kind.BF16 else torch.float32)
         matrix = self.matrix
         assert self.library is not None
-        self.library.pack_rows(matrix, first, rows if rows.stride(1) == 1 else rows.contiguous())
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        for first, part in self._packed_rows(into):
+            self.library.pack_rows(matrix, first, rows[part])
 
-    def _set(self, array: str, into: Index, values: Tensor) -> None:
+    def _set(self, array: str, into: slice, values: Tensor) -> None:
         """Put `[count]` floats into the array of this name."""
         self.reserve()
-        self.arrays[array].view(torch.float32)[into[0]] = values
+        floats = self.arrays[array].view(torch.float32)
+        for first, part in self._packed_rows(into):
+            floats[first : first + part.stop - part.start] = values[part]
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +139,9 @@ class NativeLinear(Linear):
 
     def _sizes(self) -> dict[str, int]:
         """Bytes of each array."""
-        spec = self.spec
-        outputs = _round_up(spec.num_outputs, PANEL_WIDTH)
-        sizes = {"data": packed_bytes(self.kind, spec.num_outputs, spec.inputs, self.group)}
+        spec, rows = self.spec, self._matrix.n
+        outputs = _round_up(rows, PANEL_WIDTH)
+        sizes = {"data": packed_bytes(self.kind, rows, spec.inputs, self.group)}
         if spec.bias:
             sizes["bias"] = 4 * outputs
         if self.group:
@@ -130,6 +155,15 @@ class NativeLinear(Linear):
         out = torch.empty(rows.shape[0], self.spec.num_outputs)
         assert self.library is not None
         self.library.run_linear(self.matrix, rows, out, self.spec.softcap or 0.0)
+        return out.to(x.dtype)
+
+    def of_experts(self, x: Tensor, starts: Tensor) -> Tensor:
+        rows, bounds = x.float().contiguous(), starts.tolist()
+        out = torch.empty(rows.shape[0], self.spec.outputs_of_expert)
+        assert self.library is not None
+        for expert, (first, last) in enumerate(pairwise(bounds)):
+            if first < last:
+                self.library.run_linear(self.expert_matrix(expert), rows[first:last], out[first:last], 0.0)
         return out.to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NativeLinear:
@@ -147,9 +181,9 @@ class Int8RowsLinear(NativeLinear):
         """Pack rows of integers, or take scales or values of the bias."""
         self._check(name, into, values)
         if name == f"{self.spec.name}.weight_scale":
-            self._set("scale", into, values[:, 0])
+            self._set("scale", into[0], values[:, 0])
         elif name == self.spec.weight:
-            self._pack(into[0].start, values)
+            self._pack(into[0], values)
         else:
             super().fill(name, into, values)
 
@@ -176,10 +210,11 @@ class GivenIntegersLinear(NativeLinear):
         if name in self._arrays:
             self.reserve()
             panels = self.arrays[self._arrays[name]].view(torch.float32).view(-1, self.num_groups, PANEL_WIDTH)
-            rows = torch.arange(into[0].start, into[0].stop)
-            panels[rows // PANEL_WIDTH, : values.shape[1], rows % PANEL_WIDTH] = values.float()
+            for first, part in self._packed_rows(into[0]):
+                rows = torch.arange(first, first + part.stop - part.start)
+                panels[rows // PANEL_WIDTH, : values.shape[1], rows % PANEL_WIDTH] = values[part].float()
         elif name == self.spec.weight:
-            self._pack(into[0].start, values)
+            self._pack(into[0], values)
         else:
             super().fill(name, into, values)
 

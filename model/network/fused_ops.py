@@ -125,6 +125,14 @@ def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @fused
+def clamped(hidden: Tensor, limit: float, gain: float) -> Tensor:
+    """`model.config.layer.GateClamp` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
+    gate, up = hidden.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1.0) * gate * torch.sigmoid(gain * gate)
+
+
+@fused
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Queries and keys `[T, heads, D]` turned by their positions."""
     return rotate(q, (cos, sin), interleaved=interleaved), rotate(k, (cos, sin), interleaved=interleaved)

@@ -8,12 +8,18 @@ from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.paged import LayerCache
-from model.config.layer import AlibiConfig, BucketBiasConfig, DisentangledConfig, LayerConfig, XLNetRelativeConfig
+from model.config.layer import (
+    AlibiConfig,
+    BucketBiasConfig,
+    DisentangledConfig,
+    LayerConfig,
+    XLNetRelativeConfig,
+)
 from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
 from model.network.disentangled import DisentangledBias
+from model.network.experts import build_feed_forward
 from model.network.fused_ops import add_norm
-from model.network.mlp import MLP
 from model.network.norms import SublayerNorms
 from model.network.score_bias import AlibiBias, BucketBias, RelativeBias
 from model.network.step_context import StepContext
@@ -76,7 +82,7 @@ class Layer(nn.Module):
             self.cross_norms = SublayerNorms(next(norms), hidden_size)
             self.cross = CrossAttention(config.cross, hidden_size, source_size, linear.within("cross"))
         self.mlp_norms = SublayerNorms(next(norms), hidden_size)
-        self.mlp = MLP(config.feed_forward, hidden_size, linear.within("mlp"))
+        self.mlp = build_feed_forward(config.feed_forward, hidden_size, linear.within("mlp"))
 
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
         return self.advance(Residual(x), step, cache).whole

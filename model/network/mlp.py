@@ -11,7 +11,7 @@ from torch.nn import functional
 from model.config.layer import Activation, MLPConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
-from model.network.fused_ops import gated
+from model.network.fused_ops import clamped, gated
 from model.network.step_context import StepContext
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -28,14 +28,26 @@ class MLP(nn.Module):
 
     def __init__(self, config: MLPConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
-        self.gated = config.gated
-        self.activation = ACTIVATIONS[config.activation]
-        columns = (Part(config.intermediate_size),) * (2 if config.gated else 1)
-        self.up = linear(LinearSpec("up", hidden_size, columns, config.bias, Split.OUTPUTS))
-        bias = config.bias if config.down_bias is None else config.down_bias
-        self.down = linear(LinearSpec("down", config.intermediate_size, (Part(hidden_size),), bias, Split.INPUTS))
+        self.config = config
+        up, down = projections(config, hidden_size)
+        self.up, self.down = linear(up), linear(down)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
-        hidden = step.project(self.up, x)
-        hidden = gated(hidden, self.activation) if self.gated else self.activation(hidden)
-        return step.project(self.down, hidden)
+        return step.project(self.down, activated(self.config, step.project(self.up, x)))
+
+
+def projections(config: MLPConfig, hidden_size: int, experts: int = 1) -> tuple[LinearSpec, LinearSpec]:
+    """What goes up to the inner width, gate and up in one matrix, and what comes down from it; of so many MLPs."""
+    columns = (Part(config.intermediate_size),) * (2 if config.gated else 1)
+    up = LinearSpec("up", hidden_size, columns, config.bias, Split.OUTPUTS, experts=experts)
+    bias = config.bias if config.down_bias is None else config.down_bias
+    size = (Part(hidden_size),)
+    return up, LinearSpec("down", config.intermediate_size, size, bias, Split.INPUTS, experts=experts)
+
+
+def activated(config: MLPConfig, hidden: Tensor) -> Tensor:
+    """What comes down, `[T, f]`, of what went up, `[T, f]` or gated `[T, 2 f]`."""
+    if config.clamp is not None:
+        return clamped(hidden, config.clamp.limit, config.clamp.gain)
+    activation = ACTIVATIONS[config.activation]
+    return gated(hidden, activation) if config.gated else activation(hidden)

@@ -55,7 +55,7 @@ def _of_stack(
 def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> Layer:
     """A layer whose matrices have sizes and no data."""
     hidden, query, kv = stack.hidden_size, config.mixer.query_size, config.mixer.kv_size
-    inner = config.feed_forward.intermediate_size
+    inner = config.mlp.intermediate_size
 
     def matrix(n: int, k: int) -> PackedMatrix:
         return PackedMatrix(int(kind), n, k, group=group)
@@ -63,7 +63,7 @@ def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> L
     layer = layer_structure(config, stack)
     layer.self.input, layer.self.output = matrix(query + 2 * kv, hidden), matrix(hidden, query)
     layer.mlp.up, layer.mlp.down = (
-        matrix(inner * (2 if config.feed_forward.gated else 1), hidden),
+        matrix(inner * (2 if config.mlp.gated else 1), hidden),
         matrix(hidden, inner),
     )
     if config.cross is not None:

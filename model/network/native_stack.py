@@ -23,6 +23,7 @@ from model.config.layer import (
     AlibiConfig,
     BucketBiasConfig,
     DisentangledConfig,
+    ExpertsConfig,
     LayerConfig,
     NormConfig,
     NormKind,
@@ -48,6 +49,7 @@ from model.native.structures import Layer as LayerData
 from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
+from model.network.mlp import MLP
 from model.network.native_relative import NativePositions
 from model.network.norms import HeadsNorm, OffsetRMSNorm
 from model.network.score_bias import AlibiBias, BucketBias
@@ -187,6 +189,7 @@ class NativeStack:
     def _layer(self, layer: Layer) -> LayerData:
         data = layer_structure(layer.config, self.stack.config)
         attn, mlp = data.self, data.mlp
+        assert isinstance(layer.mlp, MLP)
         attn.norms = self._norms(layer.attn_norms)
         if layer.config.mixer.qk_norm is not None:
             attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
@@ -257,12 +260,16 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
         return "XLNet's relative positions"
     if isinstance(layer.mixer.position, DisentangledConfig) and layer.mixer.window is not None:
         return "a window beside disentangled positions"
+    if isinstance(layer.feed_forward, ExpertsConfig):
+        return "experts"
+    if layer.feed_forward.clamp is not None:
+        return "bounds of a gated unit"
     return None
 
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
-    attention, mlp, cross = config.mixer, config.feed_forward, config.cross
+    attention, mlp, cross = config.mixer, config.mlp, config.cross
     pools = pool_of_layers(stack)
     pool = pools[stack.layers.index(config)]
     attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE, relative=_NONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from model.attention.reference import ReferenceBackend
+from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
 from model.network.build import build_model
 
@@ -21,12 +22,22 @@ _BESIDE = {"relative": "position table", "convolution": "convolution"}  # the la
 def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[str, int]:
     """The number of parameters of every part of a model, by the part's name in words; tied matrices count once.
 
-    With `each_use` the weights that layers share count once for each of these layers.
+    With `each_use` the weights that layers share count once for each of these layers, and of experts those of a token.
     """
     counts: Counter[str] = Counter()
     for name, parameter in build_model(config, ReferenceBackend()).named_parameters():
-        counts[part_of(name)] += parameter.numel() * (_uses(config, name) if each_use else 1)
+        counts[part_of(name)] += _multiplied(config, name, parameter.numel()) if each_use else parameter.numel()
     return dict(counts)
+
+
+def _multiplied(config: ModelConfig, name: str, count: int) -> int:
+    """How many numbers of the parameter `name`, which has `count`, a token is multiplied with, in all layers."""
+    path = name.split(".")
+    if path[0] in config.stacks and path[1] == "layers" and path[3] == "mlp" and path[4] in ("up", "down"):
+        feed_forward = config.stacks[path[0]].distinct_layers[int(path[2])].feed_forward
+        if isinstance(feed_forward, ExpertsConfig):
+            count = count // feed_forward.count * feed_forward.per_token
+    return count * _uses(config, name)
 
 
 def _uses(config: ModelConfig, name: str) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.fused_experts import joined
 from model.checkpoint.load_plan import plan_load
 from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, bytes_in_flight
 from model.checkpoint.tensor_sources import tensor_sources
@@ -26,7 +27,7 @@ from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
 from model.families import FAMILIES
-from model.families.table.rules import Shape, TensorRule, ZeroRule
+from model.families.table.rules import Family, Shape, TensorRule, ZeroRule
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
@@ -192,6 +193,10 @@ class _Progress:
 def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """The model under its family's published tensor names: the load plan read backwards."""
     family = FAMILIES[model.config.model_type]
+    return joined(family, _by_rules(model, family))
+
+
+def _by_rules(model: Transformer, family: Family) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(model.named_parameters())
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for rule in family.tensor_rules(model.config):

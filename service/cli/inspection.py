@@ -111,6 +111,8 @@ def _parameters(anatomy: Anatomy) -> Table:
         table.add_row("head", "0", "tied to the token table")
     table.add_section()
     table.add_row("all", f"{anatomy.total_parameters:,}", "")
+    if (active := anatomy.active_parameters) is not None:
+        table.add_row("used for a token", f"{active:,}", f"{active / anatomy.total_parameters:.1%}")
     for dtype in ("float32", "bfloat16"):
         table.add_row(f"bytes in {dtype}", _size(anatomy.weight_bytes(dtype)), "")
     return table

@@ -134,5 +134,6 @@ DENSE_DECODERS: Rows = {
     "bloom": random_model("BloomForCausalLM", BLOOM),
     "mpt": random_model("MptForCausalLM", dict(vocab_size=VOCAB, d_model=36, n_layers=2, n_heads=6, **_IDS)),
     "opt": random_model("OPTForCausalLM", _OPT),
+    "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
 }

@@ -31,7 +31,7 @@ _GPTJ = dict(
 )
 
 
-def _config(architecture: str, model_type: str, **settings: Any) -> str:
+def published_config(architecture: str, model_type: str, **settings: Any) -> str:
     return json.dumps({**_TRAINING, "architectures": [architecture], "model_type": model_type, **settings})
 
 
@@ -57,7 +57,7 @@ def _phi3(**settings: Any) -> str:
         rms_norm_eps=1e-05,
         rope_theta=10000.0,
     )
-    return _config("Phi3ForCausalLM", "phi3", **{**base, **settings})
+    return published_config("Phi3ForCausalLM", "phi3", **{**base, **settings})
 
 
 PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
@@ -94,7 +94,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "granite-3.3-2b-instruct": (
         2_533_539_840,
-        _config(
+        published_config(
             "GraniteForCausalLM",
             "granite",
             attention_bias=False,
@@ -123,7 +123,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "SmolLM3-3B": (
         3_075_098_624,
-        _config(
+        published_config(
             "SmolLM3ForCausalLM",
             "smollm3",
             attention_bias=False,
@@ -153,7 +153,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "OLMo-2-1124-7B": (
         7_298_617_344,
-        _config(
+        published_config(
             "Olmo2ForCausalLM",
             "olmo2",
             attention_bias=False,
@@ -175,7 +175,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "Olmo-3-1025-7B": (
         7_298_011_136,
-        _config(
+        published_config(
             "Olmo3ForCausalLM",
             "olmo3",
             attention_bias=False,
@@ -206,7 +206,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "EXAONE-4.0-1.2B": (
         1_279_391_488,
-        _config(
+        published_config(
             "Exaone4ForCausalLM",
             "exaone4",
             bos_token_id=1,
@@ -238,7 +238,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "c4ai-command-r-v01": (
         34_980_831_232,
-        _config(
+        published_config(
             "CohereForCausalLM",
             "cohere",
             attention_bias=False,
@@ -261,7 +261,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "c4ai-command-r7b-12-2024": (
         8_028_033_024,
-        _config(
+        published_config(
             "Cohere2ForCausalLM",
             "cohere2",
             _sliding_window_pattern=4,
@@ -297,7 +297,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "stablelm-3b-4e1t": (
         2_795_443_200,
-        _config(
+        published_config(
             "StableLmForCausalLM",
             "stablelm",
             bos_token_id=0,
@@ -319,7 +319,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "starcoder2-3b": (
         3_030_371_328,
-        _config(
+        published_config(
             "Starcoder2ForCausalLM",
             "starcoder2",
             attention_dropout=0.1,
@@ -345,7 +345,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "phi-2": (
         2_779_683_840,
-        _config(
+        published_config(
             "PhiForCausalLM",
             "phi",
             bos_token_id=50256,
@@ -370,7 +370,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "gpt-j-6b": (
         6_050_882_784,
-        _config(
+        published_config(
             "GPTJForCausalLM",
             "gptj",
             **_GPTJ,
@@ -384,7 +384,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "codegen-350M-mono": (
         356_712_448,
-        _config(
+        published_config(
             "CodeGenForCausalLM",
             "codegen",
             **_GPTJ,
@@ -398,7 +398,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "falcon-7b": (
         6_921_720_704,
-        _config(
+        published_config(
             "FalconForCausalLM",
             "falcon",
             alibi=False,
@@ -420,7 +420,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "falcon-rw-1b": (
         1_311_625_216,
-        _config(
+        published_config(
             "FalconForCausalLM",
             "falcon",
             alibi=True,
@@ -441,7 +441,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "falcon-40b": (
         41_303_293_952,
-        _config(
+        published_config(
             "FalconForCausalLM",
             "falcon",
             alibi=False,
@@ -461,7 +461,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "bloom-560m": (
         559_214_592,
-        _config(
+        published_config(
             "BloomForCausalLM",
             "bloom",
             apply_residual_connection_post_layernorm=False,
@@ -487,7 +487,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "mpt-7b": (
         6_649_286_656,
-        _config(
+        published_config(
             "MPTForCausalLM",
             "mpt",
             attn_config=dict(
@@ -524,7 +524,7 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
     ),
     "opt-125m": (
         125_239_296,
-        _config(
+        published_config(
             "OPTForCausalLM",
             "opt",
             _remove_final_layer_norm=False,

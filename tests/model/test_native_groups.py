@@ -228,3 +228,24 @@ def test_errors_that_count_more_are_smaller() -> None:
     assert 0.99 * plain[1] < even[1] <= plain[1] < weighted[1]
     with pytest.raises(ValueError, match="for 4 bits"):
         library().quantise_rows(weight, Kind.INT8, 64, counts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [(Kind.F32, 0), (Kind.BF16, 0), (Kind.INT8, 0), (Kind.INT8, 128), (Kind.INT4, 32)]
+)
+def test_each_expert_is_packed_as_a_matrix_of_its_own(kind: Kind, group: int) -> None:
+    torch.manual_seed(0)
+    experts, outputs, inputs = 3, 21, 70
+    weight, bias, x = torch.randn(experts * outputs, inputs), torch.randn(experts * outputs), torch.randn(9, inputs)
+    together = NativeLinear(
+        LinearSpec("all", inputs, (Part(outputs),), experts=experts), kind, torch.float32, library(), group
+    )
+    for first, last in pairwise((0, 5, 30, 42, 63)):  # whatever rows come at a time
+        together.fill("all.weight", (slice(first, last),), weight[first:last])
+        together.fill("all.bias", (slice(first, last),), bias[first:last])
+    y = together.of_experts(x, torch.tensor([0, 4, 4, 9]))
+    for expert, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
+        own = slice(expert * outputs, (expert + 1) * outputs)
+        alone = packed_linear(library(), weight[own], bias[own], kind, group)
+        assert torch.equal(y[rows], alone(x[rows]))
+        assert torch.equal(y[rows.start], alone(x[rows.start : rows.start + 1])[0])

@@ -15,6 +15,7 @@ import pytest
 from model.families import config_from_raw
 from model.inspection.anatomy import dissect
 from tests.model.published_decoders import PUBLISHED_DECODERS
+from tests.model.published_experts import PUBLISHED_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -587,7 +588,7 @@ PUBLISHED = {
 }
 
 
-PUBLISHED |= {name: Published(*row) for name, row in PUBLISHED_DECODERS.items()}
+PUBLISHED |= {name: Published(*row) for name, row in {**PUBLISHED_DECODERS, **PUBLISHED_EXPERTS}.items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

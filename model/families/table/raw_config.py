@@ -30,6 +30,7 @@ _HARMLESS = frozenset(
     mem_len reuse_len use_mems use_mems_eval use_mems_train untie_r encoder_stride generator_size
     force_bos_token_to_be_generated save_step directionality pooler_fc_size pooler_num_attention_heads
     pooler_num_fc_layers pooler_size_per_head pooler_type
+    output_router_logits router_aux_loss_coef router_jitter_noise
     net_structure_type down_scale_factor gap_size num_memory_blocks vocab_size_or_config_json_file
 
     bad_words_ids suppress_tokens begin_suppress_tokens max_length min_length max_new_tokens min_new_tokens num_beams

@@ -108,6 +108,21 @@ Rule = TensorRule | LinearRule | ZeroRule
 
 
 @dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """A stored tensor with the matrices of all experts of a layer, `[experts, outputs, inputs]`; or their biases.
+
+    It is read as one tensor for each expert and part, by the names that the family's rules have for these: `parts` with
+    the number of the expert in place of {}. `written` tells whether the family's folders have it.
+    """
+
+    source: str  # within the layer
+    parts: tuple[str, ...]  # which share the outputs, one after the other
+    interleaved: bool = False  # not so, but in turn
+    transposed: bool = False  # [experts, inputs, outputs]
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ClassifierTable:
     """Where a family's classification head reads, and what its matrices are called."""
 
@@ -126,7 +141,8 @@ class Family:
     `config` gets the raw config.json and the tensor names, which tell what a config only claims (tied head, pooler);
     names are None where a config is looked at without weights. `prefix` is what a headed model puts before its base
     model's names (of several the first that fits), `dropped` patterns (fnmatch) are of tensors that carry nothing.
-    `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads).
+    `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads);
+    `spelled` what a piece of any name is called by the rules. `fused` are tensors that are read in parts.
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
@@ -134,6 +150,8 @@ class Family:
     prefix: str | tuple[str, ...] = ""
     dropped: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    fused: tuple[FusedExperts, ...] = ()
+    spelled: Mapping[str, str] = field(default_factory=dict)
 
     def tensor_rules(self, config: ModelConfig) -> Iterator[TensorRule]:
         """Every rule of a model, projections by the format that they are stored in."""
@@ -151,7 +169,10 @@ class Family:
         """Without the prefix and what `torch.nn.utils.parametrize` adds; norms had a gamma and a beta once."""
         prefixes = (self.prefix,) if isinstance(self.prefix, str) else self.prefix
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        stem, _, kind = name.removeprefix(prefix).rpartition(".")
+        name = name.removeprefix(prefix)
+        for piece, ours in self.spelled.items():
+            name = name.replace(piece, ours)
+        stem, _, kind = name.rpartition(".")
         if kind == "original":
             stem, _, kind = stem.replace("parametrizations.", "").rpartition(".")
         kind, stem = _OLD_NAMES.get(kind, kind), self.renamed.get(stem, stem)

@@ -1,0 +1,89 @@
+"""A mixture of experts as the feed-forward of a layer (Shazeer et al. 2017, Fedus et al. 2021).
+
+Rows are put in the order of their experts, so that every expert multiplies its rows at once, and a token's results are
+added up in the order of its scores: neither depends on the other tokens of a step. Nothing here reads a number back to
+the host, so a step with experts can be recorded as a CUDA graph; what a projection does with rows that are parted so is
+its own affair (`Linear.of_experts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.config.layer import ExpertsConfig, MLPConfig
+from model.linear.base import LinearSpec, Part
+from model.linear.factory import LinearFactory
+from model.network.mlp import MLP, activated, projections
+from model.network.step_context import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which experts compute which tokens: T tokens, k experts each, of E."""
+
+    weights: Tensor  # [T, k] float32, what each expert's result counts, the most first
+    tokens: Tensor  # [T k] whose row each is, in the order of the experts
+    places: Tensor  # [T, k] where in that order a token's rows are
+    starts: Tensor  # [E + 1] int32, where in it each expert's rows begin
+
+
+def routes(config: ExpertsConfig, logits: Tensor) -> Routes:
+    """Choose the experts of tokens by the logits `[T, E]` of their router."""
+    ranked = torch.sort(torch.softmax(logits.float(), dim=-1), dim=-1, descending=True, stable=True)
+    weights, experts = ranked.values[:, : config.per_token], ranked.indices[:, : config.per_token]  # [T, k]
+    if config.renormalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    chosen = experts.flatten()
+    order = torch.argsort(chosen, stable=True)  # [T k]
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    bounds = torch.arange(config.count + 1, device=order.device)
+    starts = torch.searchsorted(chosen[order], bounds).int()
+    return Routes(weights, order // config.per_token, places.view_as(experts), starts)
+
+
+class Experts(nn.Module):
+    """`sum of w_e down_e(act(up_e(x)))` over the experts of a token, and one more for all tokens where there is one."""
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.config = config
+        self.collective = linear.collective
+        self.router = linear(LinearSpec("router", hidden_size, (Part(config.count),), config.router_bias, exact=True))
+        up, down = projections(config.mlp, hidden_size, config.count)
+        self.up, self.down = linear(up), linear(down)
+        self.shared = MLP(config.shared, hidden_size, linear.within("shared")) if config.shared is not None else None
+        self.shared_gate = None
+        if config.shared_gate:
+            self.shared_gate = linear(LinearSpec("shared_gate", hidden_size, (Part(1),), bias=False, exact=True))
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
+        chosen = routes(self.config, self.router(x))
+        hidden = activated(self.config.mlp, self.up.of_experts(x[chosen.tokens], chosen.starts))
+        y = combined(self.down.of_experts(hidden, chosen.starts), chosen)
+        if self.collective is not None:
+            y = self.collective.sum(y)
+        if self.shared is None:
+            return y
+        shared = self.shared(x, step)
+        return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+
+def combined(rows: Tensor, chosen: Routes) -> Tensor:
+    """The weighted sums `[T, d]` of each token's rows, of rows `[T k, d]` in the order of the experts.
+
+    Each is added to those before it, in float32: a sum over a dimension may be taken in another order for more tokens.
+    """
+    total = rows[chosen.places[:, 0]].float() * chosen.weights[:, :1]
+    for rank in range(1, chosen.weights.shape[1]):
+        total += rows[chosen.places[:, rank]].float() * chosen.weights[:, rank : rank + 1]
+    return total.to(rows.dtype)
+
+
+def build_feed_forward(config: MLPConfig | ExpertsConfig, hidden_size: int, linear: LinearFactory) -> MLP | Experts:
+    """The feed-forward of a layer."""
+    if isinstance(config, ExpertsConfig):
+        return Experts(config, hidden_size, linear)
+    return MLP(config, hidden_size, linear)
