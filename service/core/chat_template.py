@@ -7,10 +7,8 @@ A template comes only from the checkpoint's folder; a request can set tools, `ad
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,12 @@ _GIVEN = frozenset(
         "dict",
         "namespace",
         "range",
-        "loop",
         "cycler",
+        "joiner",
+        "raise_exception",
+        "strftime_now",
     }
-    | {"joiner", "raise_exception", "strftime_now", "true", "false", "none", "True", "False", "None", "self", "super"}
 )  # names that no request may set
-_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _TEST_CONVERSATION = ({"role": "user", "content": "Hello"},)
 _TEST_SECONDS, _TEST_MAX_CHARACTERS = 5.0, 1_000_000
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether the template strips content
@@ -49,10 +45,11 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Holds a Jinja template and the special tokens that it may name (`bos_token` ...)."""
+    """Holds a Jinja template, the special tokens that it may name (`bos_token` ...), and `names`, all that it reads."""
 
     source: str
     tokens: Mapping[str, str]
+    names: frozenset[str]
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
@@ -63,15 +60,29 @@ class ChatTemplate:
         in a folder overrule.
         """
         found = template_of(folder)
-        if found is None:
-            return None
-        template = cls(*found)
-        template._check(folder.name)
+        return None if found is None else cls.tested(*found, folder.name)
+
+    @classmethod
+    def tested(cls, source: str, tokens: Mapping[str, str], name: str) -> ChatTemplate:
+        """Compile the template and render a short conversation, which it may refuse by `raise_exception`.
+
+        `name` is whose template it is, for the message of a `ConfigError`.
+        """
+        worker = RenderWorker(_TEST_SECONDS)
+        try:
+            template = cls(source, tokens, worker.names(source))
+            variables = template.variables(_TEST_CONVERSATION, add_generation_prompt=True)
+            worker.render(source, variables, _TEST_MAX_CHARACTERS)
+        except RenderError as error:
+            if error.kind != "raised":
+                raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
+        finally:
+            worker.close()
         return template
 
     def reads(self, name: str) -> bool:
-        """Return whether the template names this variable."""
-        return name in _names_in(self.source)
+        """Return whether the template reads this variable."""
+        return name in self.names
 
     def takes(self, name: str) -> bool:
         """Return whether a request may set this variable: the template reads it, and it is not the service's."""
@@ -133,26 +144,6 @@ class ChatTemplate:
                 "continue_final_message: the chat template leaves the last message out", "continue_final_message"
             )
         return before if after.startswith(" ") else before.rstrip()
-
-    def _check(self, name: str) -> None:
-        """Compile the template and render a short conversation, which it may refuse by `raise_exception`."""
-        worker = RenderWorker(_TEST_SECONDS)
-        try:
-            worker.render(
-                self.source, self.variables(_TEST_CONVERSATION, add_generation_prompt=True), _TEST_MAX_CHARACTERS
-            )
-        except RenderError as error:
-            if error.kind != "raised":
-                raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
-        finally:
-            worker.close()
-
-
-@lru_cache(maxsize=64)
-def _names_in(source: str) -> frozenset[str]:
-    """Return the names that a template's code has, other than those of attributes."""
-    code = " ".join(_CODE.findall(source))
-    return frozenset(_NAME.findall(_TEXT.sub("''", code)))
 
 
 def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:

@@ -103,11 +103,11 @@ def _add(messages: list[Json], fields: Json) -> None:
     last = messages[-1] if messages else {}
     order = ("reasoning_content", "content", "tool_calls")
     [name] = fields
-    begun = [one for one in order[order.index(name) + (name == "tool_calls") :] if one in last]
+    begun = [one for one in order[order.index(name) + (name != "content") :] if one in last]
     if last.get("role") != "assistant" or begun:
         messages.append({"role": "assistant", **fields})
-    elif name == "tool_calls" and name in last:
-        last[name] = [*last[name], *fields[name]]
+    elif name in last:
+        last[name] += fields[name]
     else:
         last.update(fields)
 

@@ -6,7 +6,8 @@ memory, open files and their size, and the environment is empty. Templates are c
 evaluates constants.
 
 Messages on standard input, a socket, are a length of 4 bytes (big-endian) and JSON, in both directions. A request
-`{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`.
+`{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`; without `variables` the
+reply is `{"names"}`, those of the variables that the template takes from outside.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -111,18 +113,29 @@ def _compiled(source: str) -> Template:
     return _environment().from_string(source)
 
 
-def render(source: str, variables: dict[str, Any], limit: int) -> dict[str, str]:
-    """Return the text, of at most `limit` characters, or an `error`: raised, syntax, failed, memory or length."""
+def _rendered(source: str, variables: dict[str, Any], limit: int) -> dict[str, Any]:
     pieces, size = [], 0
+    for piece in _compiled(source).generate(variables):
+        size += len(piece)
+        if size > limit:
+            return {"error": "length", "message": f"more than {limit} characters"}
+        pieces.append(piece)
+    text = "".join(pieces)
+    text.encode()  # raises for half of a surrogate pair
+    return {"text": text}
+
+
+def _names(source: str) -> dict[str, Any]:
+    return {"names": sorted(find_undeclared_variables(_environment().parse(source)))}
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the text or the names, or an `error`: raised, syntax, failed, memory or length."""
+    source = request["template"]
     try:
-        for piece in _compiled(source).generate(variables):
-            size += len(piece)
-            if size > limit:
-                return {"error": "length", "message": f"more than {limit} characters"}
-            pieces.append(piece)
-        text = "".join(pieces)
-        text.encode()  # raises for half of a surrogate pair
-        return {"text": text}
+        if "variables" not in request:
+            return _names(source)
+        return _rendered(source, request["variables"], request["limit"])
     except _Raised as error:
         return {"error": "raised", "message": str(error)[:_MESSAGE]}
     except TemplateSyntaxError as error:
@@ -151,11 +164,11 @@ def _take(channel: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _serve(channel: socket.socket, answer: Callable[..., dict[str, str]]) -> None:
+def _serve(channel: socket.socket, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
         request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
-        reply = json.dumps(answer(request["template"], request["variables"], request["limit"])).encode()
+        reply = json.dumps(answer(request)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(_LENGTH.pack(len(reply)) + reply)
 
@@ -165,7 +178,7 @@ def main() -> None:
     channel = socket.socket(fileno=0)
     _confine()
     channel.sendall(READY)
-    _serve(channel, render)
+    _serve(channel, answer)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ class RenderWorker(Worker):
         """Return the text, of at most `limit` characters; raises `RenderError`."""
         return str(self.ask({"template": template, "variables": variables, "limit": limit})["text"])
 
+    def names(self, template: str) -> frozenset[str]:
+        """Return the names of the variables that the template takes from outside; raises `RenderError`."""
+        return frozenset(self.ask({"template": template})["names"])
+
 
 class RenderPool:
     """Renders several templates at a time outside the event loop, each within `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from service.core.chat_template import ChatTemplate
@@ -81,7 +82,12 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 def talker(source: str = TURNS, name: str = "chat") -> ServedModel:
     """A decoder-only model with this template and a context of its own."""
     plain = served(name, "decoder-only", byte_tokenizer())
-    return ServedModel(name, plain.checkpoint, plain.tokenizer, chat=ChatTemplate(source, TOKENS))
+    return ServedModel(name, plain.checkpoint, plain.tokenizer, chat=template(source))
+
+
+@lru_cache
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate.tested(source, TOKENS, "tests")
 
 
 def says(app: App, text: str) -> None:

@@ -52,7 +52,7 @@ def reference(source: str) -> PreTrainedTokenizerFast:
 
 
 def rendered(worker: RenderWorker, source: str, messages: list[dict[str, Any]], *, speak: bool = False) -> str:
-    variables = ChatTemplate(source, TOKENS).variables(messages, add_generation_prompt=speak)
+    variables = ChatTemplate(source, TOKENS, frozenset()).variables(messages, add_generation_prompt=speak)
     return worker.render(source, variables, 10_000)
 
 
@@ -93,7 +93,7 @@ def test_a_continued_message_is_the_reference_librarys(style: str) -> None:
     async def work() -> str:
         pool = RenderPool(20)
         try:
-            return await ChatTemplate(source, TOKENS).continued(pool, messages, 10_000)
+            return await ChatTemplate(source, TOKENS, frozenset()).continued(pool, messages, 10_000)
         finally:
             pool.close()
 
@@ -218,7 +218,9 @@ def test_sources_of_a_chat_template(tmp_path: Path) -> None:
     eos = {"content": "</s>", "lstrip": False}
     folder(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": "old"})
     folder(tmp_path, tokenizer_config__json={"chat_template": LINES, "eos_token": eos, "pad_token": None})
-    assert ChatTemplate.from_folder(tmp_path) == ChatTemplate(LINES, TOKENS)
+    assert ChatTemplate.from_folder(tmp_path) == ChatTemplate(
+        LINES, TOKENS, frozenset({"messages", "eos_token", "add_generation_prompt"})
+    )
     several = [{"name": "other", "template": "x"}, {"name": "default", "template": TURNS}]
     folder(tmp_path, tokenizer_config__json={"chat_template": several})
     found = ChatTemplate.from_folder(tmp_path)
@@ -226,6 +228,16 @@ def test_sources_of_a_chat_template(tmp_path: Path) -> None:
     folder(tmp_path, chat_template__jinja=STYLES["brackets"])
     found = ChatTemplate.from_folder(tmp_path)
     assert found is not None and found.source == STYLES["brackets"]
+
+
+def test_a_request_may_set_what_the_template_reads_from_outside() -> None:
+    source = (
+        "{% for message in messages %}{{ message.depth }}{% set shown = 'style' %}{{ shown }}{% endfor %}"
+        "{% if not tone is defined %}{% set tone = 'dry' %}{% endif %}{{ tone }}{{ strftime_now('%d') }}"
+    )
+    template = ChatTemplate.tested(source, {}, "model")
+    names = ("tone", "message", "depth", "shown", "style", "strftime_now", "messages")
+    assert [name for name in names if template.takes(name)] == ["tone"]
 
 
 @pytest.mark.parametrize("value", [7, [], ["x"], [{"name": "other", "template": "x"}], "{% if %}", "{{ nothing.x.y }}"])

@@ -405,9 +405,16 @@ def test_a_turn_of_an_agent_over_responses(served: tuple[App, openai.OpenAI, Any
     assert (made["name"], made["arguments"]) == ("shell", '{"command": ["ls"]}')
     output = {"type": "function_call_output", "call_id": made["call_id"], "output": "a.py"}
     says(app, "There is a.py.")
-    *_, last = client.responses.create(**body, input=[*items, reasoning | {"encrypted_content": None}, made, output])
+    again = {
+        "type": "reasoning",
+        "id": "rs_2",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": " again"}],
+    }
+    sent = [*items, reasoning | {"encrypted_content": None}, again, made, output]
+    *_, last = client.responses.create(**body, input=sent)
     assert last.response.output_text == "There is a.py."
-    assert f"<think>\nlook\n</think>\n\n\n{call}<|end|>\n<|turn|>tool\na.py<|end|>" in prompt_of(app)
+    assert f"<think>\nlook again\n</think>\n\n\n{call}<|end|>\n<|turn|>tool\na.py<|end|>" in prompt_of(app)
 
 
 def test_a_model_without_reasoning_or_a_template_says_so() -> None:
