@@ -17,7 +17,7 @@ from service.chat.tools import ToolUse
 
 SpecialId = Callable[[str], int | None]  # the id of a text that is a special token
 
-_FREE = r"/(?s:.*)/"
+_ANY = r"/(?s:.*)/"
 _NO_CALL = r"/(\s*[^\s\[{<`](?s:.*))?/"  # text that does not begin as calls without a mark do
 _GAP = r"/\n{0,2}/"  # between reasoning and what follows
 
@@ -76,7 +76,12 @@ class _Writer:
     def _anything(self) -> str:
         if self._answer:
             return "answer"
-        self._rules["FREE"] = _FREE
+        return self._free()
+
+    def _free(self) -> str:
+        """Return what matches any text, in which no mark is spelt out that is a special token."""
+        spelt = "|".join(re.escape(mark).replace("/", r"\/") for mark in self._special)
+        self._rules["FREE"] = f"{_ANY} & ~/(?s:.*)({spelt})(?s:.*)/" if spelt else _ANY
         return "FREE"
 
     def _calls(self, syntax: CallSyntax, without: str = "") -> str:
@@ -98,24 +103,22 @@ class _Writer:
 
     def _harmony(self) -> str:
         """Return what matches a reply in channels: reasoning, then the answer, or words to the user and a call."""
-        self._rules["FREE"] = _FREE
-        text, use, calls = self._text, self._use, self._format.calls
+        text, use, calls, free = self._text, self._use, self._format.calls, self._free()
         following = text("<|end|><|start|>assistant")
-        thought = f"({text('<|channel|>analysis<|message|>')} FREE {following})?"
+        thought = f"({text('<|channel|>analysis<|message|>')} {free} {following})?"
         final = f"{text('<|channel|>final<|message|>')} {self._anything()}"
         if calls is None or not use.callable:
             return f"{thought} {final}"
         call = self._calls(calls.syntax)
         if use.choice == "required":
             return f"{thought} {call}"
-        words = f"({text('<|channel|>commentary<|message|>')} FREE {following})?"
+        words = f"({text('<|channel|>commentary<|message|>')} {free} {following})?"
         return f"{thought} ({final} | {words} {call})"
 
     def _until(self, rule: str, mark: str) -> str:
         """Return what matches any text up to the first `mark`, with it."""
         if mark in self._special:
-            self._rules["FREE"] = _FREE
-            return f"FREE <[{self._special[mark]}]>"
+            return f"{self._free()} <[{self._special[mark]}]>"
         self._rules[f"{rule}[lazy]"] = f"/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}/"
         return rule
 

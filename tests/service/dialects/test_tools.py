@@ -233,7 +233,13 @@ def test_special_tokens_as_marks() -> None:
     message = post(app, tools=[STRICT, OTHER]).json()["choices"][0]["message"]
     assert message["content"] == "Hi" and message["tool_calls"][0]["function"]["name"] == "time"
     assert len(message["tool_calls"][0]["id"]) == 9  # as Mistral's templates want it
-    assert f"<[{mark}]>" in app.client.submitted[0].params.grammar
+    vocabulary = Vocabulary(token_bytes(model.tokenizer, 261))
+    plain = byte_tokenizer()  # in which the mark is no special token
+    for text, more, is_allowed in (("Hi", [mark], True), ("Hi[TOOL_CALLS]", [], False), ("Hi[TOOL CALLS]", [], True)):
+        ids = [*plain.encode(text, add_special_tokens=False).ids, *more]
+        matcher = compile_grammar(app.client.submitted[0].params.grammar, vocabulary)
+        taken = [bool(matcher.tokens[token]) and matcher.accept(token) is None for token in ids]
+        assert all(taken) == is_allowed, text
     tool = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
     assert post(app, messages=[*HELLO, tool]).status_code == 200
     assert "call_1" not in prompt_of(app)
