@@ -5,12 +5,15 @@ A reply that met its deadline, or was cancelled, has the stop_reason `pause_turn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pydantic_core
 
 from service.chat.conversation import Conversation, effort_variables
+from service.chat.parts import Arguments, Part
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, Tool, tool_use
 from service.core.errors import ApiError, anthropic_error, invalid
@@ -155,6 +158,7 @@ class Messages(BlockRendering):
     def __init__(self, generation: Generation, format: ReplyFormat) -> None:
         super().__init__(generation, format)
         self._head = generation.head()
+        self._arguments = JsonBeginning()  # of the call that is open
 
     def opening(self) -> Iterable[Json]:
         usage = {"input_tokens": self._generation.plan.prompt_tokens, "output_tokens": 0}
@@ -164,7 +168,15 @@ class Messages(BlockRendering):
     def failed(self, error: ApiError) -> Iterable[Json]:
         return (anthropic_error(error, self._head["id"]),)
 
+    def _pieces(self, part: Part) -> Iterator[Json]:
+        if isinstance(part, Arguments):
+            part = replace(part, text=self._arguments.push(part.text))
+            if not part.text:
+                return
+        yield from super()._pieces(part)
+
     def _begin(self, block: Block) -> Iterable[Json]:
+        self._arguments = JsonBeginning()
         empty = Block(block.kind, block.index, "", block.id, block.name)
         yield {"type": "content_block_start", "index": block.index, "content_block": _shown(empty)}
 
@@ -180,6 +192,9 @@ class Messages(BlockRendering):
         if block.kind == "reasoning":
             delta = {"type": "signature_delta", "signature": ""}
             yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+        elif block.kind == "call" and (rest := self._arguments.rest()):
+            block.text += rest
+            yield self._piece(block, rest)
         yield {"type": "content_block_stop", "index": block.index}
 
     def _end(self, delta: Json, event: Json) -> Iterable[Json]:
@@ -221,6 +236,42 @@ class Messages(BlockRendering):
             "stop_sequence": sequence,
             "usage": usage,
         }
+
+
+class JsonBeginning:
+    """Passes a text on as long as it begins a JSON value; the API's client fails on any other arguments of a call.
+
+    Each look reads the whole text, so a long one is passed on in pieces of 1/256 of it.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._passed = 0
+        self._is_json = True
+
+    def push(self, text: str) -> str:
+        """Add text; return what can be passed on now, which may be nothing."""
+        self._text += text
+        return self.rest() if len(self._text) - self._passed > len(self._text) // 256 else ""
+
+    def rest(self) -> str:
+        """Return what was not passed on, as far as it is JSON."""
+        if not self._is_json:
+            return ""
+        start, end = self._passed, len(self._text)
+        if not self._begins_json(end):
+            self._is_json = False
+            end = start + bisect(range(start + 1, end), False, key=lambda size: not self._begins_json(size))
+        self._passed = end
+        return self._text[start:end]
+
+    def _begins_json(self, size: int) -> bool:
+        text = self._text[:size]
+        try:
+            pydantic_core.from_json(text, allow_partial=True)
+        except ValueError:
+            return not text.strip()
+        return True
 
 
 def _shown(block: Block) -> Json:

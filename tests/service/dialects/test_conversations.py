@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from service.core.response_store import ResponseStore
+from service.dialects.messages import JsonBeginning
 from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
 from tests.service.dialects.test_tools import CALLED, PARAMETERS, SAID
@@ -178,6 +179,28 @@ def test_a_message_and_its_events(served: tuple[App, openai.OpenAI, Any]) -> Non
     )
     assert f"<|turn|>assistant\n{SAID}<|end|>\n{turns}" in prompt_of(app)
     assert "<|turn|>system\nBe brief.<|end|>\n<|turn|>user\nWeather?" in prompt_of(app)
+
+
+def test_arguments_that_are_no_json_do_not_break_the_client(served: tuple[App, openai.OpenAI, Any]) -> None:
+    app, _, client = served
+    body = {**SENT, "tools": [{**tool, "strict": False} for tool in OWN_TOOLS]}
+    for arguments, expected in (('{"city": Oslo}', {}), ('{"city": "Oslo", day: 1}', {"city": "Oslo"})):
+        says(app, f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+        whole = client.messages.create(**body)
+        with client.messages.stream(**body) as stream:
+            final = stream.get_final_message()
+        for message in (whole, final):
+            [call] = message.content
+            assert (call.name, call.input) == ("weather", expected)
+
+
+def test_all_that_is_json_is_passed_on() -> None:
+    value = {"städte": [1.5e-3, -2, None, {"\n": 'a "\\" b'}], "so": True, "long": "x" * 3_000, "last": "\U0001f600"}
+    text = json.dumps(value)
+    for size in (1, 7, 400, len(text)):
+        beginning = JsonBeginning()
+        passed = [beginning.push(text[at : at + size]) for at in range(0, len(text), size)]
+        assert all(passed[:250]) and "".join(passed) + beginning.rest() == text
 
 
 def test_choices_and_ends_of_messages(served: tuple[App, openai.OpenAI, Any]) -> None:
