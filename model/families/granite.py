@@ -1,14 +1,20 @@
-"""Granite: Llama with a multiplier for embeddings, scores, residual sums and logits (Granite team 2024)."""
+"""Granite: Llama with a multiplier for embeddings, scores, residual sums and logits (Granite team 2024).
+
+GraniteMoe has experts too, those of a layer in one tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
+from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.bidirectional import either_way
 from model.families.table.decoders import with_attention, with_layers
+from model.families.table.experts import ExpertNames, with_experts
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
@@ -20,4 +26,29 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, embedding=replace(base.embedding, scale=float(raw.get("embedding_multiplier", 1.0))))
 
 
-FAMILIES = {"granite": either_way(Family(config, llama.rules, "model.", llama.DROPPED))}
+def moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = config(raw, names)
+    assert base.decoder is not None
+    count, per_token = raw.get("num_local_experts", 8), raw.get("num_experts_per_tok", 2)
+    return with_experts(base, ExpertsConfig(count, per_token, base.decoder.layers[0].mlp, renormalised=True))
+
+
+_MOE = "block_sparse_moe"
+_NAMES = ExpertNames(f"{_MOE}.router.layer", f"{_MOE}.experts")
+_FUSED = (
+    *_NAMES.fused(f"{_MOE}.input_linear.weight", f"{_MOE}.output_linear.weight", written=True),
+    *_NAMES.fused(f"{_MOE}.experts.gate_up_proj", f"{_MOE}.experts.down_proj"),
+)
+FAMILIES = {
+    "granite": either_way(Family(config, llama.rules, "model.", llama.DROPPED)),
+    "granitemoe": either_way(
+        Family(
+            moe,
+            partial(llama.rules, experts=_NAMES),
+            "model.",
+            llama.DROPPED,
+            fused=_FUSED,
+            spelled={f"{_MOE}.router.weight": f"{_MOE}.router.layer.weight"},
+        )
+    ),
+}

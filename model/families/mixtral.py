@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from functools import partial
 
 from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
@@ -11,7 +12,7 @@ from model.families.table.bidirectional import either_way
 from model.families.table.decoders import with_attention
 from model.families.table.experts import ExpertNames, with_experts
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule
+from model.families.table.rules import Family
 
 _MOE = "block_sparse_moe"
 NAMES = ExpertNames(f"{_MOE}.gate", f"{_MOE}.experts", ("w1", "w3", "w2"))
@@ -25,12 +26,9 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return with_experts(base, ExpertsConfig(count, per_token, base.decoder.layers[0].mlp, renormalised=True))
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    return llama.rules(config, experts=NAMES)
-
-
+_RULES = partial(llama.rules, experts=NAMES)
 FAMILIES = {
     "mixtral": either_way(
-        Family(config, rules, "model.", llama.DROPPED, fused=NAMES.fused(), spelled={".mlp.": f".{_MOE}."})
+        Family(config, _RULES, "model.", llama.DROPPED, fused=NAMES.fused(), spelled={".mlp.": f".{_MOE}."})
     )
 }

@@ -1,7 +1,7 @@
 """OLMo 2 and 3: Llama with norms behind the sublayers, not before, and of all queries' and all keys' heads together.
 
 OLMo 2 (OLMo team 2025) has full attention; in OLMo 3 three of four layers have a window, and only the others stretch
-their rotary positions.
+their rotary positions. OLMoE (Muennighoff et al. 2024) has experts, the same norms of heads, and Llama's of sublayers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import Norms, NormSpan
+from model.config.layer import ExpertsConfig, Norms, NormSpan
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.bidirectional import either_way
 from model.families.table.decoders import with_attention, with_layers
-from model.families.table.helpers import layers_by_type
+from model.families.table.experts import ExpertNames, with_experts
+from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family
@@ -51,8 +52,27 @@ def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
+def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, clip_qkv=None)
+    raw = raw.otherwise(rms_norm_eps=1e-5, max_position_embeddings=4096)
+    base = llama.config(raw, names)
+    assert base.decoder is not None
+    experts = ExpertsConfig(
+        raw.get("num_experts", 64),
+        raw.get("num_experts_per_tok", 8),
+        base.decoder.layers[0].mlp,
+        renormalised=bool(raw.get("norm_topk_prob", False)),
+    )
+    base = with_attention(base, qk_norm=base.decoder.final_norm, qk_norm_span=NormSpan.ALL_HEADS)
+    return with_experts(base, experts)
+
+
+_EXPERTS = ExpertNames()
 _RULES = partial(llama.rules, norms=OUTPUT_NORMS)
 FAMILIES = {
     "olmo2": either_way(Family(olmo2, _RULES, "model.", llama.DROPPED)),
+    "olmoe": either_way(
+        Family(olmoe, partial(llama.rules, experts=_EXPERTS), "model.", llama.DROPPED, fused=_EXPERTS.fused())
+    ),
     "olmo3": either_way(Family(olmo3, _RULES, "model.", llama.DROPPED)),
 }

@@ -47,6 +47,7 @@ _LONGROPE = dict(
     ),
 )
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
+_EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 _FALCON = dict(**{**SIZES, "num_attention_heads": 6, "hidden_size": 48}, **_IDS, **_ROPE)
 del _FALCON["intermediate_size"]
 BLOOM = dict(vocab_size=VOCAB, hidden_size=36, n_layer=2, n_head=6, **_IDS)
@@ -134,6 +135,19 @@ DENSE_DECODERS: Rows = {
     "bloom": random_model("BloomForCausalLM", BLOOM),
     "mpt": random_model("MptForCausalLM", dict(vocab_size=VOCAB, d_model=36, n_layers=2, n_heads=6, **_IDS)),
     "opt": random_model("OPTForCausalLM", _OPT),
+    "qwen2-moe": random_model(
+        "Qwen2MoeForCausalLM",
+        LLAMA,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        **_EXPERTS,
+        shared_expert_intermediate_size=28,
+    ),
+    "qwen3-moe": random_model(
+        "Qwen3MoeForCausalLM", LLAMA, num_hidden_layers=3, decoder_sparse_step=2, norm_topk_prob=True, **_EXPERTS
+    ),
+    "olmoe": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3),
+    "granitemoe": random_model("GraniteMoeForCausalLM", LLAMA, num_local_experts=3, **_MULTIPLIERS),
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
 }

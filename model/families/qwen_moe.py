@@ -1,0 +1,66 @@
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers, of which Qwen2's have a shared one beside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from model.config.layer import ExpertsConfig
+from model.config.model import ModelConfig
+from model.families import llama
+from model.families.table.bidirectional import either_way
+from model.families.table.decoders import with_attention
+from model.families.table.experts import ExpertNames, with_experts
+from model.families.table.helpers import split_width
+from model.families.table.raw_config import Settings
+from model.families.table.rules import Family
+
+NAMES = ExpertNames()
+
+
+def sparse(raw: Settings, base: ModelConfig, *, shared: int | None = None) -> ModelConfig:
+    """Return the model with experts in the layers that are to have them, and a gated one of width `shared` beside."""
+    assert base.decoder is not None
+    mlp, step = base.decoder.layers[0].mlp, raw.get("decoder_sparse_step", 1)
+    every = range(base.decoder.num_layers)
+    dense = {*(raw.get("mlp_only_layers") or ()), *(index for index in every if (index + 1) % step)}
+    experts = ExpertsConfig(
+        raw["num_experts"],
+        raw["num_experts_per_tok"],
+        replace(mlp, intermediate_size=raw["moe_intermediate_size"]),
+        renormalised=bool(raw.get("norm_topk_prob", False)),
+        shared=None if shared is None else replace(mlp, intermediate_size=shared),
+        shared_gate=shared is not None,
+    )
+    return with_experts(base, experts, dense)
+
+
+def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_key_value_heads=16,
+    )
+    base = with_attention(llama.qwen2(raw, names), qkv_bias=bool(raw.get("qkv_bias", True)))
+    return sparse(raw, base, shared=raw["shared_expert_intermediate_size"])
+
+
+def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(
+        num_experts=raw.get("num_local_experts", 128),  # as `transformers` 5 calls it
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        num_key_value_heads=4,
+        head_dim=split_width(raw["hidden_size"], raw["num_attention_heads"]),
+    )
+    return sparse(raw, llama.qwen3(raw, names))
+
+
+_RULES = partial(llama.rules, experts=NAMES)
+FAMILIES = {
+    "qwen2_moe": either_way(Family(qwen2, _RULES, "model.", llama.DROPPED, fused=NAMES.fused())),
+    "qwen3_moe": either_way(Family(qwen3, _RULES, "model.", llama.DROPPED, fused=NAMES.fused())),
+}
