@@ -30,7 +30,8 @@ from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError, EngineDeadError
 from model.network.transformer import Transformer
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 

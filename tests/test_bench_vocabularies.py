@@ -17,8 +17,9 @@ from model.checkpoint.folder import read_checkpoint
 from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from model.pretrained.training.corpus import Document, held_out_sample
+from model.text.detokenizer import Detokenizer
 from model.text.token_bytes import token_bytes
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.tokenizer import Tokenizer
 from service.app import create_app
 from service.core.model_registry import Registry, ServedModel
 from service.settings.service_settings import ServiceSettings

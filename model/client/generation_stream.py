@@ -18,7 +18,8 @@ from typing import Protocol
 from model.api.request import FinishReason, Request, TokenOutput
 from model.client.delivery import Delivery
 from model.errors import EngineDeadError
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 
 _EVENT_BYTES = 200  # estimated size of an event without its text and log-probabilities
 _TOKEN_BYTES = 4  # estimated text of a token that is not detokenised yet

@@ -1,8 +1,4 @@
-"""Tokenisation and incremental detokenisation. No torch, no network.
-
-`Tokenizer` wraps a checkpoint's tokenizer.json. `Detokenizer` turns a growing list of ids into text deltas that join
-to exactly the text of the whole list: it holds back incomplete UTF-8 characters and text that may begin a stop string.
-"""
+"""A checkpoint's tokenizer: texts to ids with their places, and ids to texts. No torch, no network."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from typing import Any
 
 import tokenizers
 
-from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
 from model.gguf.container import gguf_path, read_gguf
 from model.text.decoders import has_fixed_texts
@@ -26,9 +21,7 @@ from model.text.tokenizer_files import Files
 from model.text.word_cache import WordCache
 
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
-_MAX_HELD = 16  # tokens that are held back without emitting part of their text
-_CHARACTER_BYTES = 4  # of the longest UTF-8 character
-_REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
+REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
 _MASKS = ("[MASK]", "<mask>")  # where no file beside tokenizer.json names the mask token
 _UNKNOWNS = ("[UNK]", "<unk>")
 
@@ -228,7 +221,7 @@ class Tokenizer:
         if not self._has_fixed_texts:
             return None
         alone = self.decode([token_id], skip_special_tokens=skip_special_tokens)
-        if not alone or _REPLACEMENT in alone:
+        if not alone or REPLACEMENT in alone:
             return None  # no text, only a space that is stripped at the beginning, or a part of a character
         twice = self.decode([token_id, token_id], skip_special_tokens=skip_special_tokens)
         return FixedText(alone, twice[len(alone) :]) if twice.startswith(alone) else None
@@ -269,193 +262,3 @@ def _special_names(files: Files) -> dict[str, str]:
     """Return the special tokens that the folder's files beside tokenizer.json name, by what they are for."""
     found = {name: files.special(name, "").content for name in ("mask_token", "unk_token")}
     return {name: text for name, text in found.items() if text}
-
-
-class Detokenizer:
-    """Decodes a growing sequence incrementally and cuts its text at the first stop string.
-
-    `push` returns the text that later tokens cannot change. The text ends before the stop string, or after it with
-    `include_stop`; once `stopped` is set, `push` returns nothing more.
-
-    The text does not depend on how many ids a call gets. The cost of a token does not grow with the sequence.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        shown_special_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-    ) -> None:
-        """`shown_special_ids`: special tokens that are not skipped."""
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._include_stop = include_stop
-        self._skipped = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset()
-        self._skip_special_tokens = skip_special_tokens and not shown_special_ids  # when decoding; `_skipped` are gone
-        self._min_tokens = min_tokens  # stop strings within the first ones are ignored
-        self._fixed_texts = tokenizer.fixed_texts(skip_special_tokens=self._skip_special_tokens)
-        self._num_tokens = 0
-        # The last tokens with emitted text. New ones are decoded after them: some decoders strip or join at the start.
-        self._context: list[int] = []
-        self._held: list[int] = []  # tokens since then
-        self._emitted = ""  # the part of context's and held tokens' text that was emitted
-        self._possible_stop = ""  # text that may begin a stop string
-        self.stopped: str | None = None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer:
-        return cls(
-            tokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop,
-            skip_special_tokens=params.skip_special_tokens,
-            shown_special_ids=params.shown_special_ids,
-            min_tokens=params.min_tokens,
-        )
-
-    def fill(self, output: TokenOutput) -> bool:
-        """Set the output's text; True if a stop string ended the sequence and the engine must be told.
-
-        The output is then the sequence's last. A stop token's text is omitted unless `include_stop`.
-        """
-        ids = output.token_ids
-        if isinstance(output.stop_reason, int) and not self._include_stop:
-            ids = ids[:-1]
-        output.text = self.push(ids, final=output.finish_reason is not None)
-        if self.stopped is None:
-            return False
-        running = output.finish_reason is None
-        output.finish_reason, output.stop_reason = FinishReason.STOP, self.stopped
-        return running
-
-    def push(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """Add `ids` and return the text that is final by now; with `final` nothing is held back."""
-        if not final and not self._stop:
-            return self._new_text(ids)
-        if self.stopped is not None:
-            return ""
-        ignored = self._min_tokens - self._num_tokens  # the first ids, which cannot stop the sequence
-        if self._stop and 0 < ignored < len(ids):
-            return self.push(ids[:ignored]) + self.push(ids[ignored:], final=final)
-        self._num_tokens += len(ids)
-        text = self._possible_stop + self._new_text(ids) + (self._held_text() if final else "")
-        self._possible_stop = ""
-        if not self._stop or self._num_tokens <= self._min_tokens:
-            return text
-        return self._cut_at_stop(text, final)
-
-    def _new_text(self, ids: Sequence[int]) -> str:
-        if self._skipped:
-            ids = [token for token in ids if token not in self._skipped]
-        fixed = None if self._held or not self._emitted or _REPLACEMENT in self._emitted else self._fixed_text(ids)
-        if fixed is not None:
-            return fixed
-        decoded, text = self._batch_text(ids) if len(ids) > 1 else (0, "")
-        for token in ids[decoded:]:
-            text += self._next_text(token)
-        return text
-
-    def _fixed_text(self, ids: Sequence[int]) -> str | None:
-        """Return the text of `ids` behind the context from a table, if they all have such a text; else None."""
-        text, found = "", None
-        for token in ids:
-            found = self._fixed_texts[token]
-            if found is None:
-                return None
-            text += found.later
-        if found is not None:
-            self._context, self._emitted = [ids[-1]], found.first
-        return text
-
-    def _batch_text(self, ids: Sequence[int]) -> tuple[int, str]:
-        """Decode the longest prefix of the ids that can be decoded at once; return its length and its text.
-
-        Its last two tokens have a text of their own, so decoding one by one would leave the same state: the last token
-        as context.
-        """
-        plain = (end for end in range(len(ids), 1, -1) if self._is_plain(ids[end - 1]) and self._is_plain(ids[end - 2]))
-        end = next(plain, 0)
-        whole = self._decode([*self._context, *self._held, *ids[:end]]) if end else _REPLACEMENT
-        if _REPLACEMENT in whole:
-            return 0, ""
-        text = whole[len(self._emitted) :]
-        self._set_context([ids[end - 1]])
-        return end, text
-
-    def _is_plain(self, token: int) -> bool:
-        text = self._decode([token])
-        return bool(text) and _REPLACEMENT not in text
-
-    def _next_text(self, token: int) -> str:
-        self._held.append(token)
-        emitted, whole = self._decode_held()
-        if len(whole) <= len(emitted) or whole.endswith(_REPLACEMENT):
-            return self._stable_text(emitted, whole) if len(self._held) > _MAX_HELD else ""
-        self._set_context(self._held)
-        return whole[len(emitted) :]
-
-    def _held_text(self) -> str:
-        """Return the text of the held tokens, which become the context."""
-        emitted, whole = self._decode_held()
-        self._set_context(self._held)
-        return whole[len(emitted) :]
-
-    def _decode_held(self) -> tuple[str, str]:
-        """Decode the context and the held tokens; return the part that was emitted before, and the whole text."""
-        whole = self._decode([*self._context, *self._held])
-        if _REPLACEMENT in whole and not whole.startswith(self._emitted):
-            # An invalid byte makes byte fallback replace a whole run of bytes, also those emitted already.
-            return "", self._decode(self._held)
-        return self._emitted, whole
-
-    def _stable_text(self, emitted: str, whole: str) -> str:
-        """Return the held text that later tokens cannot change: an unfinished character has at most four bytes."""
-        held, context = self._held, self._context if emitted else []
-        for end in range(len(held) - _CHARACTER_BYTES + 1, 0, -1):
-            text = self._decode([*context, *held[:end]])
-            if len(text) >= len(emitted) and whole.startswith(text):
-                if len(text) > len(emitted):
-                    self._set_context(held[:end])
-                self._held = held[end:]
-                return text[len(emitted) :]
-        last = self._decode(held[-_CHARACTER_BYTES:])
-        if not (last.endswith(_REPLACEMENT) and whole.endswith(_REPLACEMENT)):
-            self._set_context(held)
-            return whole[len(emitted) :]
-        # Each token ends within a character.
-        self._context, self._held, self._emitted = [], held[-_CHARACTER_BYTES:], last[:-1]
-        return whole[len(emitted) : -1]
-
-    def _set_context(self, ids: list[int]) -> None:
-        """Make `ids`, whose text is emitted, the context; no token is held any more."""
-        emitted = self._decode(ids)
-        if emitted:
-            self._context, self._emitted = ids, emitted
-        else:  # a space that the decoder strips at the beginning
-            self._context = [*self._context, *ids][-_MAX_HELD:]
-            self._emitted = self._decode(self._context)
-        self._held = []
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""
-
-    def _cut_at_stop(self, text: str, final: bool) -> str:
-        matches = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        if matches:  # the first one to be complete, so that the size of the deltas does not matter
-            start, self.stopped = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
-            return text[: start + len(self.stopped) * self._include_stop]
-        held = 0 if final else max(_overlap(text, stop) for stop in self._stop)
-        self._possible_stop = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0

@@ -25,7 +25,8 @@ from model.api.request import (
 )
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError, QueueFullError
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 
 _CRASH = "/usr/lib/secret 0xdeadbeef canary"  # text of an exception, which must reach no client and no log
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 from service.chat.parts import Arguments, Call, Content, Part, Reasoning, WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.dialects.openai import prompt_only

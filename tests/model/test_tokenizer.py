@@ -15,7 +15,8 @@ from tokenizers import decoders
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
 from model.text.decoders import has_fixed_texts
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 from tests.model.texts import (
     CHARACTERS,
     CORPUS,

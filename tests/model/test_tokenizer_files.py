@@ -17,7 +17,8 @@ from tokenizers import processors
 from transformers.convert_slow_tokenizer import DebertaV2Converter
 
 from model.errors import ConfigError
-from model.text.tokenizer import Detokenizer, Tokenizer
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
 from tests.checkpoints import byte_level_bpe
 from tests.model.tokenizer_folders import FOLDERS, NLLB_LANGUAGES, strings, write_folder, write_nllb
 
