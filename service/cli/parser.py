@@ -1,0 +1,211 @@
+"""The flags of each command of `triptych`. Reading them imports nothing slow."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from model.api.engine_config import QUANTIZATIONS
+from model.api.sampling_bounds import check_value
+from model.errors import ConfigError
+from service.settings import sources
+from service.settings.option_table import BY_NAME, OPTIONS
+
+_MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, hf:ORGANISATION/NAME, or the name of an embedded model"
+SAMPLING: dict[str, tuple[Callable[[str], Any], float, str]] = {  # flags of `generate`: type, default, meaning
+    "max_tokens": (int, 128, ""),
+    "temperature": (float, 0.0, "0 is greedy "),
+    "top_k": (int, 0, "0 is off "),
+    "top_p": (float, 1.0, ""),
+    "min_p": (float, 0.0, ""),
+    "seed": (int, 0, ""),
+    "repetition_penalty": (float, 1.0, ""),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports errors as `ConfigError`, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser: what it parses has `command`, the command's name, and `flags`, all flags of that command."""
+    parser = _Parser(prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers.")
+    _add_verbose(parser, default=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_serve(commands)
+    _add_serve_config(commands)
+    _add_download(commands)
+    _add_generate(commands)
+    _add_encode(commands)
+    _add_inspect(commands)
+    _add_quantize(commands)
+    _add_models(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="start the HTTP service", description="Start the HTTP service.")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="[NAME=]PATH",
+        help="checkpoint folders (default: those in the file of --config, else, without --models-dir, the embedded "
+        "models)",
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="file of settings and models (TRIPTYCH_CONFIG)")
+    sources.add_arguments(parser, OPTIONS)
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_serve_config(commands: Any) -> None:
+    text = "convert a file for `serve --config` for `serve deploy` and KubeRay"
+    parser = commands.add_parser("serve-config", help=text, description=text)
+    parser.add_argument("file", metavar="FILE.yaml")
+    parser.add_argument(
+        "--num-cpus", type=float, metavar="N", help="CPUs that a replica requests from Ray (default: none)"
+    )
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_download(commands: Any) -> None:
+    text = "download models of the Hub into the cache, and print their names with their commits"
+    parser = commands.add_parser("download", help=text, description=text)
+    parser.add_argument("models", nargs="+", metavar="hf:ORGANISATION/NAME[@REVISION]")
+    sources.add_arguments(parser, (BY_NAME["pickle"],))
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="generate text offline, without a server")
+    parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
+    parser.add_argument("prompt", metavar="PROMPT")
+    for name, (parse, default, text) in SAMPLING.items():
+        flag, shown = "--" + name.replace("_", "-"), f"{text}(default: {default:g})"
+        parser.add_argument(flag, type=_bounded(name, parse), default=default, help=shown)
+    for side, text in (("source", "of the prompt"), ("target", "of the output")):
+        shown = f"language {text}, as a code of the tokenizer (NLLB, mBART, M2M-100)"
+        parser.add_argument(f"--{side}-language", metavar="CODE", help=shown)
+    structure = parser.add_mutually_exclusive_group()
+    structure.add_argument("--json", action="store_true", help="constrain the output to a JSON object")
+    structure.add_argument("--json-schema", metavar="FILE|JSON", help="constrain the output to a JSON schema")
+    structure.add_argument("--regex", metavar="PATTERN", help="constrain the output to match a regular expression")
+    structure.add_argument(
+        "--choice", action="append", metavar="TEXT", help="constrain the output to one of these texts (repeatable)"
+    )
+    parser.add_argument(
+        "--stop", type=_stop, action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)"
+    )
+    _add_engine(parser)
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _bounded(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser that also checks the bounds of a sampling parameter."""
+
+    def read(text: str) -> Any:
+        value = parse(text)
+        try:
+            check_value(name, value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    read.__name__ = parse.__name__  # which argparse shows
+    return read
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {2**31 - 1}, found {text!r}")
+    return int(text)
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a non-empty text")
+    return text
+
+
+def _add_encode(commands: Any) -> None:
+    parser = commands.add_parser("encode", help="encode texts as vectors offline, one JSON line each")
+    parser.add_argument("--model", metavar="[NAME=]PATH", help=f"{_MODEL} (default: embed)")
+    parser.add_argument("texts", nargs="+", metavar="TEXT")
+    _add_engine(parser)
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser("inspect", help="show the architecture, memory and cost of a checkpoint")
+    parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: all embedded models)")
+    parser.add_argument(
+        "--context", type=_positive, default=1024, help="tokens that a decode step attends to (default: 1024)"
+    )
+    parser.add_argument("--memory", default="1GiB", help="memory of the KV cache to plan for (default: 1GiB)")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line a model")
+    parser.add_argument("--attention", metavar="TEXT", help="write an HTML page of all attention weights over a text")
+    parser.add_argument("--out", default="attention.html", metavar="FILE", help="its path (default: attention.html)")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_quantize(commands: Any) -> None:
+    text = "write a folder with a checkpoint's projections as integers, which serves itself on a CPU"
+    parser = commands.add_parser("quantize", help=text, description=text)
+    parser.add_argument("model", metavar="IN", help=_MODEL)
+    parser.add_argument("out", metavar="OUT", help="the new folder")
+    formats = [name for name in QUANTIZATIONS if name not in ("none", "fp8")]
+    parser.add_argument("--format", required=True, choices=formats, help="as in `serve --quantization`")
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        help="texts divided by blank lines: scales of 4 bits are searched by what these make of errors (default: by "
+        "errors of weights)",
+    )
+    sources.add_arguments(parser, (BY_NAME["dtype"],))
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_models(commands: Any) -> None:
+    text = "list, load and unload the models of a running service, as an operator"
+    parser = commands.add_parser("models", help=text, description=text)
+    parser.add_argument("action", choices=("list", "load", "unload"))
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the model to load or unload")
+    parser.add_argument("path", nargs="?", metavar="PATH", help="load: a folder below --models-dir, or hf:ORG/NAME")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: http://127.0.0.1:8000)")
+    parser.add_argument("--admin-key", metavar="KEY", help="an admin key (default: the first of TRIPTYCH_ADMIN_KEYS)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="load: an engine setting of the model, such as dtype=float32 (repeatable)",
+    )
+    parser.add_argument("--pin", action="store_true", help="load: keep it when it is idle or memory is needed")
+    parser.add_argument("--drain", type=float, metavar="SECONDS", help="unload: for its running requests")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    sources.add_arguments(parser, (BY_NAME["device"], BY_NAME["dtype"]))
+
+
+def _add_verbose(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
+    """Add `-v`, which is accepted before and after the command."""
+    text = "show tracebacks of configuration errors"
+    parser.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
