@@ -1,17 +1,24 @@
 """C libraries with AMX tiles: emulated in plain C (model/native/kernels/amx.h), for CPUs that have none, and real.
 
 Products of bfloat16 and of bytes in AVX-512 are emulated too (narrow.h) where the CPU has only the rest of it.
+
+Compiling takes longer than most of what is tested with it. So objects are kept in build/, by what they are made of:
+each is compiled once for all processes that share the suite out, and again only when its sources change.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -24,8 +31,10 @@ from tests.model.checkpoints import native_backends
 
 AMX, VECTORS = LEVELS[:2]
 PLAIN = next(level for level in LEVELS if level.name == "x86-64-v4")
-WITH_TILES = ("amx.c", "amx_groups.c")
-ATTENTION = "tile_attention.c"  # with tiles as they should be in every emulation, and compiled once
+PRODUCTS = "amx.c"  # what `emulated` compiles anew; all else has tiles as they should be
+WITH_TILES = (PRODUCTS, "amx_groups.c", "tile_attention.c")
+KEPT = Path(__file__).parents[2] / "build" / "tiled"
+KEPT_SECONDS = 7 * 24 * 3600  # after its last use
 NARROW = Path(__file__).parent / "narrow.h"
 HERE = fitting(build._cpuinfo(), platform.machine())
 # On a CPU without the vectors that tiles stand beside, these are emulated too.
@@ -42,51 +51,75 @@ needs_vectors = pytest.mark.skipif(
 @cache
 def emulated(old: str = "", new: str = "") -> Library:
     """Build with `old` replaced by `new` in amx.h, as for a CPU whose tiles are wrong."""
-    folder = Path(tempfile.mkdtemp(prefix="tiles-", dir=_objects()))
-    text = (build._SOURCES / "amx.h").read_text()
-    assert old in text
-    (folder / "amx.h").write_text(text.replace(old, new, 1) if old else text)
-    for name in WITH_TILES:
-        shutil.copy(build._SOURCES / name, folder)
-    return Library(Built(_linked(folder, WITH_TILES, *_EMULATED), "emulated"))
+    if not old:
+        return Library(Built(_linked(_objects()), "emulated"))
+    header = (build._SOURCES / "amx.h").read_text()
+    assert old in header
+    spoilt = _compiled(build._SOURCES / PRODUCTS, _flags(PRODUCTS), header.replace(old, new, 1))
+    return Library(Built(_linked({**_objects(), PRODUCTS: spoilt}), "emulated"))
 
 
 @cache
 def real() -> Path:
     """A library of the instructions themselves, which only a CPU that has them runs."""
-    return _linked(build._SOURCES, (*WITH_TILES, ATTENTION), *AMX.flags)
+    own = {name: _compiled(build._SOURCES / name, (*AMX.flags, "-O1")) for name in WITH_TILES}
+    return _linked({**_objects(), **own})
 
 
-def _linked(sources: Path, names: tuple[str, ...], *flags: str) -> Path:
-    """These files of `sources`, with everything else, which is the same for all."""
-    folder = Path(tempfile.mkdtemp(prefix="linked-", dir=_objects()))
-    objects = {path.stem: path for path in _objects().glob("*.o")}
-    for name in names:
-        made = objects[Path(name).stem] = folder / f"{Path(name).stem}.o"
-        gcc(*flags, "-I", str(build._SOURCES), "-c", str(sources / name), "-o", str(made))
-    gcc("-shared", *map(str, objects.values()), "-o", str(folder / "tiled.so"), "-lm")
-    return folder / "tiled.so"
+def _linked(objects: dict[str, Path]) -> Path:
+    library = temporary_folder() / "tiled.so"
+    gcc("-shared", *map(str, objects.values()), "-o", str(library), "-lm")
+    return library
 
 
 @cache
-def _objects() -> Path:
-    folder = temporary_folder()
-    sources = [source for source in build._SOURCES.glob("*.c") if source.name not in WITH_TILES]
+def _objects() -> dict[str, Path]:
+    """The object of each source file, with emulated tiles."""
+    sources = list(build._SOURCES.glob("*.c"))
     with ThreadPoolExecutor() as threads:
-        list(threads.map(partial(_compiled, folder), sources))
-    return folder
+        objects = threads.map(lambda source: _compiled(source, _flags(source.name)), sources)
+        return {source.name: made for source, made in zip(sources, objects, strict=True)}
+
+
+def _flags(name: str) -> tuple[str, ...]:
+    """Attention, which has no work for tiles and takes GCC longer than all others, as it is compiled soonest."""
+    return (*_EMULATED, "-O0" if name == "paged_attention.c" else "-O1")
+
+
+def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:
+    """The kept object of a source file; `amx` is what it includes as amx.h, if not the file itself."""
+    headers = {path.name: path.read_text() for path in [*build._SOURCES.glob("*.h"), NARROW]}
+    made_of = (build._compiler(), build._FLAGS, flags, source.name, source.read_text(), amx, sorted(headers.items()))
+    kept = KEPT / f"{sha256(repr(made_of).encode()).hexdigest()[:32]}.o"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with (KEPT / f"{source.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
+        if not kept.exists():
+            _forget_old()
+            with tempfile.TemporaryDirectory(dir=KEPT) as name:
+                folder = Path(name)
+                if amx:
+                    (folder / "amx.h").write_text(amx)
+                    shutil.copy(source, folder)  # the header beside a file comes first
+                made = folder / kept.name
+                file = folder / source.name if amx else source
+                gcc(*flags, "-I", str(build._SOURCES), "-c", str(file), "-o", str(made))
+                made.replace(kept)
+        kept.touch()
+    return kept
+
+
+def _forget_old() -> None:
+    for path in KEPT.glob("*.o"):
+        with suppress(FileNotFoundError):  # another process was quicker
+            if path.stat().st_mtime < time.time() - KEPT_SECONDS:
+                path.unlink()
 
 
 def temporary_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tiled-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def _compiled(folder: Path, source: Path) -> None:
-    """Attention, which has no work for tiles and takes GCC longer than all others, as it is compiled soonest."""
-    level = "-O0" if source.stem == "paged_attention" else "-O1"
-    gcc(*_EMULATED, level, "-c", str(source), "-o", str(folder / f"{source.stem}.o"))
 
 
 def gcc(*arguments: str) -> None:
