@@ -200,8 +200,9 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,  # [H]
     ) -> Tensor:
-        """`softmax(softcap(q k^T * scale) + bias) v`, `[T, H, D]`.
+        """`softmax(softcap(q k^T * scale) + bias) v`, `[T, H, D]`; of each head's sink, one more score without a value.
 
         Writes the keys and values of all segments into the cache before any query reads: a segment's table may name
         blocks that another segment fills in the same step (`model.engine.scheduling.block_manager`).
@@ -245,6 +246,14 @@ def given(tensor: Tensor | None) -> Tensor:
 def softcapped(scores: Tensor, softcap: float) -> Tensor:
     """`softcap * tanh(scores / softcap)`: nearly the scores while they are small, never beyond the softcap."""
     return torch.tanh(scores / softcap) * softcap
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores `[..., H, Q, S]`, in which each head's sink `[H]` takes part (Xiao et al. 2023)."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def visible(q_positions: Tensor, k_positions: Tensor, kv_lens: Tensor, *, causal: bool, window: int | None) -> Tensor:

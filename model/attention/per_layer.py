@@ -41,8 +41,9 @@ class PerLayerBackend:
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.of(config).forward(query, key, value, cache, metadata, config, bias)
+        return self.of(config).forward(query, key, value, cache, metadata, config, bias, sinks)
 
 
 def backend_of(backend: AttentionBackend, layer: AttentionConfig) -> AttentionBackend:

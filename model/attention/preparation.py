@@ -44,6 +44,7 @@ class PreparingBackend:
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`forward` (`model.attention.base.AttentionBackend`) of the queries and keys that `preparation` makes."""
         raise NotImplementedError

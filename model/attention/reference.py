@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible, weights_of
 from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
@@ -30,6 +30,7 @@ class ReferenceBackend:
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if cache is not None and metadata.slot_mapping is not None:
             key, value = given(key), given(value)
@@ -46,7 +47,7 @@ class ReferenceBackend:
             start = metadata.cu_seqlens_q[segment]
             q = query[start : start + q_len]  # [Q, H, D]
             group = metadata.group_of([segment])
-            weights = self.weights(q, k, group, metadata.causal, config, bias)  # [H, Q, S]
+            weights = self.weights(q, k, group, metadata.causal, config, bias, sinks)  # [H, Q, S]
             v = v.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)  # [S, H, D]
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype))
         return torch.cat(outputs)
@@ -59,6 +60,7 @@ class ReferenceBackend:
         causal: bool,
         config: AttentionConfig,
         bias: ScoreBias | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """How much each query takes of each key, `[H, Q, S]`, of one segment's q `[Q, H, D]` and k `[S, K, D]`."""
         k = k.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)  # [S, H, D]
@@ -68,4 +70,4 @@ class ReferenceBackend:
         if bias is not None:
             scores = scores + bias(q[None], k[None], group)[0].float()
         mask = visible(group.q_positions, group.k_positions, group.kv_lens, causal=causal, window=config.window)
-        return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        return weights_of(scores.masked_fill(~mask, float("-inf")), sinks)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible
+from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible, weights_of
 from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
@@ -35,6 +35,7 @@ class SdpaBackend:
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if cache is not None and metadata.slot_mapping is not None:
             key, value = given(key), given(value)
@@ -48,7 +49,7 @@ class SdpaBackend:
             else:
                 key, value = given(key), given(value)
                 k, v = _take(key, group.key_rows, group.size), _take(value, group.key_rows, group.size)
-            mixed = _attend(q, k, v, group, metadata.causal, config, bias).flatten(0, 1)  # [B * Q, H, D]
+            mixed = _attend(q, k, v, group, metadata.causal, config, bias, sinks).flatten(0, 1)  # [B * Q, H, D]
             if group.rows is None:
                 return mixed
             output = torch.empty_like(query) if output is None else output
@@ -74,12 +75,13 @@ def _attend(
     causal: bool,
     config: AttentionConfig,
     bias: ScoreBias | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`[B, Q, H, D]` from q of that shape and k, v `[B, S, K, D]`."""
     plain = bias is None and not group.ragged and (config.window is None or config.window >= group.kv_len)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before length
-    if config.softcap is not None:
-        mixed = _capped(q, k, v, config, config.softcap, _mask(q, k, group, causal, config, bias))
+    if config.softcap is not None or sinks is not None:
+        mixed = _written_out(q, k, v, config, _mask(q, k, group, causal, config, bias), sinks)
     elif plain and (group.q_len == 1 or not causal):
         mixed = _sdpa(q, k, v, config, None, False)
     elif plain and group.q_len == group.kv_len:
@@ -115,10 +117,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor
     )
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, softcap: float, mask: Tensor) -> Tensor:
-    """`_sdpa` with a softcap, which torch's function does not know: the products written out."""
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """`_sdpa` with a softcap or sinks, which torch's function does not know: the products written out."""
     heads_per_kv = config.num_heads // config.num_kv_heads
     k, v = (x.repeat_interleave(heads_per_kv, dim=1) for x in (k, v))
-    scores = softcapped((q @ k.transpose(2, 3)).float() * config.scale, softcap)  # [B, H, Q, S]
+    scores = (q @ k.transpose(2, 3)).float() * config.scale  # [B, H, Q, S]
+    if config.softcap is not None:
+        scores = softcapped(scores, config.softcap)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    return scores.softmax(dim=-1).to(v.dtype) @ v
+    return weights_of(scores, sinks).to(v.dtype) @ v

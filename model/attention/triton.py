@@ -80,6 +80,7 @@ class TritonBackend(PreparingBackend):
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         refuse_gradients(self, query)
         table = _table(bias, query.device)
@@ -89,9 +90,9 @@ class TritonBackend(PreparingBackend):
             if cache is not None and metadata.slot_mapping is not None:
                 _write(cache, metadata.slot_mapping, given(key), given(value))
             if cache is not None and metadata.block_tables is not None:
-                return self._attend(query, cache, metadata.block_tables, metadata, config, table)
+                return self._attend(query, cache, metadata.block_tables, metadata, config, table, sinks)
             packed = LayerCache(_rows(given(key)), _rows(given(value)))
-            return self._attend(query, packed, None, metadata, config, table)
+            return self._attend(query, packed, None, metadata, config, table, sinks)
 
     def forward_unprepared(
         self,
@@ -103,6 +104,7 @@ class TritonBackend(PreparingBackend):
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `PreparingBackend`; a step that writes no pages gets its keys prepared as packed rows."""
         refuse_gradients(self, query)
@@ -113,9 +115,9 @@ class TritonBackend(PreparingBackend):
         with torch.cuda.device_of(query):
             if cache is None or tables is None or slots is None:
                 query, key = prepare(query, key, value, preparation, None, None)
-                return self.forward(query, key, value, cache, metadata, config, bias)
+                return self.forward(query, key, value, cache, metadata, config, bias, sinks)
             query, _ = prepare(query, key, value, preparation, cache, slots)
-            return self._attend(query, cache, tables, metadata, config, _table(bias, query.device))
+            return self._attend(query, cache, tables, metadata, config, _table(bias, query.device), sinks)
 
     def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
         """For segments of up to `rows` queries times heads of a group."""
@@ -164,6 +166,7 @@ class TritonBackend(PreparingBackend):
         metadata: AttentionMetadata,
         config: AttentionConfig,
         bias: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """In one launch, or in one for what decodes and one for prompts: tiles of prompts are mostly empty of the
         single queries that decode, and split no keys."""
@@ -171,12 +174,12 @@ class TritonBackend(PreparingBackend):
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         count = lengths.singles if tables is not None else 0
         if not count:
-            self._launch(query, memory, tables, lengths, metadata.causal, config, bias, out, 0)
+            self._launch(query, memory, tables, lengths, metadata.causal, config, bias, sinks, out, 0)
             return out
         decodes, prompts = lengths.apart()
         assert tables is not None
-        self._launch(query, memory, tables[:count], decodes, metadata.causal, config, bias, out[:count], 0)
-        self._launch(query, memory, tables[count:], prompts, metadata.causal, config, bias, out, count)
+        self._launch(query, memory, tables[:count], decodes, metadata.causal, config, bias, sinks, out[:count], 0)
+        self._launch(query, memory, tables[count:], prompts, metadata.causal, config, bias, sinks, out, count)
         return out
 
     def _launch(
@@ -188,6 +191,7 @@ class TritonBackend(PreparingBackend):
         causal: bool,
         config: AttentionConfig,
         bias: Tensor | None,
+        sinks: Tensor | None,
         out: Tensor,
         begin: int,
     ) -> None:
@@ -206,7 +210,7 @@ class TritonBackend(PreparingBackend):
         attend[(num_tiles, config.num_kv_heads, parts)](
             query, memory.keys, memory.values, *(memory.scales or (None, None)),
             tables, lengths.cu_seqlens_q, None if paged else _packed_starts(lengths), lengths.kv_lens,
-            bias, mixed, weight, config.scale, num_segments,
+            bias, sinks, mixed, weight, config.scale, num_segments,
             tables.stride(0) if tables is not None else 0,
             bias.shape[1] // 2 if bias is not None and by_table else 0,
             _MIN_PART if lengths.uneven else 0,

@@ -211,6 +211,7 @@ def attend(
     cu_seqlens_k,  # [B + 1], unless PAGED
     kv_lens,  # [B], as the other lengths of 32 or 64 bits
     bias,  # where BIASED [HEADS, 2 * reach + 1] to add by distance, or [HEADS] slopes, times the distance
+    sinks,  # [HEADS] scores without values, or None
     out,  # [T, HEADS, DIM]; where SPLIT [T, HEADS, splits, DIM] float32
     weight,  # [T, HEADS, splits] float32, where SPLIT: the base-2 logarithm of what each part's sum is of the whole
     scale,
@@ -290,6 +291,10 @@ def attend(
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:  # the first part has them
+        begun = live & (part == 0)
+        peak = tl.where(begun, tl.load(sinks + head, mask=begun, other=0.0).to(tl.float32) * LOG2E, peak)
+        total = tl.where(begun, 1.0, total)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if not (SINGLE or WINDOW > 0 or BLOCK_D > 128):  # a single query waits for its keys; wide heads would spill
         seen_by_all = high

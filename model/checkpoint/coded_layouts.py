@@ -184,6 +184,13 @@ def bitsandbytes(settings: Mapping[str, Any], names: Collection[str]) -> dict[st
     return {name.removesuffix(mark): layout for name in sorted(names) if name.endswith(mark)}
 
 
+def mxfp4(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, CodedLayout]:
+    """gpt-oss' experts, by stored projection: bytes and scales of all are read as each expert's; `ConfigError`."""
+    expect(WHERE, settings, {"quant_method": "mxfp4"}, known=("modules_to_not_convert", "dequantize"))
+    mark, layout = ".weight_packed", E2M1Layout(group=32)
+    return {name.removesuffix(mark): layout for name in sorted(names) if name.endswith(mark)}
+
+
 def e2m1(where: str, group: Mapping[str, Any], form: str) -> E2M1Layout:
     """One of compressed-tensors' groups in MXFP4 or NVFP4; raises `ConfigError`. Activations are not in 4 bits here."""
     size, strategy = (32, "group") if form.startswith("mxfp4") else (16, "tensor_group")

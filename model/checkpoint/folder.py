@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
 from model.families.table.classifiers import token_classifier
+from model.families.table.rules import Family
 from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, read_image_processing
 
@@ -82,7 +84,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         raw["forced_bos_token_id"] = raw.get("bos_token_id")
     generation = generation_settings(raw, newer)
     files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
-    names = tensor_names(files)
+    names = tensor_names(files, FAMILIES.get(str(raw.get("model_type"))))
     settings = _quantization_settings(path, raw)
     quantization = quantization_of(settings, names)
     if settings is not None and quantization == Quantization():
@@ -182,19 +184,32 @@ def _sentences(
     return replace(sentences, adapters=adapters, late=late)
 
 
-def tensor_names(files: Iterable[Path]) -> frozenset[str]:
-    """Return the names of all stored tensors; reads headers only. Raises `ConfigError`."""
+def tensor_names(files: Iterable[Path], family: Family | None = None) -> frozenset[str]:
+    """Return the names of all stored tensors; reads headers only. Raises `ConfigError`.
+
+    Those of a `family` that hold all experts of a layer are named by the parts that are read of them.
+    """
     names: set[str] = set()
     for file in files:
         if file.suffix == ".bin":
-            names.update(tensor.name for tensor in read_state_dict(file))
+            shapes = {tensor.name: tensor.shape for tensor in read_state_dict(file)}
+            names.update(*(_read_as(family, name, shapes.__getitem__) for name in shapes))
             continue
         try:
             with safe_open(file, framework="numpy") as tensors:
-                names.update(tensors.keys())
+                stored = tensors.keys()
+                names.update(
+                    *(_read_as(family, name, lambda name: tensors.get_slice(name).get_shape()) for name in stored)
+                )
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file.parent.name}: {file.name} is not a valid safetensors file: {error}") from None
     return frozenset(names)
+
+
+def _read_as(family: Family | None, name: str, shape_of: Callable[[str], Sequence[int]]) -> Iterable[str]:
+    """Return the names that a stored tensor is read by."""
+    fused = None if family is None else family.fused_as(name)
+    return (name,) if fused is None else chain(*fused.part_names(name, (*shape_of(name), 0)[0]))
 
 
 def _without_head(config: ModelConfig) -> ModelConfig:

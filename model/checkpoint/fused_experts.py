@@ -19,15 +19,15 @@ def parted(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
         return dict(stored)
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
-        one = next((one for one in family.fused if name.endswith(f".{one.source}")), None)
+        one = family.fused_as(name)
         if one is None or tensor.strides is not None or len(tensor.shape) < 2:
             found[name] = tensor
         else:
-            found |= {part.name: part for part in _parts(one, name.removesuffix(one.source), tensor)}
+            found |= {part.name: part for part in _parts(one, tensor)}
     return found
 
 
-def _parts(fused: FusedExperts, layer: str, tensor: StoredTensor) -> Iterator[StoredTensor]:
+def _parts(fused: FusedExperts, tensor: StoredTensor) -> Iterator[StoredTensor]:
     """The views of each expert's matrix or bias."""
     experts, *rest = tensor.shape
     rows, columns = rest[0], math.prod(rest[1:])  # what is packed may have more dimensions
@@ -40,12 +40,12 @@ def _parts(fused: FusedExperts, layer: str, tensor: StoredTensor) -> Iterator[St
         begin, strides = strides[0], (strides[0] * len(fused.parts), strides[1])
     contiguous = strides == (columns, 1)
     shape = (count, columns) if len(rest) > 1 else (count,)
-    for expert in range(experts):
-        for part, name in enumerate(fused.parts):
+    for expert, names in enumerate(fused.part_names(tensor.name, experts)):
+        for part, name in enumerate(names):
             at = expert * rows * columns + part * begin
             yield replace(
                 tensor,
-                name=layer + name.format(expert),
+                name=name,
                 shape=shape,
                 offset=tensor.offset + at * tensor.dtype.itemsize,
                 strides=None if contiguous else strides[: len(shape)],

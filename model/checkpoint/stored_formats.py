@@ -4,6 +4,7 @@ compressed-tensors, "int-quantized": int8 (W8A8), symmetric with a scale for eac
 compressed-tensors, "float-quantized": float8_e4m3fn with a scale for the tensor, each row or each block.
 compressed-tensors, "pack-quantized", GPTQ, AWQ, torchao: integers of 4 or 8 bits in groups (`integer_formats`).
 bitsandbytes; compressed-tensors, "mxfp4-pack-quantized" and "nvfp4-pack-quantized": codes of floats (`coded_layouts`).
+mxfp4: the same of gpt-oss, by names of its own.
 fp8: float8_e4m3fn with a scale for each block (DeepSeek, Qwen3-FP8) or for the tensor (AutoFP8).
 fbgemm_fp8: float8_e4m3fn with a scale for each row.
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.checkpoint.coded_layouts import bitsandbytes, e2m1
+from model.checkpoint.coded_layouts import bitsandbytes, e2m1, mxfp4
 from model.checkpoint.integer_formats import awq, compressed, gptq, targeted, torchao
 from model.checkpoint.layouts import Layout
 from model.checkpoint.quantization_settings import WHERE, either, expect
@@ -181,6 +182,7 @@ _METHODS: dict[str, _Method] = {
     "awq": awq,
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
+    "mxfp4": mxfp4,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
 }

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -197,7 +197,12 @@ class TensorReader:
         return self._tensors[tensor] if isinstance(tensor, str) else tensor
 
     def _read_strided(self, stored: StoredTensor, width: int, first: int, last: int) -> Tensor:
-        """Return rows of a tensor that was saved transposed or as a view of another; reads all of it at once."""
+        """Return rows of a tensor that was saved transposed or as a view of another; reads all of them at once."""
+        assert stored.strides is not None
+        if len(stored.shape) == 2 and width == stored.shape[1]:  # no more than these rows
+            at = stored.offset + first * stored.strides[0] * stored.dtype.itemsize
+            stored = replace(stored, shape=(last - first, width), offset=at)
+            first, last = 0, last - first
         assert stored.strides is not None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
         data = self._reserve(extent * stored.dtype.itemsize)

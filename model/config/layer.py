@@ -172,6 +172,7 @@ class AttentionConfig:
     qk_norm: NormConfig | None = None  # of queries and of keys, before they turn
     qk_norm_span: NormSpan = NormSpan.HEAD
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
+    sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
 
     def __post_init__(self) -> None:
         require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)

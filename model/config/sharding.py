@@ -26,6 +26,7 @@ Index = tuple[slice, ...]
 # Parameters that ranks divide beside the projections: the dimension that is split, and the things along it.
 _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.attn.offset", 0, "heads"),
+    ("*.attn.sinks", 0, "heads"),
     ("*.attn.q_norm.weight", 0, "normed heads"),
     ("*.attn.k_norm.weight", 0, "normed key heads"),
     ("*.bias.weight", 1, "heads"),  # T5's buckets

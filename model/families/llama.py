@@ -141,6 +141,8 @@ def rules(
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(attention, f"{there}.attn", *names)
         yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
+        if attention.sinks:
+            yield TensorRule(f"{here}.self_attn.sinks", f"{there}.attn.sinks")
         if isinstance(mlp, ExpertsConfig):
             assert experts is not None
             yield from experts.rules(mlp, config.decoder.hidden_size, here, f"{there}.mlp")

@@ -53,8 +53,9 @@ class RecordingBackend(ReferenceBackend):
         causal: bool,
         config: AttentionConfig,
         bias: ScoreBias | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        weights = super().weights(q, k, group, causal, config, bias)
+        weights = super().weights(q, k, group, causal, config, bias, sinks)
         self.recorded.append(weights)
         return weights
 

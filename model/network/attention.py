@@ -27,6 +27,7 @@ class SelfAttention(nn.Module):
         self.qkv = linear(LinearSpec("qkv", hidden_size, (queries, keys, keys), config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         if config.qk_norm is not None:
             norm, span, dim = config.qk_norm, config.qk_norm_span, config.head_dim
             self.q_norm = build_heads_norm(norm, span, config.num_heads, dim, linear.collective)
@@ -52,7 +53,7 @@ class SelfAttention(nn.Module):
             q = q * step.query_growth(config.position)[:, None, None].to(q.dtype)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
         if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
-            mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias)
+            mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
             return step.project(self.out, mixed.flatten(1))
         if config.qk_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -62,7 +63,8 @@ class SelfAttention(nn.Module):
             q, k = rotate_both(q, k, *step.rotary(config.position), config.position.interleaved)
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
-        return step.project(self.out, backend.forward(q, k, v, cache, metadata, config, bias).flatten(1))
+        mixed = backend.forward(q, k, v, cache, metadata, config, bias, self.sinks)
+        return step.project(self.out, mixed.flatten(1))
 
     def _preparation(self, step: StepContext) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""

@@ -32,15 +32,17 @@ class Routes:
 
 def routes(config: ExpertsConfig, logits: Tensor) -> Routes:
     """Choose the experts of tokens by the logits `[T, E]` of their router."""
-    ranked = torch.sort(torch.softmax(logits.float(), dim=-1), dim=-1, descending=True, stable=True)
-    weights, experts = ranked.values[:, : config.per_token], ranked.indices[:, : config.per_token]  # [T, k]
-    if config.renormalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    chosen = experts.flatten()
-    order = torch.argsort(chosen, stable=True)  # [T k]
+    logits = logits.float()
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, : config.per_token]  # [T, k]
+    chosen = logits.gather(1, experts)
+    weights = torch.softmax(chosen, dim=-1)
+    if not config.renormalised:
+        weights = torch.exp(chosen - logits.logsumexp(dim=-1, keepdim=True))
+    flat = experts.flatten()
+    order = torch.argsort(flat, stable=True)  # [T k]
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     bounds = torch.arange(config.count + 1, device=order.device)
-    starts = torch.searchsorted(chosen[order], bounds).int()
+    starts = torch.searchsorted(flat[order], bounds).int()
     return Routes(weights, order // config.per_token, places.view_as(experts), starts)
 
 

@@ -260,6 +260,8 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
         return "XLNet's relative positions"
     if isinstance(layer.mixer.position, DisentangledConfig) and layer.mixer.window is not None:
         return "a window beside disentangled positions"
+    if layer.mixer.sinks:
+        return "attention sinks"
     if isinstance(layer.feed_forward, ExpertsConfig):
         return "experts"
     if layer.feed_forward.clamp is not None:

@@ -38,10 +38,10 @@ class LengthsBackend(SdpaBackend):
 
     graph_safe = True
 
-    def forward(self, query, key, value, cache, metadata, config, bias=None) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(self, query, key, value, cache, metadata, config, bias=None, sinks=None) -> Tensor:  # type: ignore[no-untyped-def]
         lengths = metadata.device_lengths
         if lengths is None or metadata.block_tables is None:
-            return super().forward(query, key, value, cache, metadata, config, bias)
+            return super().forward(query, key, value, cache, metadata, config, bias, sinks)
         kv_lens = lengths.kv_lens.tolist()
         alive = [b for b, length in enumerate(kv_lens) if length]
         starts = lengths.cu_seqlens_q.tolist()
@@ -58,7 +58,7 @@ class LengthsBackend(SdpaBackend):
                 slot_mapping=None if slots is None else slots[rows],
             )
             keys = [None if tensor is None else tensor[rows] for tensor in (key, value)]
-            out[rows] = super().forward(query[rows], *keys, cache, known, config, bias)
+            out[rows] = super().forward(query[rows], *keys, cache, known, config, bias, sinks)
         return out
 
 

@@ -35,11 +35,12 @@ class Case:
     buckets: bool = False  # T5's bias
     fp8: bool = False
     slopes: bool = False  # ALiBi's bias
+    sinks: bool = False
 
     def __str__(self) -> str:
         lens = "_".join(f"{q}of{k}" for q, k in self.segments[:3]) + ("_and_more" if len(self.segments) > 3 else "")
         named = ("causal", "paged", "writes", "int8", "buckets")
-        named += ("fp8",) * self.fp8 + ("slopes",) * self.slopes
+        named += ("fp8",) * self.fp8 + ("slopes",) * self.slopes + ("sinks",) * self.sinks
         flags = [name if getattr(self, name) else f"no-{name}" for name in named]
         shape = f"{self.heads}x{self.kv_heads}x{self.dim}-window{self.window}-block{self.block_size}"
         shape += f"-softcap{self.softcap}" * (self.softcap is not None)
@@ -64,6 +65,7 @@ class Problem:
     bias: BucketBias | AlibiBias | None
     expected: Tensor  # [T, H, D] float64
     untouched: Tensor  # [slots] of bool: what no write may change
+    sinks: Tensor | None = None  # [H]
 
 
 def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = True) -> Problem:
@@ -76,9 +78,10 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
     bias = _t5_bias(case) if case.buckets else AlibiBias(AlibiConfig.of_heads(case.heads)) if case.slopes else None
     cache, tables, slots = _pages(case, keys, values) if case.paged else (None, None, None)
     known = [_dequantised(rows, case) if case.int8 or case.fp8 else rows.double() for rows in (*keys, *values)]
+    sinks = torch.randn(case.heads) if case.sinks else None
     expected = torch.empty(0)
     if solved:
-        expected = exact_attention(case, query.double(), known[: len(keys)], known[len(keys) :], bias)
+        expected = exact_attention(case, query.double(), known[: len(keys)], known[len(keys) :], bias, sinks)
     q_lens, kv_lens = zip(*case.segments, strict=True)
     untouched = torch.ones(0 if cache is None else cache.keys.shape[0] * case.block_size, dtype=torch.bool)
     if slots is not None:
@@ -102,13 +105,17 @@ def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = T
         cache = LayerCache(cache.keys.to(device), cache.values.to(device), scales)  # type: ignore[arg-type]
     if isinstance(bias, BucketBias):
         bias = bias.to(device)
-    return Problem(
-        case, query.to(device), _to(key, device), _to(value, device), cache, metadata, bias, expected, untouched
-    )
+    rows = (query.to(device), _to(key, device), _to(value, device))
+    return Problem(case, *rows, cache, metadata, bias, expected, untouched, _to(sinks, device))
 
 
 def exact_attention(
-    case: Case, query: Tensor, keys: list[Tensor], values: list[Tensor], bias: BucketBias | AlibiBias | None
+    case: Case,
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    bias: BucketBias | AlibiBias | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention by the definition, one query, head and key at a time; a query without keys gets zeros."""
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -131,7 +138,9 @@ def exact_attention(
                 elif bias is not None:
                     buckets = bias.bucket(torch.tensor(seen) - position)
                     scores = scores + bias.weight[buckets, head].double()
-                out[row, head] = scores.softmax(0) @ v[seen, head // group]
+                powers = scores.exp()
+                whole = powers.sum() + (0.0 if sinks is None else sinks[head].double().exp())
+                out[row, head] = powers / whole @ v[seen, head // group]
             row += 1
     return out
 

@@ -48,6 +48,15 @@ _LONGROPE = dict(
 )
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
 _EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+# Windows that prompts cross, gates that reach their bound, YaRN.
+_GPT_OSS: dict[str, Any] = dict(num_local_experts=5, num_experts_per_tok=3, head_dim=12, sliding_window=5)
+_GPT_OSS |= dict(intermediate_size=20, swiglu_limit=0.7, attn_implementation="eager", num_hidden_layers=3)
+_GPT_OSS |= dict(
+    rope_parameters=dict(
+        **dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16, truncate=False),
+        **dict(beta_fast=32.0, beta_slow=1.0),
+    )
+)
 _FALCON = dict(**{**SIZES, "num_attention_heads": 6, "hidden_size": 48}, **_IDS, **_ROPE)
 del _FALCON["intermediate_size"]
 BLOOM = dict(vocab_size=VOCAB, hidden_size=36, n_layer=2, n_head=6, **_IDS)
@@ -148,6 +157,7 @@ DENSE_DECODERS: Rows = {
     ),
     "olmoe": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3),
     "granitemoe": random_model("GraniteMoeForCausalLM", LLAMA, num_local_experts=3, **_MULTIPLIERS),
+    "gpt-oss": random_model("GptOssForCausalLM", LLAMA, **_GPT_OSS),
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
 }

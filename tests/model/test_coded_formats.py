@@ -20,6 +20,7 @@ from model.errors import CheckpointError, ConfigError
 from model.linear.base import linears
 from model.network.weights import load_model
 from tests.model.checkpoints import copied, load_native, native_backends
+from tests.model.decoder_rows import LLAMA
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and floats of 4 bits by their codes, 12 being 1.
 NF4 = (
@@ -311,7 +312,7 @@ def test_what_does_not_fit_is_named(
         ({**INT8, "llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight: True is not served"),
         ({**BITSANDBYTES, "bnb_5bit": 1}, "unknown settings: bnb_5bit"),
         ({"quant_method": "hqq", "quant_type": {}}, "quant_method: 'hqq' is not served"),
-        ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not served"),
+        ({"quant_method": "mxfp4", "group_size": 16}, "unknown settings: group_size"),
         (compressed("mxfp4-pack-quantized", 16, "group", None), "weights.group_size: 16 is not served, only 32"),
         (compressed("nvfp4-pack-quantized", 16, "tensor_group", {"type": "int"}), "input_activations: .* only floats"),
     ],
@@ -319,3 +320,34 @@ def test_what_does_not_fit_is_named(
 def test_other_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         quantization_of(settings, ["model.layers.0.mlp.up_proj.weight_packed"])
+
+
+def test_the_experts_of_gpt_oss_are_those_that_are_meant(tmp_path: Path) -> None:
+    """Blocks and scales of all experts of a layer are what `transformers` makes of them."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = dict(num_local_experts=3, num_experts_per_tok=2, head_dim=12, hidden_size=64, intermediate_size=96)
+    config = GptOssConfig(**{**LLAMA, **sizes})
+    torch.manual_seed(0)
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name, expected = "model.layers.1.mlp.experts", {}
+    for layer in (0, 1):
+        for projection in ("gate_up_proj", "down_proj"):
+            stem = f"model.layers.{layer}.mlp.experts.{projection}"
+            experts, inputs, outputs = tensors.pop(stem).shape
+            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(115, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+            tensors |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
+            expected[stem] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    describe(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.config.stored_as["decoder.layers.1.mlp.up"] == integers_in_groups(8, 32, offsets=False)
+    loaded = dict(load_model(checkpoint, SdpaBackend()).named_parameters())
+    up = loaded["decoder.layers.1.mlp.up.weight"].unflatten(0, (3, 2, 96))
+    theirs = expected[f"{name}.gate_up_proj"]
+    assert torch.equal(up[:, 0], theirs[:, 0::2]) and torch.equal(up[:, 1], theirs[:, 1::2])
+    down = loaded["decoder.layers.1.mlp.down.weight"].unflatten(0, (3, 64))
+    assert torch.equal(down, expected[f"{name}.down_proj"])

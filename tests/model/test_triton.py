@@ -94,6 +94,7 @@ def test_attention_is_the_formulas(case: Case, device: torch.device) -> None:
         Case(((1, 70), (3, 18)), window=24, softcap=1.0),
         Case(((2, 50), (1, 20)), heads=2, kv_heads=2, buckets=True),
         Case(((2, 50), (1, 20)), heads=3, kv_heads=3, slopes=True),
+        Case(((2, 50), (1, 20)), window=9, sinks=True),
         Case(((1, 70), (3, 40)), causal=False, writes=False, dtype=torch.bfloat16),
     ],
     ids=str,

@@ -45,9 +45,8 @@ class Cut(TritonBackend):
 
 
 def run(backend: SdpaBackend, given: Problem) -> Tensor:
-    return backend.forward(
-        given.query, given.key, given.value, given.cache, given.metadata, given.case.config, given.bias
-    )
+    rows = (given.query, given.key, given.value)
+    return backend.forward(*rows, given.cache, given.metadata, given.case.config, given.bias, given.sinks)
 
 
 def check(backend: SdpaBackend, case: Case, device: torch.device) -> None:

@@ -38,7 +38,7 @@ _SCORING = (
     "gemma2",
     "gemma3_text",
     "gemma3",
-    *("mixtral", "qwen2_moe", "qwen3_moe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
 )  # their heads for tokens are called `score` too
 

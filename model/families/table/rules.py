@@ -121,6 +121,11 @@ class FusedExperts:
     transposed: bool = False  # [experts, inputs, outputs]
     written: bool = False
 
+    def part_names(self, name: str, experts: int) -> list[tuple[str, ...]]:
+        """Return what is read of the stored tensor `name`: the names of each expert's parts."""
+        layer = name.removesuffix(self.source)
+        return [tuple(layer + part.format(expert) for part in self.parts) for expert in range(experts)]
+
 
 @dataclass(frozen=True, slots=True)
 class ClassifierTable:
@@ -152,6 +157,10 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedExperts, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
+
+    def fused_as(self, name: str) -> FusedExperts | None:
+        """Return what the stored tensor `name` has of all experts of a layer; None: it is no such tensor."""
+        return next((one for one in self.fused if name.endswith(f".{one.source}")), None)
 
     def tensor_rules(self, config: ModelConfig) -> Iterator[TensorRule]:
         """Every rule of a model, projections by the format that they are stored in."""
