@@ -57,7 +57,7 @@ test-slow: .venv/.dev
 # The C kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, at each level of this CPU; some minutes.
 # A part of test-slow.
 check-native: .venv/.dev
-	$(BIN)/python -m pytest -m slow tests/model/test_check_native.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/model/test_check_native.py tests/model/test_aarch64.py $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

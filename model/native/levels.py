@@ -13,6 +13,7 @@ _V3 = (
     *("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"),
 )
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_ARM_DOT = ("fp", "asimd", "crc32", "atomics", "asimdrdm", "asimddp")  # Armv8.2 as GCC writes it, with dot products
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,13 @@ LEVELS = (  # best first
         frozenset((*_V3, "avx_vnni")),
     ),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), frozenset(_V3)),
+    Level(  # Neoverse V1 and N2, and later
+        "armv8.2-a-dotprod-i8mm-bf16",
+        "aarch64",
+        ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+        frozenset((*_ARM_DOT, "i8mm", "bf16")),
+    ),
+    Level("armv8.2-a-dotprod", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset(_ARM_DOT)),  # Neoverse N1
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset(("fp", "asimd"))),
 )
 

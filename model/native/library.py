@@ -98,7 +98,7 @@ class Library:
     @property
     def description(self) -> str:
         found = self._functions.features()
-        names = [name for bit, name in enumerate(("AVX-512", "bf16", "VNNI")) if found >> bit & 1]
+        names = [name for bit, name in enumerate(("AVX-512", "bf16", "VNNI", "SDOT", "I8MM")) if found >> bit & 1]
         names += ["AMX"] * self.tiles
         missing = f", no AMX: {self._no_tiles}" if self._no_tiles else ""
         return self._origin + (f": {' '.join(names)}" if names else "") + missing

@@ -29,6 +29,7 @@ V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
 V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 NARROW = "avx512_vnni avx512_bf16"
+ARM = "fp asimd evtstrm aes crc32 atomics asimdrdm asimddp"
 PLAIN = ("x86-64-v4", "x86-64-v3")
 HERE = fitting(build._cpuinfo(), platform.machine())
 THOROUGH = [pytest.param(level, marks=pytest.mark.slow, id=level.name) for level in HERE[:-1]]
@@ -62,6 +63,10 @@ def x86(*flags: str) -> str:
         ),
         ("x86_64", x86(V4, V3), ["x86-64-v3"]),
         ("aarch64", "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\nCPU part\t: 0xd0c", ["armv8-a"]),
+        ("aarch64", f"Features\t: {ARM} asimdhp", ["armv8.2-a-dotprod", "armv8-a"]),
+        ("aarch64", f"Features\t: {ARM.replace('atomics', 'sve')}", ["armv8-a"]),
+        ("aarch64", f"Features\t: {ARM} i8mm sve", ["armv8.2-a-dotprod", "armv8-a"]),
+        ("aarch64", f"Features\t: {ARM} i8mm bf16", [level.name for level in LEVELS if level.machine == "aarch64"]),
         ("aarch64", x86(V4), []),
         ("x86_64", "", []),
     ],
@@ -157,7 +162,7 @@ def test_a_level_has_the_instructions_of_its_name(portable: Library) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are of x86-64")
 @pytest.mark.skipif(not native_backends(), reason="nothing can be compiled here")
 def test_levels_with_vnni_multiply_by_it_and_others_do_not() -> None:
-    """As the preprocessor says: CPUs of every level are not at hand."""
+    """As the preprocessor says: CPUs of every level are not at hand; those of AArch64 are in test_aarch64.py."""
     having = set()
     for level in LEVELS:
         if level.machine == "x86_64":

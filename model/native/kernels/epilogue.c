@@ -1,6 +1,8 @@
 /* What follows the sums of a product: scale, bias, activation, and where they are written. */
 #include "epilogue.h"
 
+#include "dot.h"
+
 /* How outputs are written: put, added to what is there, or rounded and put. */
 enum { PUT_FLOATS, ADD_FLOATS, ADD_SCALED, PUT_BF16 };
 
@@ -65,7 +67,7 @@ INLINE void finish_in(int how, const Product *product, const SumTile *tile, int 
     }
 }
 
-/* Turn integer sums into floats. Operands are unsigned bytes around 128: what that adds to a sum is 128 row sums. */
+/* Turn integer sums into floats. What is added to the bytes of operands adds as many row sums to a sum. */
 INLINE void scale_integers(const Product *product, const SumTile *tile, int vectors) {
     const PackedMatrix *m = product->matrix;
     const float *operand_scale = product->operand.scale + tile->row;
@@ -78,7 +80,7 @@ INLINE void scale_integers(const Product *product, const SumTile *tile, int vect
         vec scale = load(m->scale + column);
         for (int i = 0; i < rows; i++) {
             vec *sum = sums + i * stride + j;
-            *sum = __builtin_convertvector((ivec)*sum - 128 * row_sum, vec) * scale * operand_scale[i];
+            *sum = __builtin_convertvector((ivec)*sum - ROW_ZERO * row_sum, vec) * scale * operand_scale[i];
         }
     }
 }

@@ -6,6 +6,7 @@
 #include "gemm.h"
 
 #include "amx.h"
+#include "dot.h"
 #include "epilogue.h"
 #include "groups.h"
 
@@ -23,15 +24,10 @@
 
 _Static_assert(KERNEL_PANELS * PANEL_WIDTH <= GEMM_SCRATCH, "a row's sums must fit its scratch");
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_BF16_DOT 1
 #else
 #define HAS_BF16_DOT 0
-#endif
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
-#define HAS_INT8_DOT 1
-#else
-#define HAS_INT8_DOT 0
 #endif
 
 int operand_kind(const PackedMatrix *matrix) {
@@ -57,13 +53,13 @@ void write_operand(const PackedMatrix *matrix, const float *from, void *to, floa
         for (; i + LANES <= k; i += LANES) store_bf16((bf16 *)to + i, load(from + i));
         for (; i < k; i++) ((bf16 *)to)[i] = to_bf16(from[i]);
         for (; i < padded_k(BF16, k); i++) ((bf16 *)to)[i] = 0;
-    } else { /* unsigned bytes around 128, as the integer dot product takes them */
+    } else { /* unsigned bytes around 128 where the integer dot product takes them so */
         float most = max_abs(from, k), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int64_t i = 0;
         *scale = most / 127.0f;
-        for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round_vec(load(from + i) * inverse) + 128);
-        for (; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)__builtin_rintf(from[i] * inverse) + 128);
-        for (; i < padded_k(INT8, k); i++) ((uint8_t *)to)[i] = 128;
+        for (; i + LANES <= k; i += LANES) store_int8((int8_t *)to + i, round_vec(load(from + i) * inverse) + ROW_ZERO);
+        for (; i < k; i++) ((uint8_t *)to)[i] = (uint8_t)((int)__builtin_rintf(from[i] * inverse) + ROW_ZERO);
+        for (; i < padded_k(INT8, k); i++) ((uint8_t *)to)[i] = ROW_ZERO;
     }
 }
 
@@ -122,6 +118,17 @@ INLINE void kernel_f32(int rows, int vecs, const float *const *a, const float *b
     }
 }
 
+#if HAS_BF16_DOT
+/* sums + the dot product of each pair of w's bf16 with the pair in x. */
+INLINE vec dot_bf16(vec sums, uvec w, int32_t x) {
+#ifdef __AVX512BF16__
+    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+#else
+    return (vec)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)vdupq_n_s32(x), (bfloat16x8_t)w);
+#endif
+}
+#endif
+
 INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b, int64_t panel, int64_t count,
                       WeightStream stream, Accumulators acc) {
     for (int64_t k = 0; k < count; k += 2, b += 2 * PANEL_WIDTH) {
@@ -134,9 +141,8 @@ INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b,
 #if HAS_BF16_DOT
             int32_t pair;
             memcpy(&pair, (const bf16 *)a[i] + k, 4);
-            __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-            for (int j = 0; j < vecs; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], x, (__m512bh)w[j]);
+            for (int j = 0; j < vecs; j++) acc[i][j] = dot_bf16(acc[i][j], w[j], pair);
 #else
             const float *row = a[i];
 #pragma GCC unroll 4
@@ -149,16 +155,7 @@ INLINE void kernel_bf16(int rows, int vecs, const void *const *a, const bf16 *b,
     }
 }
 
-#if HAS_INT8_DOT
-/* sums + the dot product of each four of w's signed bytes with the four unsigned bytes in x. */
-INLINE ivec dot_fours(ivec sums, ivec w, uint32_t x) {
-#if LANES == 16
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32((int)x), (__m512i)w);
-#else
-    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sums, _mm256_set1_epi32((int)x), (__m256i)w);
-#endif
-}
-#else
+#if !HAS_INT8_DOT
 /* The dot product of each pair of 16-bit numbers with the pair in x. */
 INLINE ivec dot_pairs(ivec w, int32_t x) {
 #if defined(__AVX512BW__)
@@ -171,9 +168,52 @@ INLINE ivec dot_pairs(ivec w, int32_t x) {
 }
 #endif
 
+#if HAS_INT8_BLOCKS
+/* kernel_int8 of an even number of rows, two at a time. */
+INLINE void kernel_int8_blocks(int rows, const int8_t *const *a, const int8_t *b, int64_t count, WeightStream stream,
+                               Accumulators acc) {
+    ivec sums[KERNEL_ROWS][PANEL_VECS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i += 2)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            sums[i][j] = (ivec)acc[i][j], sums[i + 1][j] = (ivec)acc[i + 1][j];
+            swap_blocks(&sums[i][j], &sums[i + 1][j]);
+        }
+    for (int64_t k = 0; k < count; k += 8, b += 8 * PANEL_WIDTH) {
+        prefetch_weights(1, b, stream);
+        prefetch_weights(1, b + CACHE_LINE, stream);
+        int8x16_t x[KERNEL_ROWS / 2];
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i += 2) x[i / 2] = two_rows(a[i] + k, a[i + 1] + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            ivec low, high;
+            memcpy(&low, b + j * 4 * LANES, sizeof low);
+            memcpy(&high, b + CACHE_LINE + j * 4 * LANES, sizeof high);
+#pragma GCC unroll 4
+            for (int i = 0; i < rows; i += 2) dot_blocks(&sums[i][j], &sums[i + 1][j], x[i / 2], low, high);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i += 2)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            swap_blocks(&sums[i][j], &sums[i + 1][j]);
+            acc[i][j] = (vec)sums[i][j], acc[i + 1][j] = (vec)sums[i + 1][j];
+        }
+}
+#endif
+
 /* Sums are integers, in the bits of `acc`. */
 INLINE void kernel_int8(int rows, int vecs, const void *const *a, const int8_t *b, int64_t panel, int64_t count,
                       WeightStream stream, Accumulators acc) {
+#if HAS_INT8_BLOCKS
+    if (rows > 1) {
+        kernel_int8_blocks(rows, (const int8_t *const *)a, b, count, stream, acc);
+        return;
+    }
+#endif
     for (int64_t k = 0; k < count; k += 4, b += 4 * PANEL_WIDTH) {
         prefetch_weights(vecs / PANEL_VECS, b, stream);
         ivec w[KERNEL_PANELS * PANEL_VECS];
@@ -194,7 +234,7 @@ INLINE void kernel_int8(int rows, int vecs, const void *const *a, const int8_t *
 #pragma GCC unroll 4
             for (int j = 0; j < vecs; j++) {
 #if HAS_INT8_DOT
-                acc[i][j] = (vec)dot_fours((ivec)acc[i][j], w[j], four);
+                acc[i][j] = (vec)dot_bytes((ivec)acc[i][j], (int32_t)four - (ivec){0}, w[j]);
 #else
                 acc[i][j] = (vec)((ivec)acc[i][j] + dot_pairs(w[j], (int32_t)(four & 0x00ff00ff)) +
                                   dot_pairs(odd[j], (int32_t)(four >> 8 & 0x00ff00ff)));

@@ -2,6 +2,7 @@
 #include "groups.h"
 
 #include "amx.h"
+#include "dot.h"
 #include "epilogue.h"
 
 #ifdef __AVX512F__
@@ -14,12 +15,6 @@
 #define MIN_TILED_ROWS 5 /* fewer are faster by vectors, and the bits are the same */
 #define LINE_BYTES 64
 #define PREFETCH_LINES 32
-
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
-#define HAS_DOT 1 /* of unsigned bytes with signed ones */
-#else
-#define HAS_DOT 0
-#endif
 
 /* Write one group of `count` numbers, of `group` with the zeros behind them. */
 INLINE GroupStep write_group(const float *from, int64_t count, int64_t group, int8_t *to) {
@@ -54,10 +49,10 @@ void write_grouped_row(const PackedMatrix *matrix, const float *from, void *to) 
     }
 }
 
-/* What `dot` adds to a weight: bytes are unsigned where the instruction takes them so. */
-INLINE int zero_point(int dtype) { return dtype == INT4 ? 8 : HAS_DOT ? 128 : 0; }
+/* What a weight has more than it stands for when it is multiplied. */
+INLINE int zero_point(int dtype) { return dtype == INT4 ? 8 : DOT_ZERO; }
 
-#if !HAS_DOT
+#if !HAS_INT8_DOT
 /* The dot product of each pair of 16-bit numbers. */
 INLINE ivec dot_pairs(ivec w, ivec x) {
 #if defined(__AVX512BW__)
@@ -74,12 +69,10 @@ INLINE ivec dot_pairs(ivec w, ivec x) {
 INLINE ivec dot(int dtype, ivec sums, ivec w, const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
-#if HAS_DOT && LANES == 16
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(four));
-#elif HAS_DOT
-    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(four));
-#else
     ivec all = four - (ivec){0};
+#if HAS_INT8_DOT
+    return dot_bytes(sums, w, all);
+#else
 #if defined(__AVX512BW__)
     if (dtype == INT4) /* pairs of products of 15 and 127 are far below 2^15 */
         return sums + dot_pairs((ivec)_mm512_maddubs_epi16((__m512i)w, (__m512i)all), (ivec)_mm512_set1_epi16(1));
@@ -97,9 +90,43 @@ INLINE void read_weights(int dtype, const char *at, ivec w[2]) {
     memcpy(w, at, sizeof *w);
     if (dtype == INT4)
         w[1] = (ivec)((uvec)w[0] >> 4) & 0x0f0f0f0f, w[0] &= 0x0f0f0f0f;
-    else if (HAS_DOT)
+    else if (DOT_ZERO)
         w[0] ^= (int32_t)0x80808080;
 }
+
+#if HAS_INT8_BLOCKS
+/* Add the products of an even number of rows with a panel over k in [first, stop), two rows at a time; returns where
+ * the weights behind them are. */
+INLINE const char *add_blocks(int dtype, int rows, const int8_t *const *a, int64_t first, int64_t stop,
+                              const char *weights, int cold, ivec sums[][PANEL_VECS]) {
+    int64_t step = dtype == INT4 ? LINE_BYTES : 2 * LINE_BYTES; /* of weights, for eight numbers of k */
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i += 2)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) swap_blocks(&sums[i][j], &sums[i + 1][j]);
+    for (int64_t k = first; k < stop; k += 8, weights += step) {
+        if (cold)
+            for (int64_t line = 0; line < step; line += LINE_BYTES)
+                __builtin_prefetch(weights + PREFETCH_LINES * LINE_BYTES + line, 0, 3);
+        int8x16_t x[GROUP_ROWS / 2];
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i += 2) x[i / 2] = two_rows(a[i] + k, a[i + 1] + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            ivec w[2];
+            read_weights(dtype, weights + j * 4 * LANES, w);
+            if (dtype == INT8) memcpy(w + 1, weights + LINE_BYTES + j * 4 * LANES, sizeof *w);
+#pragma GCC unroll 4
+            for (int i = 0; i < rows; i += 2) dot_blocks(&sums[i][j], &sums[i + 1][j], x[i / 2], w[0], w[1]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i += 2)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) swap_blocks(&sums[i][j], &sums[i + 1][j]);
+    return weights;
+}
+#endif
 
 /* Rows and panels of one call of the kernel: `count` rows from `row`, panels from `panel` on. */
 typedef struct {
@@ -134,7 +161,11 @@ INLINE void group_kernel(int dtype, int rows, int panels, const Product *p, Grou
 #pragma GCC unroll 4
             for (int j = 0; j < panels * PANEL_VECS; j++)
                 sums[i][j] = (ivec){0} - zero_point(dtype) * steps[i][g].sum, more[j] = (ivec){0};
-        for (int64_t k = g * group; k < (g + 1) * group; k += depth, weights += LINE_BYTES) {
+        int64_t k = g * group, stop = k + group;
+#if HAS_INT8_BLOCKS
+        if (rows > 1) weights = add_blocks(dtype, rows, a, k, stop, weights, t.cold, sums), k = stop;
+#endif
+        for (; k < stop; k += depth, weights += LINE_BYTES) {
             ivec w[VECS][2];
             if (t.cold) {
                 const char *line = weights + PREFETCH_LINES * LINE_BYTES;

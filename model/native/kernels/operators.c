@@ -79,17 +79,24 @@ EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
     return known;
 }
 
-/* What the machine code was made for, to be shown: bit 0 AVX-512, 1 its bf16 products, 2 its integer products. */
+/* What the machine code was made for, to be shown: bit 0 AVX-512, 1 products of bf16, 2 integer products of x86-64, 3 and
+ * 4 those of AArch64. */
 EXPORTED int64_t features(void) {
     int64_t found = 0;
 #ifdef __AVX512F__
     found |= 1;
 #endif
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     found |= 2;
 #endif
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     found |= 4;
+#endif
+#ifdef __ARM_FEATURE_DOTPROD
+    found |= 8;
+#endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    found |= 16;
 #endif
     return found;
 }

@@ -10,6 +10,8 @@
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -72,6 +74,11 @@ INLINE vec load_int8(const int8_t *p) {
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif defined(__AVX2__)
     return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif defined(__aarch64__)
+    int32_t four;
+    memcpy(&four, p, 4);
+    int16x8_t wide = vmovl_s8((int8x8_t)vdup_n_s32(four));
+    return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 #else
     int32_t wide[LANES];
     for (int i = 0; i < LANES; i++) wide[i] = p[i];
@@ -85,6 +92,10 @@ INLINE vec load_int8(const int8_t *p) {
 INLINE void store_int8(int8_t *p, ivec v) {
 #ifdef __AVX512F__
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__aarch64__)
+    int16x4_t half = vmovn_s32((int32x4_t)v);
+    int32_t four = vget_lane_s32((int32x2_t)vmovn_s16(vcombine_s16(half, half)), 0);
+    memcpy(p, &four, 4);
 #else
     for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
 #endif
@@ -98,6 +109,9 @@ INLINE vec abs_vec(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 INLINE void store_bf16(bf16 *p, vec v) {
 #ifdef __AVX512BF16__
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    bfloat16x4_t narrow = vcvt_bf16_f32((float32x4_t)v);
+    memcpy(p, &narrow, sizeof narrow);
 #else
     uvec bits = (uvec)v;
     bits += 0x7fff + ((bits >> 16) & 1);
