@@ -253,9 +253,9 @@ class ExpertsConfig:
     shared_gate: bool = False  # which is multiplied by the sigmoid of a projection to one number (Qwen2-MoE)
 
     def __post_init__(self) -> None:
-        require_positive(self, count=self.count, per_token=self.per_token)
-        if self.per_token > self.count:
-            raise ConfigError(f"a token has {self.per_token} experts of {self.count}")
+        require_positive(self, per_token=self.per_token)
+        if self.count < 2 or self.per_token > self.count:
+            raise ConfigError(f"a token cannot choose {self.per_token} of {self.count} experts")
         if self.shared_gate and self.shared is None:
             raise ConfigError("a gate of shared experts needs them")
 

@@ -16,6 +16,7 @@ from model.config.layer import (
     AlibiConfig,
     BucketBiasConfig,
     DisentangledConfig,
+    ExpertsConfig,
     LayerConfig,
     NormConfig,
     RopeScaling,
@@ -337,6 +338,12 @@ class ModelConfig:
     def stacks(self) -> dict[str, StackConfig]:
         named = {"encoder": self.encoder, "decoder": self.decoder}
         return {name: stack for name, stack in named.items() if stack is not None}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer's feed-forward is a mixture of experts."""
+        layers = (layer for stack in self.stacks.values() for layer in stack.layers)
+        return any(isinstance(layer.feed_forward, ExpertsConfig) for layer in layers)
 
     @property
     def classifies_tokens(self) -> bool:

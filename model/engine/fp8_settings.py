@@ -20,7 +20,17 @@ def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.dev
             f"quantization fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; "
             "a CPU serves int8 and int4"
         )
+    refuse_experts(engine, config)
     return tuple(f"{stack}.layers.*" for stack in config.stacks)
+
+
+def refuse_experts(engine: EngineConfig, config: ModelConfig) -> None:
+    """Raise `ConfigError` for a model with experts, which no kernel of a GPU multiplies in fewer bits."""
+    if config.has_experts:
+        raise ConfigError(
+            f"quantization {engine.quantization}: a GPU multiplies the experts of {config.model_type} in floats alone; "
+            "leave it at none for this model"
+        )
 
 
 def _without_fp8(engine: EngineConfig, device: torch.device) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat
 from model.config.model import ModelConfig
+from model.engine.fp8_settings import refuse_experts
 from model.errors import ConfigError
 from model.linear.integers import unsupported
 
@@ -28,5 +29,6 @@ def integer_projections(
             f"quantization {engine.quantization} needs the native backend, or a GPU and Triton: {missing}, "
             f"and {backend_reason}"
         )
+    refuse_experts(engine, config)
     in_layers, in_head = QUANTIZED_LAYERS[engine.quantization]
     return (*((f"{stack}.layers.*", in_layers) for stack in config.stacks), ("head", in_head))

@@ -25,6 +25,7 @@ from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.linear.base import CompiledLinear, linears
+from model.linear.experts import ExpertsLinear
 from model.linear.parallel import ParallelLinear
 from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
@@ -98,7 +99,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
 
 @torch.inference_mode()
 def compile_products(model: Transformer) -> int:
-    """Multiply by the projections in fp8 and in integers, one of each kind, in each kind of launch; how many launches.
+    """Multiply by projections in fp8, in integers and of experts, one of each kind, in each kind of launch; how many.
 
     Projections are of a kind if they share compiled kernels.
     """
@@ -108,7 +109,14 @@ def compile_products(model: Transformer) -> int:
         for rows in linear.tiled_rows:
             linear(torch.zeros(rows, linear.spec.inputs, dtype=model.dtype, device=linear.device))
         give_way()
-    return sum(len(linear.tiled_rows) for linear in kinds.values())
+    of_experts = {one.compiled_for: one for one in linears(model) if isinstance(one, ExpertsLinear) and one.kernels}
+    for experts in of_experts.values():
+        for rows in experts.tiled_rows:
+            starts = torch.full((experts.spec.experts + 1,), rows, dtype=torch.int32, device=experts.device)
+            experts.of_experts(torch.zeros(rows, experts.spec.inputs, dtype=model.dtype, device=experts.device), starts)
+        give_way()
+    launched = [linear.tiled_rows for linear in kinds.values()] + [one.tiled_rows for one in of_experts.values()]
+    return sum(map(len, launched))
 
 
 @torch.inference_mode()

@@ -64,9 +64,7 @@ class Anatomy:
     @property
     def active_parameters(self) -> int | None:
         """Return the parameters that a token passes through; None: all, as there are no experts."""
-        layers = [layer for stack in self.config.stacks.values() for layer in stack.layers]
-        sparse = any(isinstance(layer.feed_forward, ExpertsConfig) for layer in layers)
-        return sum(self.multiplied.values()) if sparse else None
+        return sum(self.multiplied.values()) if self.config.has_experts else None
 
     def weight_bytes(self, dtype: str) -> int:
         return self.total_parameters * DTYPE_BYTES[dtype]

@@ -12,6 +12,7 @@ from torch import Tensor
 from model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored, nearest_kept
 from model.config.sharding import WHOLE, Shard
 from model.linear.base import Linear, LinearSpec, Split
+from model.linear.experts import DequantizedExpertsLinear, ExpertsLinear
 from model.linear.float import DequantizedLinear, FloatLinear, TiedLinear
 from model.linear.fp8 import Fp8Linear, keeps
 from model.linear.integers import integer_linear
@@ -57,6 +58,10 @@ class LinearFactory:
             if fnmatchcase(spec.name, pattern):
                 kept = _EXACT if spec.exact else number_format
                 return native_linear(self._kept(kept, stored_as), spec, self.dtype, self.library)
+        if spec.experts > 1:  # in floats: who asks for less is refused before (`engine.integer_settings`)
+            if stored_as.scale is None:
+                return ExpertsLinear(spec, self.dtype, self.device)
+            return DequantizedExpertsLinear(spec, self.dtype, self.device, stored_as)
         as_integers = self._in_integers(spec, stored_as)
         if as_integers is not None:
             return integer_linear(spec, self.dtype, self.device, as_integers, stored_as)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +23,6 @@ class FloatLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
-
-    def of_experts(self, x: Tensor, starts: Tensor) -> Tensor:
-        count = self.spec.experts
-        weights = self.weight.unflatten(0, (count, -1))
-        biases = None if self.bias is None else self.bias.unflatten(0, (count, -1))
-        y = x.new_empty(len(x), self.spec.outputs_of_expert)
-        bounds = starts.tolist()
-        for expert, (first, last) in enumerate(pairwise(bounds)):
-            if first < last:
-                bias = None if biases is None else biases[expert]
-                y[first:last] = functional.linear(x[first:last], weights[expert], bias)
-        return y
 
 
 class DequantizedLinear(DequantizedWhileRead, FloatLinear):

@@ -28,7 +28,7 @@ from model.api.request import SamplingParams
 from model.attention import triton_heads
 from model.attention.preparation import HeadNorm, Preparation
 from model.cache.paged import LayerCache
-from model.linear import triton_fp8, triton_integers
+from model.linear import triton_experts, triton_fp8, triton_integers
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem
 
@@ -108,6 +108,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
         (triton_sampling, "sampling_kernel"),
         (triton_fp8, "quantize"),
         (triton_fp8, "scaled_product"),
+        (triton_experts, "experts_product"),
         (triton_integers, "grouped_product"),
         (triton_integers, "dequantize"),
     ]
@@ -137,6 +138,8 @@ def cases(capability: int) -> Iterator[Case]:
     for dim, dtype in product((64, 128), (torch.bfloat16, torch.float32)):  # T5
         yield Case(decode, 12, 12, dim, dtype=dtype, block_size=16, buckets=True)
         yield Case(((130, 130),), 12, 12, dim, dtype=dtype, paged=False, causal=False, buckets=True)
+    for segments in (decode, prompts):  # gpt-oss
+        yield Case(segments, 64, 8, 64, dtype=torch.bfloat16, block_size=16, window=128, sinks=True)
     for segments in (decode, prompts):  # BLOOM
         yield Case(segments, 16, 16, 64, dtype=torch.bfloat16, block_size=16, slopes=True)
 
@@ -193,7 +196,7 @@ def main(capability: int) -> None:
         with compiling(capability) as found:
             given = problem(case, CPU, solved=False)
             backend.TritonBackend().forward(
-                given.query, given.key, given.value, given.cache, given.metadata, case.config, given.bias
+                given.query, given.key, given.value, given.cache, given.metadata, case.config, given.bias, given.sinks
             )
         for kernel in found:
             print(json.dumps({"case": str(case), **kernel}), flush=True)
@@ -218,6 +221,13 @@ def main(capability: int) -> None:
             triton_fp8.multiply(numbers, scales, weight, weight_scales, None, block, torch.bfloat16)
         for kernel in found:
             print(json.dumps({"case": f"fp8 {rows} {block}", **kernel}), flush=True)
+    for dtype, rows in product((torch.bfloat16, torch.float32), (8, 1000, 20_000)):
+        with compiling(capability) as found:
+            x, weight = torch.zeros(rows, 256, dtype=dtype), torch.zeros(32, 384, 256, dtype=dtype)
+            starts = torch.zeros(33, dtype=torch.int32)
+            triton_experts.multiply(x, weight, torch.zeros(32, 384, dtype=dtype), starts)
+        for kernel in found:
+            print(json.dumps({"case": f"experts {dtype} {rows} rows", **kernel}), flush=True)
     for name, launch in integer_cases():
         with compiling(capability) as found:
             launch()

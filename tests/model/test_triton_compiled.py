@@ -26,6 +26,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {"attend", "combine", "write_pages", "prepare_heads", "sampling_kernel", "grouped_product", "dequantize"}
+    names.add("experts_product")
     if capability >= 89:  # the first that has fp8
         names |= {"quantize", "scaled_product"}
     assert {kernel["kernel"] for kernel in kernels} == names
@@ -48,6 +49,10 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
             if "4 bits" in kernel["case"]:
                 # In words: a conversion of each integer would take more time than reading it; offsets are few.
                 assert kernel["masks"] > kernel["conversions"], kernel
+        if kernel["kernel"] == "experts_product" and narrow:
+            assert kernel["asynchronous_copies"] > 0, kernel
+            few = kernel["case"].endswith(" 8 rows")
+            assert (kernel["warp_group_products"] > 0) == (capability == 90 and not few), kernel
         if kernel["kernel"] == "scaled_product":
             assert kernel["asynchronous_copies"] > 0, kernel
             few = kernel["case"].startswith(("fp8 1 ", "fp8 16 "))  # on Hopper they are multiplied as float16
