@@ -13,6 +13,7 @@ QUANTIZATIONS = ("none", "int8", "int8-g128", "int4", "int4-g32", "int4-g128", "
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
 SLOW_FALLBACKS = ("allow", "refuse")
+MAX_SPECULATIVE_TOKENS = 64  # that a step may draft for one sequence
 
 _CPU_BATCH = (64, 2048)  # sequences and tokens of a step
 _GPU_BATCHES = (  # the same by the GPU's bytes (1e9 a GB): the activations of a step must fit too
@@ -55,6 +56,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # on a GPU: capture decode steps at start, which takes seconds and some memory
     slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, CUDA graphs or fused kernels fail
     prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
+    num_speculative_tokens: int = 0  # of requests that do not say: most tokens that a step drafts by n-grams; 0: none
     model_weight: float = 1.0  # relative share of compute time among the models of the process
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
@@ -86,6 +88,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, found {value}")
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            found = self.num_speculative_tokens
+            raise ConfigError(f"num_speculative_tokens must be 0 to {MAX_SPECULATIVE_TOKENS}, found {found}")
         if not 0 < self.model_weight < math.inf:
             raise ConfigError(f"model_weight must be a positive number, found {self.model_weight}")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:

@@ -75,6 +75,7 @@ class SamplingParams:
     shown_special_ids: tuple[int, ...] = ()  # special tokens that have a text although others are skipped
     logprobs: int | None = None  # how many alternatives beside the chosen token
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None  # most that a step drafts; 0: none, None: as the engine is set
     grammar: str = ""  # the whole output must match it (`model.text.grammar`); empty: none
 
 
@@ -96,6 +97,7 @@ class Request:
     arrival_time: float = 0.0
     deadline: float | None = None
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
+    prediction: tuple[int, ...] = ()  # tokens that the output is expected to copy: drafts, which change nothing else
 
     @property
     def num_sent_tokens(self) -> int:

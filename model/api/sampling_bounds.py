@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from model.api.engine_config import MAX_SPECULATIVE_TOKENS
 from model.api.request import SamplingParams
 from model.errors import ConfigError
 
@@ -27,6 +28,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "no_repeat_ngram_size": (0, _MAX_INT),
     "logprobs": (0, _MAX_INT),
     "prompt_logprobs": (0, _MAX_INT),
+    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
 }
 _MAX_BIAS = 100
 

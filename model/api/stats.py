@@ -16,7 +16,7 @@ class StepStats:
     seconds: float
     num_tokens: int
     num_sequences: int
-    num_decodes: int = 0  # tokens that decode: one for each sequence past its prefill
+    num_decodes: int = 0  # tokens that decode: one for each sequence past its prefill, and its drafts
     num_whole_tokens: int = 0  # tokens of encoder inputs, which cannot be split
 
 
@@ -34,6 +34,9 @@ class EngineStats:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of those, found
     window_usage: dict[int, float] = field(default_factory=dict)  # used share of each further pool, by its window
+    drafts: int = 0  # runs of tokens that were drafted, each verified by one step
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of those, right
 
     @property
     def used_blocks(self) -> int:

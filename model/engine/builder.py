@@ -337,6 +337,7 @@ def _generate_engine(
         eos_token_ids=config.eos_token_ids,
         grammars=_grammars(checkpoint),
         overlap=_overlaps(config, device),
+        num_speculative_tokens=spec.engine.num_speculative_tokens,
     )
 
 

@@ -24,6 +24,7 @@ from model.api.stats import EngineStats, StepStats
 from model.engine.fault_isolation import run_isolated
 from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
@@ -33,6 +34,8 @@ from model.text.grammar import GrammarError
 
 if TYPE_CHECKING:
     from model.text.grammar_matcher import Grammars, Matcher
+
+PREDICTED_TOKENS = 8  # most drafts of a step for a request with a prediction, where nobody says how many
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +53,12 @@ class GenerateEngine:
         eos_token_ids: tuple[int, ...] = (),
         grammars: Grammars | None = None,
         overlap: bool = False,
+        num_speculative_tokens: int = 0,
     ) -> None:
-        """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive."""
+        """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive.
+
+        `num_speculative_tokens`: drafts of requests that do not say how many.
+        """
         self.name = name
         self.runner = runner
         self.scheduler = scheduler
@@ -59,11 +66,15 @@ class GenerateEngine:
         self.eos_token_ids = eos_token_ids
         self.grammars = grammars  # None: no tokenizer, so requests have no grammars
         self.overlap = overlap
+        self.num_speculative_tokens = num_speculative_tokens
         self._pending_step: PendingStep | None = None
         self._last_collect_time = 0.0
         self._arrival_numbers = count()
         self._compiling: list[tuple[Future[Matcher], list[SequenceState]]] = []
         self._outputs: list[TokenOutput] = []  # not yet returned to the loop
+        self.num_drafts = 0  # steps of a sequence with drafts
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0  # drafts that were right
 
     @property
     def block_manager(self) -> BlockManager:
@@ -103,7 +114,19 @@ class GenerateEngine:
             self._compiling.append((self.grammars.compile(request.params.grammar), sequences))
         for sequence in sequences:
             sequence.is_prepared = not request.params.grammar
+            sequence.drafting = self._drafting(request)
             self.scheduler.add(sequence)
+
+    def _drafting(self, request: Request) -> NgramDrafts | None:
+        """Return what drafts a request's tokens; None where nothing does. Beams have no next token to draft."""
+        asked = request.params.num_speculative_tokens
+        limit = self.num_speculative_tokens if asked is None else asked
+        if asked is None and request.prediction:
+            limit = limit or PREDICTED_TOKENS
+        if not limit or request.params.num_beams > 1:
+            return None
+        source = request.source.token_ids if request.source is not None else ()
+        return NgramDrafts(limit, source, request.prediction)
 
     def _limit_max_tokens(self, request: Request) -> Request:
         limit = max(1, self.max_model_len - len(request.prompt_token_ids))
@@ -186,7 +209,7 @@ class GenerateEngine:
                 self.scheduler.preempt(steps[0].sequence)  # it shares blocks that a failed sequence was to fill
             else:
                 for step in steps:
-                    step.sequence.num_computed_tokens += step.num_tokens
+                    step.sequence.num_computed_tokens = step.stop
                 self._update(steps, sampled)
         return self._step_stats(scheduled, time.monotonic() - began)
 
@@ -205,7 +228,7 @@ class GenerateEngine:
             return self._compute(select(scheduled, unfinished), began)
         self._pending_step = PendingStep(launch, scheduled, began)
         for step in scheduled.scheduled:
-            step.sequence.num_computed_tokens += step.num_tokens
+            step.sequence.num_computed_tokens = step.stop
             if step.samples and step.sequence.can_run_ahead:
                 step.sequence.append_placeholder()
         return self._collect(before) if before is not None else None
@@ -228,7 +251,10 @@ class GenerateEngine:
 
     def _step_stats(self, scheduled: SchedulerOutput, seconds: float) -> StepStats:
         steps = scheduled.scheduled
-        decodes = sum(step.num_tokens == 1 and not step.encode_source for step in steps)
+        # A drafting sequence decodes with all of its tokens.
+        decodes = sum(
+            step.num_tokens for step in steps if step.num_tokens == 1 + len(step.drafts) and not step.encode_source
+        )
         whole = sum(step.sequence.source_length for step in steps if step.encode_source)
         return StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(steps), decodes, whole)
 
@@ -249,6 +275,9 @@ class GenerateEngine:
             prefix_queries=self.block_manager.num_queried_tokens,
             prefix_hits=self.block_manager.num_hit_tokens,
             window_usage=self.block_manager.window_usage,
+            drafts=self.num_drafts,
+            draft_tokens=self.num_draft_tokens,
+            accepted_tokens=self.num_accepted_tokens,
         )
 
     def check_invariants(self) -> None:
@@ -265,7 +294,7 @@ class GenerateEngine:
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
             # Placeholders behind this token's position are of steps that were launched ahead.
-            ahead = sequence.drop_placeholders(step.start + step.num_tokens) if token is not None else 0
+            ahead = sequence.drop_placeholders(step.stop) if token is not None else 0
             if sequence.num_computed_tokens // block_size > sequence.num_offered_blocks:
                 self.block_manager.cache_full_blocks(sequence)
             if token is not None and beams is not None:
@@ -275,7 +304,7 @@ class GenerateEngine:
                 beams.forced = token.forced
                 searches[id(beams)] = beams
             elif token is not None:
-                self._append_token(step, token)
+                (self._append_run if step.drafts else self._append_token)(step, token)
                 if ahead > 1 and not sequence.finished:
                     sequence.token_ids.append(PLACEHOLDER)
         for beams in searches.values():
@@ -324,6 +353,29 @@ class GenerateEngine:
             self._outputs.append(output)
         for sequence in list(beams.members):
             self.scheduler.finish(sequence, reason or FinishReason.STOP)
+
+    def _append_run(self, step: ScheduledSequence, token: SampledToken) -> None:
+        """Append a token that has drafts behind it, and what was sampled behind those that are right."""
+        sequence, count = step.sequence, 0
+        is_computed = sequence.num_computed_tokens == step.stop  # else it was preempted while the step was pending
+        for one in (token, *token.later):
+            if count and is_computed:
+                sequence.num_computed_tokens += 1
+                self._cache_full_blocks(sequence)
+            self._append_token(step, one)
+            count += 1
+            if sequence.finished:
+                break
+        accepted = min(count, len(token.later))
+        self.num_drafts += 1
+        self.num_draft_tokens += len(step.drafts)
+        self.num_accepted_tokens += accepted
+        if is_computed and not sequence.finished:
+            self.block_manager.trim(sequence)
+
+    def _cache_full_blocks(self, sequence: SequenceState) -> None:
+        if sequence.num_computed_tokens // self.block_manager.block_size > sequence.num_offered_blocks:
+            self.block_manager.cache_full_blocks(sequence)
 
     def _append_token(self, step: ScheduledSequence, token: SampledToken) -> None:
         """Append a sampled token to its sequence and output it."""

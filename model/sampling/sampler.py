@@ -39,10 +39,11 @@ class SamplingRow:
     forced_token_id: int | None = None  # the only token allowed
     allowed: NDArray[np.bool_] | None = None  # [V], the grammar's mask; excludes banned tokens too
     history: History | None = None  # incremental statistics of `token_ids`; None: computed from scratch
+    num_ahead: int = 0  # drafts behind `token_ids` that the row comes after
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_ahead - self.num_prompt_tokens
 
     @property
     def token_history(self) -> History:

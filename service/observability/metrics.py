@@ -220,6 +220,9 @@ class Metrics:
         self._add(self._preemptions, stats.model, "preemptions", stats.preemptions)
         self._add(self._prefix_queries, stats.model, "prefix_queries", stats.prefix_queries)
         self._add(self._prefix_hits, stats.model, "prefix_hits", stats.prefix_hits)
+        self._add(self._drafts, stats.model, "drafts", stats.drafts)
+        self._add(self._draft_tokens, stats.model, "draft_tokens", stats.draft_tokens)
+        self._add(self._accepted_tokens, stats.model, "accepted_tokens", stats.accepted_tokens)
 
     def _add(self, counter: _Labelled[Counter], model: str, name: str, value: int) -> None:
         """Add what an engine has counted since the last update; a new engine counts from 0."""
@@ -260,6 +263,13 @@ class Metrics:
         )
         self._prefix_hits = self._counter(
             "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "model"
+        )
+        self._drafts = self._counter(
+            "spec_decode_num_drafts_total", "Steps of a sequence that verified drafts of its next tokens.", "model"
+        )
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", "model")
+        self._accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens_total", "Drafted tokens that were right.", "model"
         )
         self._preemptions = self._counter(
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"

@@ -51,6 +51,7 @@ def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, gr
         skip_special_tokens=body.skip_special_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        num_speculative_tokens=body.num_speculative_tokens,
         grammar=grammar,
         **sampling,
         **_beams(body, served),

@@ -234,6 +234,14 @@ class GenerateBody(Body):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict, description="Added to the logits of up to 300 token ids.", examples=[{"42": -5.0}]
     )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="Draft up to this many tokens (at most 64) a step where the output repeats the prompt, the source "
+        "or itself (n-gram speculation); 0: off. The output is the same. Default: the server's setting.",
+        examples=[8],
+    )
     logprobs: int | None = Field(
         None,
         ge=0,

@@ -318,6 +318,14 @@ OPTIONS: tuple[Option, ...] = (
         per_model=True,
     ),
     Option(
+        "num_speculative_tokens",
+        int,
+        _ENGINE.num_speculative_tokens,
+        "most tokens that a step drafts where an output repeats its prompt or itself (n-gram speculation), without "
+        "changing it; a request may say otherwise; 0: off",
+        per_model=True,
+    ),
+    Option(
         "model_weight",
         float,
         _ENGINE.model_weight,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import and_, eq
 from zlib import crc32
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
@@ -59,10 +61,11 @@ class ScriptedRunner:
         return Late(found, {id(step.sequence): token.token_id for step, token in pairs if token is not None})
 
     def _tokens(self, step: ScheduledSequence, known: dict[int, int]) -> list[int]:
-        """Return a sequence's tokens as the device has them, with the previous step's token."""
+        """Return a sequence's tokens as the device has them, with the previous step's token, and its drafts."""
         *earlier, last = step.sequence.token_ids
         assert PLACEHOLDER not in earlier
-        return [*earlier, known[id(step.sequence)] if last == PLACEHOLDER else last]
+        assert not (step.drafts and last == PLACEHOLDER), "drafts behind a token that is not known"
+        return [*earlier, known[id(step.sequence)] if last == PLACEHOLDER else last, *step.drafts]
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         sequence, stop = step.sequence, step.start + step.num_tokens
@@ -81,7 +84,13 @@ class ScriptedRunner:
             slots = self._slots(number, sequence.tables[number], read, stop)
             assert [self.written[slot] for slot in slots] == keys[read:], "keys of other tokens"
             assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
-        return SampledToken(self.script(source, tokens)) if step.samples else None
+        if not step.samples:
+            return None
+        end = len(tokens) - len(step.drafts)
+        said = [self.script(source, tokens[: end + ahead]) for ahead in range(1 + len(step.drafts))]
+        right = sum(accumulate(map(eq, said, step.drafts), and_))  # up to the first that is wrong
+        first, *later = map(SampledToken, said[: 1 + right])
+        return first._replace(later=tuple(later))
 
     def _slots(self, pool: int, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         slots = self.block_manager.slots(table, start, stop)
@@ -106,6 +115,7 @@ class Harness:
         prefix_caching: bool = True,
         overlap: bool = False,
         pools: Sequence[PoolSize] = (),
+        num_speculative_tokens: int = 0,
     ) -> None:
         """`pools` instead of one of `num_blocks` without a window."""
         blocks = BlockManager(pools or [PoolSize(num_blocks)], block_size, prefix_caching=prefix_caching)
@@ -117,6 +127,7 @@ class Harness:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             overlap=overlap,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.outputs: list[TokenOutput] = []
         self.limits = UNLIMITED  # of each step

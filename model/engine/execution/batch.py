@@ -168,7 +168,7 @@ def _pack_runs(
     begin = 0
     for step in steps:
         end, stop = begin + step.num_tokens, step.start + step.num_tokens
-        ids[begin:end] = step.sequence.token_ids[step.start : stop]
+        ids[begin:end] = [*step.sequence.token_ids[step.start : stop], *step.drafts]
         positions[begin:end] = at = np.arange(step.start, stop)
         contexts[begin:end] = step.sequence.longest_context
         for pool_slots, table in zip(slots, step.sequence.tables, strict=True):

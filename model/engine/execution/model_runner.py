@@ -43,8 +43,8 @@ class Launched:
     """A step that the device may still be busy with."""
 
     steps: list[ScheduledSequence]
-    rows: dict[int, int]  # place among `tokens` by the `id` of a sequence that samples
-    tokens: Tensor  # [S] on the device
+    rows: dict[int, int]  # first place among `tokens` by the `id` of a sequence that samples
+    tokens: Tensor  # [S] on the device; of drafts too, in a row with what comes behind them if they are right
     arriving: HostCopy  # the same
     forced: list[bool]  # of each row: the checkpoint's rules left no other token
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
@@ -59,9 +59,16 @@ class Launched:
             if row is None:
                 found.append(None)
                 continue
-            logprob, candidates = self.logprobs.get(row), self.candidates.get(row, ())
-            found.append(SampledToken(tokens[row], logprob, self.forced[row], candidates))
+            later = []
+            for place, draft in enumerate(step.drafts, row):
+                if tokens[place] != draft:
+                    break
+                later.append(self._token(tokens, place + 1))
+            found.append(self._token(tokens, row, tuple(later)))
         return found
+
+    def _token(self, tokens: Rows[int], row: int, later: tuple[SampledToken, ...] = ()) -> SampledToken:
+        return SampledToken(tokens[row], self.logprobs.get(row), self.forced[row], self.candidates.get(row, ()), later)
 
 
 class ModelRunner:
@@ -156,14 +163,19 @@ class ModelRunner:
             for sequence in sequences:
                 yield from self.block_manager.slots(sequence.source_tables[pool], 0, sequence.source_length)
 
-    def _sample(self, all_steps: list[ScheduledSequence], steps: Rows[ScheduledSequence], logits: Tensor) -> Launched:
-        places = {id(step.sequence): row for row, step in enumerate(steps)}
+    def _sample(
+        self, all_steps: list[ScheduledSequence], sampling: Rows[ScheduledSequence], logits: Tensor
+    ) -> Launched:
+        steps = [step for step in sampling for _ in range(1 + len(step.drafts))]  # of each row
+        places: dict[int, int] = {}
+        for row, step in enumerate(steps):
+            places.setdefault(id(step.sequence), row)
         if not steps:
             nothing = logits.new_empty(0, dtype=torch.int64)
             return Launched(all_steps, places, nothing, HostCopy(nothing), [])
         rules = self.model.config.generation
         ruled = rules != _NO_RULES
-        rows = [self._sampling_row(step.sequence, rules, ruled=ruled) for step in steps]
+        rows = [row for step in sampling for row in self._sampling_rows(step, rules, ruled=ruled)]
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam's own next token is nobody's: its search decides among the candidates.
@@ -190,9 +202,21 @@ class ModelRunner:
         found = top_candidates(logits, [rows[i] for i in beams], counts)
         return dict(zip(beams, found, strict=True))
 
-    def _sampling_row(self, sequence: SequenceState, rules: GenerationRules, *, ruled: bool) -> SamplingRow:
+    def _sampling_rows(self, step: ScheduledSequence, rules: GenerationRules, *, ruled: bool) -> Iterator[SamplingRow]:
+        """The row of a sequence's last token, and those of its drafts, each as if those before it were its tokens."""
+        sequence = step.sequence
         if not ruled and sequence.is_unconstrained:
-            return SamplingRow(sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens)
+            for ahead in range(1 + len(step.drafts)):
+                yield SamplingRow(
+                    sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens, num_ahead=ahead
+                )
+            return
+        yield self._constrained_row(sequence, rules)
+        for draft in step.drafts:
+            sequence = sequence.fork(draft)
+            yield self._constrained_row(sequence, rules)
+
+    def _constrained_row(self, sequence: SequenceState, rules: GenerationRules) -> SamplingRow:
         banned = banned_tokens(sequence, rules)
         allowed = allowed_tokens(sequence, banned)
         return SamplingRow(
@@ -236,13 +260,13 @@ def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
 
 
 def _last_rows(steps: Rows[ScheduledSequence]) -> tuple[int, ...] | None:
-    """Rows of the last tokens of the sequences that sample; None: all rows."""
+    """Rows of the last tokens of the sequences that sample, and of their drafts; None: all rows."""
     rows: list[int] = []
     end = 0
     for step in steps:
         end += step.num_tokens
         if step.samples:
-            rows.append(end - 1)
+            rows.extend(range(end - 1 - len(step.drafts), end))
     return tuple(rows) if len(rows) < end else None
 
 

@@ -204,6 +204,25 @@ class BlockManager:
             self._use_source(sequence)
         return copies
 
+    def extend(self, sequence: SequenceState, num_tokens: int, most: int) -> int:
+        """Extend the tables of a sequence by drafts behind the `num_tokens` that it computes in this step, for which it
+        has blocks: at most so many, and as free blocks allow; returns how many.
+        """
+        free, end = min(pool.num_free for pool in self.pools), sequence.num_computed_tokens + num_tokens
+        count = min(most, (len(sequence.tables[0]) + free) * self.block_size - end)
+        missing = self.blocks_for(end + count) - len(sequence.tables[0])
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            table.extend(pool.take() for _ in range(missing))
+        return count
+
+    def trim(self, sequence: SequenceState) -> None:
+        """Free the blocks behind those of the sequence's tokens, which held drafts."""
+        wanted = self.blocks_for(sequence.num_tokens)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            for block in table[wanted:]:
+                pool.release(block, keep=False)
+            del table[wanted:]
+
     def free_behind_window(self, sequence: SequenceState) -> None:
         """Free the blocks of windowed pools that no later token reads; nothing where there are no windows."""
         for at, _ in self._windowed:

@@ -50,5 +50,6 @@ class BlockTable(list[int]):
         self._num_kept = min(self._num_kept, begin)
 
     def __delitem__(self, key: SupportsIndex | slice) -> None:
+        begin = key.indices(len(self))[0] if isinstance(key, slice) else key.__index__() % len(self)
         super().__delitem__(key)
-        self._num_kept = 0
+        self._num_kept = min(self._num_kept, begin)

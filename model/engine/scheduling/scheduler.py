@@ -24,19 +24,29 @@ from model.engine.scheduling.step_budget import (
     StepDemand,
 )
 
+# Rows that a step with drafts samples at most. Of more rows each takes its time, drafts that are wrong too, while
+# reading the weights is what fewer wait for; and the logits of a step need memory.
+MAX_VERIFIED_ROWS = 32
+
 
 class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time
     """One sequence's part of a step."""
 
     sequence: SequenceState
     start: int  # tokens computed before this step
-    num_tokens: int  # computed in this step, from `start`
+    num_tokens: int  # computed in this step, from `start`, with the drafts
     encode_source: bool  # the encoder runs first and its keys and values are written
+    drafts: tuple[int, ...] = ()  # tokens that may come next, computed behind its last one
+
+    @property
+    def stop(self) -> int:
+        """The tokens of the sequence that are computed behind the step."""
+        return self.start + self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:
         """Whether its last token is computed, so that the model says what comes next."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
+        return self.start + self.num_tokens - len(self.drafts) == self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None = None
     forced: bool = False  # the checkpoint's rules left no other
     candidates: Candidates = ()  # of a beam, whose next token its search decides
+    later: tuple[SampledToken, ...] = ()  # behind it, where drafts were right: one more than those
 
 
 class Scheduler:
@@ -125,7 +136,27 @@ class Scheduler:
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
             self._admit(output, left, budget.whole_tokens)
+        if any(step.sequence.drafting is not None for step in output.scheduled):
+            self._draft(output)
         return output
+
+    def _draft(self, output: SchedulerOutput) -> None:
+        """Add drafts to what the step samples, with rows and blocks that nothing else in it needs.
+
+        They are given up behind the step (`BlockManager.trim`), so nobody is preempted or waits for them.
+        """
+        steps = output.scheduled
+        rows = MAX_VERIFIED_ROWS - sum(step.samples for step in steps)
+        budget = min(rows, self.max_num_batched_tokens - sum(step.num_tokens for step in steps))
+        places = [place for place, step in enumerate(steps) if step.sequence.drafting is not None]
+        for drafted, place in enumerate(places):
+            step = steps[place]
+            share = budget // (len(places) - drafted)
+            drafts = step.sequence.propose_drafts()[: max(0, share)] if step.samples else []
+            if drafts:
+                count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts))
+                steps[place] = step._replace(num_tokens=step.num_tokens + count, drafts=tuple(drafts[:count]))
+                budget -= count
 
     def _schedule_running(self, output: SchedulerOutput, limits: StepBudget) -> tuple[int, bool]:
         """Continue what runs, oldest first; returns the tokens left and whether someone was preempted.

@@ -10,6 +10,7 @@ from model.api.request import FinishReason, Request, SamplingParams, TokenLogpro
 from model.api.token_history import History
 from model.engine.scheduling.beam_search import BeamSearch, Candidates
 from model.engine.scheduling.block_table import BlockTable
+from model.engine.scheduling.ngram_drafts import NgramDrafts
 
 if TYPE_CHECKING:
     from model.text.grammar_matcher import Matcher
@@ -68,7 +69,9 @@ class SequenceState:
     is_prepared: bool = True  # False while that is compiled
     history: History | None = None  # of one that is penalised or banned by what it said
     error: str | None = None  # why it could not go on
-    can_run_ahead: bool = False  # the token after the next can be sampled before the next one is known here
+    drafting: NgramDrafts | None = None  # of one that is speculated
+    expects_drafts: bool = False  # there were drafts when it was last scheduled
+    is_blind: bool = False  # its tokens can be sampled before those before them are known here
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -76,7 +79,7 @@ class SequenceState:
         self.longest_context = self.num_prompt_tokens + p.max_tokens
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         looked_at = p.logprobs is not None or p.prompt_logprobs is not None
-        self.can_run_ahead = not (history or looked_at or p.num_beams > 1 or p.grammar)
+        self.is_blind = not (history or looked_at or p.num_beams > 1 or p.grammar)
         self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
 
     @classmethod
@@ -122,6 +125,32 @@ class SequenceState:
             if not forced:
                 child.matcher.accept(token_id)
         return child
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the token after the next may be sampled before the next is known here, for which drafts wait."""
+        return self.is_blind and not self.expects_drafts
+
+    def propose_drafts(self) -> list[int]:
+        """Return tokens that may follow its last one, not beyond its end; none while that is not known here."""
+        assert self.drafting is not None
+        drafts = self.drafting.propose(self.token_ids, self.num_prompt_tokens)
+        self.expects_drafts = bool(drafts)
+        if self.has_placeholder:
+            return []
+        drafts = drafts[: self.params.max_tokens - self.num_output_tokens - 1]
+        return drafts if self.matcher is None else self._matching(self.matcher, drafts)
+
+    def _matching(self, matcher: Matcher, drafts: list[int]) -> list[int]:
+        """Return the drafts up to the first that the grammar does not allow, or behind which it allows nothing."""
+        matcher = matcher.fork()
+        for count, draft in enumerate(drafts):
+            if not matcher.tokens[draft]:
+                return drafts[:count]
+            matcher.accept(draft)
+            if matcher.is_exhausted:
+                return drafts[:count]
+        return drafts
 
     @property
     def num_slots(self) -> int:

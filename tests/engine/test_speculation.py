@@ -1,0 +1,157 @@
+"""N-gram speculation: the same outputs with and without, fewer steps where text repeats, hardly more where not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from zlib import crc32
+
+import pytest
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import Request, TokenOutput
+from model.config.cache import PoolSize
+from model.engine.builder import LoadedModel, load
+from tests.engine.scripted import Harness
+from tests.engine.support import request
+from tests.model.checkpoints import native_backends, saved
+
+
+def copying(source: Sequence[int], tokens: Sequence[int]) -> int:
+    """Copy what is 23 tokens back, or from the source, with an error now and then; depends on all tokens."""
+    chance = crc32(repr((list(source), list(tokens))).encode())
+    if chance % 11 == 0:
+        return chance // 11 % 50
+    if source:
+        return source[len(tokens) % len(source)]
+    return tokens[-23] if len(tokens) >= 23 else tokens[-1]
+
+
+def outcomes(outputs: Sequence[TokenOutput]) -> dict[tuple[str, int], tuple[object, ...]]:
+    """Return tokens and ends by sequence."""
+    found: dict[tuple[str, int], tuple[object, ...]] = {}
+    for output in outputs:
+        key = (output.request_id, output.index)
+        tokens, *_ = found.get(key, ([],))
+        assert isinstance(tokens, list)
+        tokens += output.token_ids
+        found[key] = (tokens, output.finish_reason, output.stop_reason, output.error)
+    return found
+
+
+def crowd(harness: Harness, seed: int) -> Harness:
+    """Requests of all kinds that arrive over time, some of which are aborted."""
+    rng = random.Random(seed)
+    for number in range(14):
+        prompt = [rng.randrange(20) for _ in range(rng.randint(1, 40))]
+        settings = {"max_tokens": rng.randint(1, 60), "n": rng.choice((1, 1, 1, 3)), "min_tokens": 0}
+        if rng.random() < 0.4:
+            settings |= {"stop_token_ids": (rng.randrange(50),), "min_tokens": rng.choice((0, 1))}
+        if rng.random() < 0.2:
+            settings["stop"] = ("never said",)
+        if rng.random() < 0.3:
+            settings["source"] = [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+            prompt = prompt[:3]
+        if rng.random() < 0.2:
+            settings["num_speculative_tokens"] = rng.choice((0, 1, 30))
+        harness.add(f"r{number}", prompt, priority=rng.choice((0, 0, 1)), **settings)
+        for _ in range(rng.randrange(4)):
+            harness.step()
+    return harness.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("seed", range(12))
+def test_outputs_are_the_same_with_and_without(seed: int, overlap: bool) -> None:
+    rng = random.Random(seed)
+    settings = {
+        "num_blocks": rng.choice((44, 60, 200)),
+        "budget": rng.choice((8, 20, 64)),
+        "max_num_seqs": rng.choice((3, 8)),
+        "script": copying,
+        "prefix_caching": rng.random() < 0.7,
+    }
+    if seed % 3 == 0:
+        settings["pools"] = [PoolSize(60), PoolSize(50, 9)]
+    plain = crowd(Harness(**settings), seed)
+    drafted = crowd(Harness(**settings, overlap=overlap, num_speculative_tokens=rng.choice((1, 4, 12))), seed)
+    assert outcomes(drafted.outputs) == outcomes(plain.outputs)
+    stats = drafted.engine.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > 0  # some were wrong, some were right
+    assert len(drafted.runner.steps) < len(plain.runner.steps) or overlap
+
+
+def collected(outputs: Iterable[TokenOutput]) -> dict[tuple[str, int], list[object]]:
+    """Return each sequence's tokens with their log-probabilities, bit for bit, and its end."""
+    found: dict[tuple[str, int], list[object]] = {}
+    for output in outputs:
+        ones = found.setdefault((output.request_id, output.index), [])
+        ones += zip_longest(output.token_ids, output.logprobs or ())
+        if output.finish_reason is not None:
+            ones.append((output.finish_reason, output.stop_reason))
+    return found
+
+
+def of_each_way(kind: str) -> list[Request]:
+    """Greedy and drawn, penalised, banned, biased and scored; outputs of tiny models repeat themselves a lot."""
+    ways: list[dict[str, object]] = [
+        {"logprobs": 2},
+        {"temperature": 0.3, "top_k": 4, "seed": 3, "logprobs": 0},
+        {"temperature": 0.4, "top_p": 0.8, "min_p": 0.1, "n": 2, "seed": 5},
+        {"temperature": 0.3, "typical_p": 0.9, "seed": 6},
+        {"repetition_penalty": 1.05, "logprobs": 1},
+        {"presence_penalty": 0.1, "frequency_penalty": 0.01},
+        {"no_repeat_ngram_size": 9, "min_tokens": 20, "ignore_eos": False, "stop_token_ids": tuple(range(40, 60))},
+        {"logit_bias": {7: 3.0}, "prompt_logprobs": 1},
+        {"num_beams": 3, "n": 2},
+    ]
+    return [
+        request(kind, f"r{at}", 3 + 5 * at, at, **{"max_tokens": 40, **way})  # type: ignore[arg-type]
+        for at, way in enumerate(ways)
+    ]
+
+
+def generated(model: LoadedModel, requests: Iterable[Request]) -> dict[tuple[str, int], list[object]]:
+    engine, outputs = model.generate, list[TokenOutput]()
+    assert engine is not None
+    engine.block_manager.forget()
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        outputs += engine.step()[0]
+        engine.check_invariants()
+    assert engine.block_manager.is_empty
+    return collected(outputs)
+
+
+def predicted(one: Request, output: list[object]) -> Request:
+    """Return a request that expects its output, but for every seventh token."""
+    tokens = [token for token, _ in output[:-1]]  # type: ignore[misc]
+    return replace(one, prediction=tuple(1 + token % 7 if at % 7 == 3 else token for at, token in enumerate(tokens)))
+
+
+CASES = [
+    *(("llama-gqa", *one) for one in (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"))),
+    *(("gemma3", "bfloat16", quantization) for quantization in ("none", "int8", "int4")),
+    *((kind, "float32", "none") for kind in ("t5-relu", "bloom")),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "quantization"), CASES)
+def test_results_have_the_same_bits_with_and_without(kind: str, dtype: str, quantization: str) -> None:
+    if not native_backends() and (dtype, quantization) != ("float32", "none"):
+        pytest.skip("no native kernels")
+    config = EngineConfig(
+        device="cpu", dtype=dtype, quantization=quantization, block_size=4, kv_cache_memory=1 << 20, max_model_len=100
+    )
+    model = load(ModelSpec(kind, str(saved(kind).path), config))
+    assert model.generate is not None
+    plain = generated(model, of_each_way(kind))
+    assert model.generate.stats().drafts == 0
+    found = generated(model, [predicted(one, plain[one.request_id, 0]) for one in of_each_way(kind)])
+    assert found == plain
+    stats = model.generate.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > 100
