@@ -1,4 +1,4 @@
-"""The commands `overhead` and `requests`, run once on small models."""
+"""The commands `overhead`, `requests` and `speculation`, run once on small models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 from loadtest.bench import models
 from loadtest.commands import overhead, requests
+from loadtest.commands.main import main
 from loadtest.errors import UsageError
+from model.pretrained import embedded_models
 from tests.bench_models import small_models
 
 
@@ -88,3 +90,12 @@ def test_impossible_output_lengths_are_refused(name: str, tokens: int, said: str
         engine = overhead._Engine(overhead._subject(name, tmp_path), 0.0)
     with pytest.raises(UsageError, match=said):
         engine.check(tokens)
+
+
+def test_drafts_are_right_where_outputs_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--prompt-tokens", "60", "--output-tokens", "80", "--pairs", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["speculation", "--model", str(embedded_models()["code"]), *sizes])
+    copies, fresh = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
+    assert copies["tokens_per_step"] > 2.5 and copies["accepted"] > 0.5
+    assert fresh["tokens_per_step"] < 1.1 and fresh["accepted"] < 0.3

@@ -166,16 +166,19 @@ class ModelRunner:
     def _sample(
         self, all_steps: list[ScheduledSequence], sampling: Rows[ScheduledSequence], logits: Tensor
     ) -> Launched:
-        steps = [step for step in sampling for _ in range(1 + len(step.drafts))]  # of each row
-        places: dict[int, int] = {}
-        for row, step in enumerate(steps):
-            places.setdefault(id(step.sequence), row)
+        steps = sampling
+        if any(step.drafts for step in sampling):
+            steps = [step for step in sampling for _ in range(1 + len(step.drafts))]  # of each row
+        places = {id(step.sequence): row - len(step.drafts) for row, step in enumerate(steps)}
         if not steps:
             nothing = logits.new_empty(0, dtype=torch.int64)
             return Launched(all_steps, places, nothing, HostCopy(nothing), [])
         rules = self.model.config.generation
         ruled = rules != _NO_RULES
-        rows = [row for step in sampling for row in self._sampling_rows(step, rules, ruled=ruled)]
+        if steps is sampling:
+            rows = [self._sampling_row(step.sequence, rules, ruled=ruled) for step in steps]
+        else:
+            rows = [row for step in sampling for row in self._drafted_rows(step, rules, ruled=ruled)]
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam's own next token is nobody's: its search decides among the candidates.
@@ -202,21 +205,22 @@ class ModelRunner:
         found = top_candidates(logits, [rows[i] for i in beams], counts)
         return dict(zip(beams, found, strict=True))
 
-    def _sampling_rows(self, step: ScheduledSequence, rules: GenerationRules, *, ruled: bool) -> Iterator[SamplingRow]:
+    def _drafted_rows(self, step: ScheduledSequence, rules: GenerationRules, *, ruled: bool) -> Iterator[SamplingRow]:
         """The row of a sequence's last token, and those of its drafts, each as if those before it were its tokens."""
         sequence = step.sequence
-        if not ruled and sequence.is_unconstrained:
-            for ahead in range(1 + len(step.drafts)):
-                yield SamplingRow(
-                    sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens, num_ahead=ahead
-                )
-            return
-        yield self._constrained_row(sequence, rules)
-        for draft in step.drafts:
-            sequence = sequence.fork(draft)
-            yield self._constrained_row(sequence, rules)
+        yield self._sampling_row(sequence, rules, ruled=ruled)
+        for ahead, draft in enumerate(step.drafts, 1):
+            if ruled or not sequence.is_unconstrained:
+                sequence = sequence.fork(draft)
+                yield self._sampling_row(sequence, rules, ruled=ruled)
+            else:
+                row = self._sampling_row(sequence, rules, ruled=False)
+                row.num_ahead = ahead
+                yield row
 
-    def _constrained_row(self, sequence: SequenceState, rules: GenerationRules) -> SamplingRow:
+    def _sampling_row(self, sequence: SequenceState, rules: GenerationRules, *, ruled: bool) -> SamplingRow:
+        if not ruled and sequence.is_unconstrained:
+            return SamplingRow(sequence.params, sequence.index, sequence.token_ids, sequence.num_prompt_tokens)
         banned = banned_tokens(sequence, rules)
         allowed = allowed_tokens(sequence, banned)
         return SamplingRow(

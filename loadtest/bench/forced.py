@@ -1,0 +1,46 @@
+"""Outputs that a benchmark chooses: the engine computes and samples every token, and is then told which one it was.
+
+Random weights copy nothing, so that speculation could not be measured with what they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from loadtest.bench.batches import Ids
+from model.engine.execution.model_runner import Launched, ModelRunner
+from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
+from model.system.transfer import HostCopy
+
+
+class ForcedRunner:
+    """Runs steps by a `ModelRunner`, and puts the tokens of given outputs, by request, in place of those it sampled."""
+
+    def __init__(self, runner: ModelRunner, outputs: Mapping[str, Ids]) -> None:
+        self._runner = runner
+        self._outputs = outputs
+
+    def probe(self) -> None:
+        """Run the smallest possible forward pass; raises if even that fails."""
+        self._runner.probe()
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        """Launch a step and collect its tokens."""
+        return self.launch(output).collect()
+
+    def launch(self, output: SchedulerOutput, before: Any = None) -> Launched:
+        """Start a step; a request behind the end of its output keeps what was sampled."""
+        launched = self._runner.launch(output, before)
+        tokens = launched.tokens.tolist()
+        for step in output.scheduled:
+            row, sequence = launched.rows.get(id(step.sequence)), step.sequence
+            if row is not None:
+                begin, count = sequence.num_output_tokens, 1 + len(step.drafts)
+                said = self._outputs[sequence.request.request_id][begin : begin + count]
+                tokens[row : row + len(said)] = said
+        forced = torch.tensor(tokens, device=launched.tokens.device)
+        return replace(launched, tokens=forced, arriving=HostCopy(forced))
