@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from model.config.layer import ExpertsConfig, MLPConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
+from model.network.fused_ops import weighted_sums
 from model.network.mlp import MLP, activated, projections
 from model.network.step_context import StepContext
 
@@ -64,24 +65,13 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
         chosen = routes(self.config, self.router(x))
         hidden = activated(self.config.mlp, self.up.of_experts(x[chosen.tokens], chosen.starts))
-        y = combined(self.down.of_experts(hidden, chosen.starts), chosen)
+        y = weighted_sums(self.down.of_experts(hidden, chosen.starts), chosen.places, chosen.weights)
         if self.collective is not None:
             y = self.collective.sum(y)
         if self.shared is None:
             return y
         shared = self.shared(x, step)
         return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
-
-
-def combined(rows: Tensor, chosen: Routes) -> Tensor:
-    """The weighted sums `[T, d]` of each token's rows, of rows `[T k, d]` in the order of the experts.
-
-    Each is added to those before it, in float32: a sum over a dimension may be taken in another order for more tokens.
-    """
-    total = rows[chosen.places[:, 0]].float() * chosen.weights[:, :1]
-    for rank in range(1, chosen.weights.shape[1]):
-        total += rows[chosen.places[:, rank]].float() * chosen.weights[:, rank : rank + 1]
-    return total.to(rows.dtype)
 
 
 def build_feed_forward(config: MLPConfig | ExpertsConfig, hidden_size: int, linear: LinearFactory) -> MLP | Experts:

@@ -133,6 +133,18 @@ def clamped(hidden: Tensor, limit: float, gain: float) -> Tensor:
 
 
 @fused
+def weighted_sums(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Each token's weighted sum `[T, d]` of its rows: of rows `[R, d]` those at `places` `[T, k]`, times weights.
+
+    Each is added to those before it, in float32: a sum over a dimension may be taken in another order for more tokens.
+    """
+    total = rows[places[:, 0]].float() * weights[:, :1]
+    for rank in range(1, weights.shape[1]):
+        total = total + rows[places[:, rank]].float() * weights[:, rank : rank + 1]
+    return total.to(rows.dtype)
+
+
+@fused
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Queries and keys `[T, heads, D]` turned by their positions."""
     return rotate(q, (cos, sin), interleaved=interleaved), rotate(k, (cos, sin), interleaved=interleaved)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, integers_in_groups, joined
-from model.linear.base import LinearSpec, Part
+from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage, integers_in_groups, joined
+from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.linear.native import GivenIntegersLinear, NativeLinear, packed_linear
 from model.native.library import Kind, Library
@@ -112,6 +112,31 @@ def test_given_integers_are_multiplied_exactly(n: int, k: int, offsets: bool, gr
     if not spec.bias:
         product = linear(x)
         assert (product - x @ stood_for.T).norm() < 0.01 * product.norm()
+
+
+@pytest.mark.parametrize("storage", [INT8_ROWS, *(integers_in_groups(bits, 32, offsets=bits == 4) for bits in (4, 8))])
+def test_experts_whose_integers_are_given_are_those_of_each_alone(storage: Storage) -> None:
+    experts, outputs, inputs = 3, 21, 70
+    groups = storage.scales_of(inputs)
+    tensors = {
+        "weight_scale": torch.rand(experts * outputs, groups) / 100,
+        "weight_offset": torch.randn(experts * outputs, groups) / 10,
+        "weight": torch.randint(-8, 8, (experts * outputs, inputs), dtype=torch.int8),
+    }
+
+    def made(name: str, rows: slice, count: int) -> Linear:
+        factory = LinearFactory(stored_as={name: storage}, library=library(), native=(("*", FLOATS),))
+        linear = factory(LinearSpec(name, inputs, (Part(outputs),), bias=False, experts=count))
+        for tensor in storage.tensors:
+            values = tensors[tensor][rows]
+            for first, last in pairwise(range(0, len(values) + 1, 7)):
+                linear.fill(f"{name}.{tensor}", (slice(first, last),), values[first:last])
+        return linear
+
+    x, starts = torch.randn(9, inputs), torch.tensor([0, 4, 4, 9])
+    y = made("all", slice(None), experts).of_experts(x, starts)
+    for expert, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
+        assert torch.equal(y[rows], made("one", slice(expert * outputs, (expert + 1) * outputs), 1)(x[rows]))
 
 
 def spread(factors: Tensor, group: int, k: int) -> Tensor:
