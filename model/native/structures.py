@@ -108,6 +108,22 @@ class AttentionLayer(ctypes.Structure):
     )
 
 
+class Expert(ctypes.Structure):
+    _fields_ = (("up", PackedMatrix), ("down", PackedMatrix))
+
+
+class ExpertsLayer(ctypes.Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("active", c_int64),
+        ("of_chosen", c_int64),
+        ("router", PackedMatrix),
+        ("experts", POINTER(Expert)),
+        ("has_shared", c_int64),
+        ("shared_gate", PackedMatrix),
+    )
+
+
 class MLPLayer(ctypes.Structure):
     _fields_ = (
         ("norms", SublayerNorms),
@@ -115,7 +131,10 @@ class MLPLayer(ctypes.Structure):
         ("down", PackedMatrix),
         ("gated", c_int64),
         ("activation", c_int64),
+        ("limit", c_float),
+        ("gain", c_float),
         ("scale", c_float),
+        ("experts", POINTER(ExpertsLayer)),
     )
 
 
@@ -161,5 +180,5 @@ class Step(ctypes.Structure):
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (  # in the order of the C function structure_sizes
     *(PackedMatrix, KVPages, Segments, AttentionShape, ScoreBias, RelativePositions, Attention, Norm, SublayerNorms),
-    *(AttentionLayer, MLPLayer, Layer, Stack, RotaryTable, Step),
+    *(AttentionLayer, Expert, ExpertsLayer, MLPLayer, Layer, Stack, RotaryTable, Step),
 )

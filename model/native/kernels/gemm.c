@@ -342,11 +342,9 @@ INLINE void multiply_panels(int dtype, const Product *p, int64_t rows, int64_t f
         }
 }
 
-void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int thread, int threads,
-          float *scratch) {
+void gemm_panels(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int64_t first, int64_t last,
+                 float *scratch) {
     Product p = {matrix, operand, output, scratch};
-    int64_t count = round_up(matrix->n, PANEL_WIDTH) / PANEL_WIDTH;
-    int64_t first = count * thread / threads, last = count * (thread + 1) / threads;
     if (matrix->group) {
         multiply_groups(&p, rows, first, last);
         return;
@@ -364,4 +362,10 @@ void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output outp
         multiply_panels(BF16, &p, rows, first, last);
     else
         multiply_panels(INT8, &p, rows, first, last);
+}
+
+void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int thread, int threads,
+          float *scratch) {
+    int64_t count = panel_count(matrix);
+    gemm_panels(matrix, operand, rows, output, count * thread / threads, count * (thread + 1) / threads, scratch);
 }

@@ -20,5 +20,8 @@ void narrow_in_place(float *row, int64_t k);
  * each other. */
 void gemm(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int thread, int threads,
           float *scratch);
+/* Compute those of panels [first, last), for one or more rows. */
+void gemm_panels(const PackedMatrix *matrix, Operand operand, int64_t rows, Output output, int64_t first, int64_t last,
+                 float *scratch);
 
 #endif

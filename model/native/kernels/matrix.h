@@ -55,6 +55,9 @@ typedef struct {
 INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 INLINE int64_t element_bytes(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : 1; }
 
+/* How many panels a matrix has. */
+INLINE int64_t panel_count(const PackedMatrix *matrix) { return round_up(matrix->n, PANEL_WIDTH) / PANEL_WIDTH; }
+
 /* The k of a matrix's panels and of its operands' rows: narrow numbers fill 64 bytes, which are a row of an AMX
  * tile. */
 INLINE int64_t padded_k(int64_t dtype, int64_t k) { return round_up(k, dtype == F32 ? 1 : 64 / element_bytes(dtype)); }

@@ -72,6 +72,7 @@ EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
     const int64_t found[] = {
         sizeof(PackedMatrix),  sizeof(KVPages),        sizeof(Segments), sizeof(AttentionShape), sizeof(ScoreBias),
         sizeof(RelativePositions), sizeof(Attention),  sizeof(Norm), sizeof(SublayerNorms), sizeof(AttentionLayer),
+        sizeof(Expert),        sizeof(ExpertsLayer),
         sizeof(MLPLayer),      sizeof(Layer),          sizeof(Stack),    sizeof(RotaryTable),    sizeof(Step),
     };
     int64_t known = sizeof found / sizeof *found;

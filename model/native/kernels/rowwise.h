@@ -69,15 +69,27 @@ static inline void rotate_neighbours(float *head, const float *cos, const float 
     }
 }
 
-/* activation(gate) * up of a row that holds gate [size] and up [size], into its first half (Shazeer 2020). */
-static inline void gate_in_place(int64_t activation, float *row, int64_t size) {
+/* Of the gated unit of gpt-oss: gate at most `limit`, up within it, (up + 1) * gate * sigmoid(gain * gate). */
+typedef struct {
+    float limit, gain;
+} GateClamp;
+
+/* activation(gate) * up of LANES numbers; CLAMPED_SILU: as the clamp says. */
+INLINE vec gate_lanes(int activation, GateClamp clamp, vec gate, vec up) {
+    if (activation != CLAMPED_SILU) return activate(activation, gate) * up;
+    gate = min_vec(splat(clamp.limit), gate), up = max_vec(splat(-clamp.limit), min_vec(splat(clamp.limit), up));
+    return (up + 1.0f) * (gate / (1.0f + exp_vec(-clamp.gain * gate)));
+}
+
+/* The same of a row that holds gate [size] and up [size], into its first half (Shazeer 2020). */
+static inline void gate_in_place(int64_t activation, GateClamp clamp, float *row, int64_t size) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES)
-        store(row + i, activate((int)activation, load(row + i)) * load(row + size + i));
+        store(row + i, gate_lanes((int)activation, clamp, load(row + i), load(row + size + i)));
     for (; i < size; i++) {
-        float one[LANES] = {row[i]};
-        store(one, activate((int)activation, load(one)));
-        row[i] = one[0] * row[size + i];
+        float gate[LANES] = {row[i]}, up[LANES] = {row[size + i]};
+        store(gate, gate_lanes((int)activation, clamp, load(gate), load(up)));
+        row[i] = gate[0];
     }
 }
 

@@ -8,6 +8,7 @@
 
 #include <omp.h>
 
+#include "experts.h"
 #include "scratch.h"
 #include "thread_context.h"
 
@@ -27,6 +28,7 @@ typedef struct {
     float *qkv;        /* [rows][(heads + 2 kv_heads) dim] */
     float *attended;   /* [rows][heads dim] */
     float *inner;      /* [chunk][inner]: between an MLP's products */
+    ExpertBuffers experts;
 } StackContext;
 
 /* Whether a layer's self attention is over whole segments, without pages, and sees them in both directions. */
@@ -71,6 +73,7 @@ typedef struct {
     int64_t qkv, attended, inner_bytes; /* inner_bytes: between an MLP's products */
     int64_t operand_bytes, mlp_operand_bytes;
     int saved, sublayer; /* whether any layer needs such a buffer */
+    ExpertSizes experts;
 } LayerSizes;
 
 /* Raise `sizes` to what an attention needs whose input has so many heads. */
@@ -92,6 +95,7 @@ static LayerSizes measure_layers(const Stack *stack) {
         sizes.inner_bytes = max_i64(sizes.inner_bytes, max_i64(mlp->up.n * 4, operand_bytes(&mlp->down)));
         sizes.mlp_operand_bytes = max_i64(sizes.mlp_operand_bytes, operand_bytes(&mlp->up));
         sizes.mlp_operand_bytes = max_i64(sizes.mlp_operand_bytes, operand_bytes(&mlp->down));
+        if (mlp->experts) measure_experts(mlp->experts, &sizes.experts);
         sizes.saved |= layer->parallel != 0;
         sizes.sublayer |= mlp->norms.output.kind != NO_NORM;
     }
@@ -111,6 +115,7 @@ static void take_buffers(Scratch *scratch, const Stack *stack, const Step *step,
     t->inner = scratch_take(scratch, chunk * sizes.inner_bytes);
     team->operand = scratch_take(scratch, max_i64(rows * sizes.operand_bytes, chunk * sizes.mlp_operand_bytes));
     team->operand_scales = scratch_take(scratch, rows * number);
+    take_expert_buffers(scratch, &sizes.experts, stack->hidden, expert_rows(rows), team, &t->experts);
     for (int thread = 0; thread < team->threads; thread++) {
         void *own = scratch_take(scratch, own_bytes);
         float *line = scratch_take(scratch, stack->hidden * number);
@@ -127,22 +132,28 @@ static void norm_rows(const StackContext *t, const Norm *norm, float *x, int64_t
     wait_for_threads(&t->team);
 }
 
-/* Add output norm(operand x matrix^T + bias) to rows of x, or without a norm `scale` times that product. Ends at a
- * barrier. */
-static void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows,
-                         const Norm *output_norm, float scale, float *x) {
+/* Add the output norm of what a sublayer gave, which is in t->sublayer, to rows of x. Ends at a barrier. */
+static void add_normed(const StackContext *t, const Norm *output_norm, float *x, int64_t rows) {
     int64_t hidden = t->stack->hidden, first, last;
-    if (output_norm->kind == NO_NORM) {
-        multiply(&t->team, matrix, operand, rows, (Output){.rows = x, .stride = hidden, .add = 1, .add_scale = scale});
-        return;
-    }
-    multiply(&t->team, matrix, operand, rows, (Output){.rows = t->sublayer, .stride = hidden});
     thread_range(&t->team, rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         normalise(output_norm, t->sublayer + row * hidden, hidden, t->team.line);
         add_in_place(x + row * hidden, t->team.line, hidden);
     }
     wait_for_threads(&t->team);
+}
+
+/* Add output norm(operand x matrix^T + bias) to rows of x, or without a norm `scale` times that product. Ends at a
+ * barrier. */
+static void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows,
+                         const Norm *output_norm, float scale, float *x) {
+    int64_t hidden = t->stack->hidden;
+    if (output_norm->kind == NO_NORM) {
+        multiply(&t->team, matrix, operand, rows, (Output){.rows = x, .stride = hidden, .add = 1, .add_scale = scale});
+        return;
+    }
+    multiply(&t->team, matrix, operand, rows, (Output){.rows = t->sublayer, .stride = hidden});
+    add_normed(t, output_norm, x, rows);
 }
 
 /* Normalise a row's queries or keys [heads][dim] in place. */
@@ -273,7 +284,7 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
     thread_range(team, rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         float *at = t->inner + row * width;
-        if (layer->gated) gate_in_place(layer->activation, at, size);
+        if (layer->gated) gate_in_place(layer->activation, (GateClamp){layer->limit, layer->gain}, at, size);
         if (kind != F32) write_operand(&layer->down, at, team->operand + row * bytes, team->operand_scales + row);
     }
     wait_for_threads(team);
@@ -299,6 +310,19 @@ static void mlp(const StackContext *t, const MLPLayer *layer, const float *from,
     add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
 }
 
+/* Add the experts of `rows` rows from `from` to those of x. Ends at a barrier. */
+static void experts(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
+    int64_t hidden = t->stack->hidden, first, last;
+    if (layer->norms.output.kind == NO_NORM) {
+        add_experts(&t->team, layer, &t->experts, hidden, from, x, rows, layer->scale);
+        return;
+    }
+    thread_range(&t->team, rows, &first, &last); /* behind the first of its barriers add_experts adds to these */
+    memset(t->sublayer + first * hidden, 0, (last - first) * hidden * sizeof *x);
+    add_experts(&t->team, layer, &t->experts, hidden, from, t->sublayer, rows, 1.0f);
+    add_normed(t, &layer->norms.output, x, rows);
+}
+
 static void run_layer(const StackContext *t, int64_t number) {
     const Layer *layer = t->stack->layers[number];
     int64_t rows = t->step->rows, hidden = t->stack->hidden, first, last;
@@ -311,8 +335,10 @@ static void run_layer(const StackContext *t, int64_t number) {
     if (is_bidirectional(layer, t->step)) encoder_self_attention(t, &layer->self);
     else self_attention(t, &layer->self, number);
     if (layer->has_cross) cross_attention(t, &layer->cross, number);
-    for (int64_t at = 0; at < rows; at += CHUNK_ROWS)
-        mlp(t, &layer->mlp, from + at * hidden, t->x + at * hidden, min_i64(rows - at, CHUNK_ROWS));
+    int64_t chunk = layer->mlp.experts ? expert_rows(rows) : CHUNK_ROWS;
+    for (int64_t at = 0; at < rows; at += chunk)
+        (layer->mlp.experts ? experts : mlp)(t, &layer->mlp, from + at * hidden, t->x + at * hidden,
+                                             min_i64(rows - at, chunk));
     norm_rows(t, &layer->mlp.norms.post, t->x, rows);
 }
 

@@ -32,13 +32,33 @@ typedef struct {
     float scale;         /* of what is added to x (Granite), where there is no output norm */
 } AttentionLayer;
 
-/* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). */
+/* One expert: a feed-forward without a norm of its own. */
+typedef struct {
+    PackedMatrix up;   /* [inner, hidden]; gated: gate, then up [2 inner, hidden] */
+    PackedMatrix down; /* [hidden, inner] */
+} Expert;
+
+/* A layer's experts, and how rows choose among them. Those that are chosen read rows in one form. The caller owns the
+ * arrays. */
+typedef struct {
+    int64_t count, active;     /* experts that rows choose from; how many each row takes */
+    int64_t of_chosen;         /* whether weights are a softmax over the logits of the chosen experts, not of all */
+    PackedMatrix router;       /* F32 [count, hidden] */
+    const Expert *experts;     /* [count], and behind them one that all rows take, if `has_shared` */
+    int64_t has_shared;
+    PackedMatrix shared_gate;  /* F32 [1, hidden]: sigmoid of this is the shared expert's weight; without data: 1 */
+} ExpertsLayer;
+
+/* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). With `experts`, these
+ * are its matrices, and those here are not there. */
 typedef struct {
     SublayerNorms norms;
     PackedMatrix up;   /* [inner, hidden]; gated: gate, then up [2 inner, hidden] */
     PackedMatrix down; /* [hidden, inner] */
     int64_t gated, activation;
-    float scale; /* as of attention */
+    float limit, gain; /* CLAMPED_SILU */
+    float scale;       /* as of attention */
+    const ExpertsLayer *experts; /* null: none */
 } MLPLayer;
 
 /* One layer. Layers may differ in everything but the hidden size. */

@@ -27,7 +27,7 @@ INLINE void wait_for_threads(const ThreadContext *t) { barrier_wait(t->barrier, 
 
 /* Give the operand of a product of `count` rows [matrix->k] with `matrix`: normalised if there is a norm, in the
  * form that the product reads, in place where they have it already. Ends at a barrier. */
-static Operand prepare_operand(const ThreadContext *t, const Norm *norm, const PackedMatrix *matrix, const float *rows,
+INLINE Operand prepare_operand(const ThreadContext *t, const Norm *norm, const PackedMatrix *matrix, const float *rows,
                                int64_t count) {
     int kind = operand_kind(matrix), normed = norm && norm->kind != NO_NORM;
     int64_t bytes = operand_bytes(matrix), size = matrix->k, first, last;
@@ -49,11 +49,15 @@ static Operand prepare_operand(const ThreadContext *t, const Norm *norm, const P
     return operand;
 }
 
+/* The thread's own scratch for products of up to `rows` rows, where an attention may have laid out other buffers. */
+INLINE float *product_scratch(const ThreadContext *t, int64_t rows) {
+    Scratch own = {.base = t->scratch};
+    return scratch_take(&own, rows * GEMM_SCRATCH * (int64_t)sizeof(float));
+}
+
 /* Compute output = operand x matrix^T + bias. Ends at a barrier. */
-static void multiply(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, Output output) {
-    Scratch own = {.base = t->scratch}; /* where an attention may have laid out other buffers */
-    float *sums = scratch_take(&own, rows * GEMM_SCRATCH * (int64_t)sizeof(float));
-    gemm(matrix, operand, rows, output, t->thread, t->threads, sums);
+INLINE void multiply(const ThreadContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows, Output output) {
+    gemm(matrix, operand, rows, output, t->thread, t->threads, product_scratch(t, rows));
     wait_for_threads(t);
 }
 

@@ -236,9 +236,9 @@ INLINE vec erf_vec(vec x) {
 }
 
 /* What may follow a product. */
-enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4, TANH = 5, SOFTCAP = 6 };
+enum { NO_ACTIVATION = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4, TANH = 5, SOFTCAP = 6, CLAMPED_SILU = 7 };
 
-/* Apply an activation other than SOFTCAP, which has a parameter, to each lane. */
+/* Apply an activation to each lane, other than SOFTCAP and CLAMPED_SILU, which have a parameter. */
 INLINE vec activate(int kind, vec x) {
     switch (kind) {
     case RELU: return max_vec(splat(0.0f), x);
