@@ -59,6 +59,7 @@ class AttentionShape(ctypes.Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
     )
 
 

@@ -25,12 +25,14 @@ typedef struct {
 } Segments;
 
 /* What one attention computes: softmax(softcap(q k^T * scale) + bias) v. Query head h reads the keys of head
- * h / (heads / kv_heads). */
+ * h / (heads / kv_heads). A sink is one more score of a head's queries, without a value: the softmax's sum begins with
+ * it (Xiao et al. 2024, as gpt-oss has it). */
 typedef struct {
     int64_t heads, kv_heads, dim;
     int64_t window; /* a query sees this many keys up to itself and, unless causal, as many from itself on; 0: all */
     float scale;
     float softcap; /* scores become softcap * tanh(score / softcap) (Gemma 2); 0: none */
+    const float *sinks; /* [heads] of attention over pages or rows; null: none */
 } AttentionShape;
 
 /* What is added to scores by the distance from query to key: [heads][width], key - query at width / 2 + key - query.

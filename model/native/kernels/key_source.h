@@ -37,6 +37,11 @@ INLINE void visible_keys(const KeySource *s, int64_t position, int64_t *from, in
     else if (window) *to = min_i64(*to, position + window);
 }
 
+/* The sink of a head; null: none. */
+INLINE const float *sink_of(const AttentionShape *shape, int64_t head) {
+    return shape->sinks ? shape->sinks + head : NULL;
+}
+
 /* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees
  * [from, to). */
 INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from,

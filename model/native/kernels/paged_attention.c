@@ -14,9 +14,10 @@
 #define SHARED_ROWS 32 /* rows that are computed with keys that stay in a near cache, NEAR_KEYS at a time */
 #define NEAR_KEYS 128  /* a multiple of KEY_GROUP */
 
-/* Turn scores [first, last), a multiple of LANES, into exp(score - max); returns the inverse of their sum. */
-static float softmax(float *scores, int64_t first, int64_t last) {
-    vec most = splat(-__builtin_inff()), sum = splat(0.0f);
+/* Turn scores [first, last), a multiple of LANES, into exp(score - max); returns the inverse of their sum, to which
+ * the sink adds, if there is one. */
+static float softmax(float *scores, int64_t first, int64_t last, const float *sink) {
+    vec most = splat(sink ? *sink : -__builtin_inff()), sum = splat(0.0f);
     for (int64_t at = first; at < last; at += LANES) most = max_vec(most, load(scores + at));
     vec top = splat(reduce_max(most));
     for (int64_t at = first; at < last; at += LANES) {
@@ -25,6 +26,7 @@ static float softmax(float *scores, int64_t first, int64_t last) {
         store(scores + at, weight);
     }
     float total = reduce_add(sum);
+    if (sink) total += exp_vec(splat(*sink) - top)[0];
     return total == 0.0f ? 0.0f : 1.0f / total; /* no keys: zeros, not 0 / 0 */
 }
 
@@ -146,7 +148,7 @@ INLINE void decode(int kind, int64_t dim, const KeySource *s, const float *query
     }
     decode_scores(kind, dim, s, &one);
     for (int64_t h = first * one.per_kv_head; h < last * one.per_kv_head; h++) /* the query has done its work */
-        one.q[h * padded] = softmax(one.scores + h * one.width, one.begin, one.width);
+        one.q[h * padded] = softmax(one.scores + h * one.width, one.begin, one.width, sink_of(a, h));
     decode_weighted_sum(kind, dim, s, &one);
     for (int64_t h = first * one.per_kv_head; h < last * one.per_kv_head; h++)
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = one.sums[h * padded + i] * one.q[h * padded];
@@ -266,6 +268,7 @@ INLINE void add_values(int64_t dim, const QueryTile *tile, int64_t row, int64_t 
 
 /* Attend with the queries of a tile, with NEAR_KEYS keys at a time for all of them. */
 INLINE void attend_tile(int64_t dim, const QueryTile *t) {
+    const float *sink = sink_of(t->source->shape, t->head);
     int64_t padded = round_up(dim, LANES);
     float inverse[SHARED_ROWS];
     for (int64_t at = t->begin; at < t->to; at += NEAR_KEYS)
@@ -273,7 +276,7 @@ INLINE void attend_tile(int64_t dim, const QueryTile *t) {
             score_keys(dim, t, row, at, min_i64(at + NEAR_KEYS, seen_end(t, row)));
     for (int64_t row = 0; row < t->rows; row++) {
         int64_t end = seen_end(t, row / QUERY_ROWS * QUERY_ROWS) - t->begin;
-        inverse[row] = softmax(t->scores + row * t->width, 0, round_up(end, KEY_GROUP));
+        inverse[row] = softmax(t->scores + row * t->width, 0, round_up(end, KEY_GROUP), sink);
     }
     memset(t->sums, 0, t->rows * padded * sizeof *t->sums);
     for (int64_t at = t->begin; at < t->to; at += NEAR_KEYS)

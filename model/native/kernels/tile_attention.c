@@ -486,12 +486,24 @@ static void pack_queries(int kind, const TiledQueries *t, const float *query, in
     }
 }
 
+/* What query j's sums are multiplied with: the inverse of its total, to which its head's sink adds. */
+static float inverse_total(const TiledQueries *t, int64_t j) {
+    const float *sink = sink_of(t->source->shape, t->kv_head * t->per + j % t->per);
+    float total = reduce_add(load(t->totals + j * LANES)), keep = 1.0f;
+    if (sink) { /* both relative to the larger one */
+        vec scores = {t->tops[j], *sink * LOG2_E}, top = splat(scores[1] > scores[0] ? scores[1] : scores[0]);
+        vec weights = select_vec(scores == top, splat(1.0f), power_of_two(scores - top));
+        keep = weights[0], total = total * keep + weights[1];
+    }
+    return total == 0.0f ? 0.0f : keep / total;
+}
+
 /* Write the quotients of sums and totals to rows of the output. */
 static void write_rows(int kind, const TiledQueries *t, float *out) {
     const AttentionShape *a = t->source->shape;
     for (int64_t j = 0; j < t->count; j++) {
         float *to = out + (j / t->per * a->heads + t->kv_head * t->per + j % t->per) * a->dim;
-        float total = reduce_add(load(t->totals + j * LANES)), inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        float inverse = inverse_total(t, j);
         for (int64_t i = 0; i < a->dim; i++) to[i] = t->sums[j * t->width + tiled_place(kind, i)] * inverse;
     }
 }
