@@ -200,6 +200,7 @@ static void check_attention(int64_t tiles, int64_t threads) {
             for (int64_t paged = 0; paged < 3; paged++) {
                 int64_t dim = dims[i], block_size = paged == 2 ? 16 : 3 * paged, rows;
                 AttentionShape shape = {.heads = 6, .kv_heads = i % 2 ? 2 : 1, .dim = dim, .scale = 0.3f};
+                if ((i + kind) % 2) shape.sinks = floats(shape.heads);
                 shape.window = (i + paged) % 2 ? 20 : 0, shape.softcap = kind == BF16 ? 2.0f : 0.0f;
                 if (!paged && kind == F32) shape.kv_heads = 6;
                 Segments s = segments_of(MIXED, MIXED_COUNT, block_size, paged || i % 2);
@@ -239,7 +240,7 @@ static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hid
     const int64_t *shape = shapes[(number + cross) % 4];
     int64_t heads = shape[0], kv_heads = shape[1], dim = shape[2];
     AttentionLayer layer = {.norms = norms_of(number, hidden), .rotary = -1, .score_bias = -1, .relative = -1};
-    layer.shape = (AttentionShape){heads, kv_heads, dim, 0, 0.3f, number % 2 ? 2.0f : 0.0f};
+    layer.shape = (AttentionShape){heads, kv_heads, dim, 0, 0.3f, number % 2 ? 2.0f : 0.0f, NULL};
     layer.input = packed(dtype, (heads + (cross ? 0 : 2 * kv_heads)) * dim, hidden, number % 2, tiles);
     layer.output = packed(dtype, hidden, heads * dim, 1, tiles);
     if (number % 2) layer.q_norm = norm_of(RMS_NORM, dim);
@@ -249,7 +250,7 @@ static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hid
     return layer;
 }
 
-enum { LAYERS = 4 };
+enum { LAYERS = 4, EXPERTS = 5 };
 
 typedef struct {
     Stack stack;
@@ -257,6 +258,8 @@ typedef struct {
     const Layer *order[LAYERS];
     ScoreBias biases[LAYERS];
     RelativePositions relative[LAYERS];
+    Expert experts[LAYERS][EXPERTS + 1];
+    ExpertsLayer mixtures[LAYERS];
 } Model;
 
 /* Both kinds of scores, or one of them, in the kind of an encoder's products. */
@@ -266,6 +269,23 @@ static RelativePositions relative_of(int64_t number, const AttentionShape *shape
     if (number != 1) found.keys = packed(kind, rows, shape->dim, 0, tiles);
     if (number != 3) found.queries = packed(kind, rows, shape->dim, 0, tiles);
     return found;
+}
+
+/* Experts instead of a layer's own matrices: of odd sizes, behind them one that all rows take, of layer 1 with a gate. */
+static void make_experts(Model *m, int64_t number, int64_t dtype, int64_t tiles) {
+    MLPLayer *mlp = &m->layers[number].mlp;
+    int64_t hidden = m->stack.hidden, columns = 1 + mlp->gated;
+    for (int64_t i = 0; i <= EXPERTS; i++) {
+        int64_t inner = i < EXPERTS ? 21 + 12 * number : 50;
+        m->experts[number][i].up = packed(i < EXPERTS || number > 1 ? dtype : BF16, inner * columns, hidden, 1, tiles);
+        m->experts[number][i].down = packed(dtype, hidden, inner, number % 2, tiles);
+    }
+    ExpertsLayer *layer = m->mixtures + number;
+    *layer = (ExpertsLayer){.count = EXPERTS, .active = number + 1, .of_chosen = number % 2, .has_shared = 1};
+    layer->experts = m->experts[number], layer->router = packed(F32, EXPERTS, hidden, number % 2, 0);
+    if (number == 1) layer->shared_gate = packed(F32, 1, hidden, 0, 0), mlp->activation = CLAMPED_SILU;
+    mlp->experts = layer, mlp->limit = 7.0f, mlp->gain = 1.702f, mlp->scale = 0.5f;
+    mlp->up = mlp->down = (PackedMatrix){0};
 }
 
 static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, int decoder) {
@@ -283,6 +303,7 @@ static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, i
         layer->mlp = (MLPLayer){.norms = norms_of(i + 1, hidden), .gated = gated, .activation = 1 + i};
         layer->mlp.up = packed(dtype, inner * (1 + gated), hidden, 1, tiles);
         layer->mlp.down = packed(dtype, hidden, inner, 1, tiles);
+        if (i == 1 || i == 2) make_experts(m, i, dtype, tiles);
         m->order[i] = layer, m->biases[i] = bias_of(layer->self.shape.heads, LONGEST);
     }
 }
