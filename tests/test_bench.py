@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from loadtest.bench.batches import QUICK, BenchRequest, Scale, Workload, workloa
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
 from loadtest.bench.ours import Ours
-from loadtest.bench.roofline import Ceilings, Costs, Roofline
+from loadtest.bench.roofline import Ceilings, Costs, ExpertCosts, Roofline
 from loadtest.commands.offline import Bench
 from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
@@ -49,7 +50,7 @@ def test_a_models_costs_are_its_matrices(name: str) -> None:
     }
     cross = sum(size for parameter, size in matrices.items() if ".cross.kv." in parameter)
     assert costs.cross == cross
-    assert costs.encoder + costs.decoder == sum(matrices.values()) - cross
+    assert costs.encoder + costs.weights_read(10**6) - costs.head == sum(matrices.values()) - cross
 
 
 def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
@@ -60,6 +61,9 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
     assert roofline.step(1, [100]) == pytest.approx((200 + 2 * 100 + 50) / 1000)
     assert roofline.step(2, [100, 30]) == pytest.approx((200 + 2 * 130 + 50 + 30) / 1000)
     assert roofline.step(1000, []) == pytest.approx(2 * 1000 * 100 / 10_000)
+    mixed = replace(roofline, costs=replace(costs, experts=(ExpertCosts(count=4, per_token=2, elements=20),)))
+    assert mixed.step(1, []) == roofline.step(1, [])  # of which 40 are the token's two experts
+    assert mixed.step(2, []) == pytest.approx((200 + 2.0 * 20) / 1000)  # one more, as two of each token's four may meet
     two = Workload("w", (BenchRequest((7,) * 50, 1), BenchRequest((7,) * 30, 2)))
     prefill = 2 * 80 * 90 / 10_000
     assert roofline.workload(two) == pytest.approx(prefill + roofline.step(2, [50, 30]) + roofline.step(1, [31]))

@@ -92,6 +92,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "eos_token_id": 151643,
     },
+    "M1": {  # Qwen3-MoE's kind: 1 billion parameters, of which a token passes through 185 million
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 512,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 31999,
+    },
     "E1": {  # T5-small
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
@@ -196,7 +219,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-LARGE = ("D3", "D4")  # whose weights are drawn in bfloat16: in float32 they would not fit beside themselves
+LARGE = ("D3", "D4", "M1")  # whose weights are drawn in bfloat16: in float32 they would not fit beside themselves
 CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without windows, to see what they are worth
 
 

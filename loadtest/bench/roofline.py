@@ -1,7 +1,7 @@
 """The roofline model of a workload: its least time, from measured memory bandwidth and matrix rate.
 
-A decode step reads all weights once and the keys and values of its sequences; a matrix product takes two FLOPs per
-weight and row. The roofline of a workload assumes an ideal engine: all requests run from the start, nothing is computed
+A decode step reads once all weights but those of experts that none of its tokens takes, and the keys and values of its
+sequences; a matrix product takes two FLOPs per weight and row. The roofline of a workload assumes an ideal engine: all requests run from the start, nothing is computed
 twice, and each step takes the larger of its memory time and its arithmetic time. Source: Williams et al. 2009.
 """
 
@@ -90,6 +90,19 @@ def _best(work: Callable[[], object], runs: int = 7) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCosts:
+    """Counts the elements of one layer's experts."""
+
+    count: int
+    per_token: int
+    elements: int  # of each
+
+    def read(self, rows: int) -> float:
+        """Return the expected elements of all experts that `rows` tokens take, each at random."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** rows) * self.elements
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Counts the elements of a model that its matrix products read, and those that a token keeps in the KV cache."""
 
@@ -98,6 +111,7 @@ class Costs:
     head: int
     cross: int  # weights multiplied once with each source token, for cross attention
     kv: Mapping[int | None, int]  # elements of a token, also of a source's, by the window of the layers that keep them
+    experts: tuple[ExpertCosts, ...] = ()  # of the decoder's layers; those of one token are in `decoder` too
 
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
@@ -113,7 +127,13 @@ class Costs:
             head=head,
             cross=cross,
             kv=_kept(decoder),
+            experts=_experts(decoder),
         )
+
+    def weights_read(self, rows: int) -> float:
+        """Return the weights that a step of `rows` decoding tokens reads: experts that no token takes are not read."""
+        beyond = sum(one.read(rows) - one.per_token * one.elements for one in self.experts)
+        return self.decoder + self.head + beyond
 
     def kv_elements(self, context: int) -> int:
         """Return the elements of keys and values that a token reads at the end of `context` tokens."""
@@ -126,6 +146,16 @@ def _kept(decoder: StackConfig | None) -> dict[int | None, int]:
     for spec in paged_specs(decoder, "float32") if decoder is not None else ():
         found[spec.window] += spec.elements
     return dict(found)
+
+
+def _experts(stack: StackConfig | None) -> tuple[ExpertCosts, ...]:
+    """Return what the experts of each layer that has some are."""
+    mixtures = () if stack is None else [layer.feed_forward for layer in stack.layers]
+    return tuple(
+        ExpertCosts(one.count, one.per_token, stack.hidden_size * _mlp_columns(one.mlp))
+        for one in mixtures
+        if stack is not None and isinstance(one, ExpertsConfig)
+    )
 
 
 def _weights(stack: StackConfig | None) -> int:
@@ -164,7 +194,10 @@ class Roofline:
     def step(self, rows: int, contexts: Sequence[int]) -> float:
         """Return the least seconds of a step of `rows` decoding tokens over cached sequences of these lengths."""
         weights = self.costs.decoder + self.costs.head
-        read = weights * self.weight_bytes + sum(map(self.costs.kv_elements, contexts)) * self.kv_bytes
+        read = (
+            self.costs.weights_read(rows) * self.weight_bytes
+            + sum(map(self.costs.kv_elements, contexts)) * self.kv_bytes
+        )
         return max(read / self.ceilings.bytes_per_second, 2 * rows * weights / self.ceilings.flops_per_second)
 
     def workload(self, workload: Workload) -> float:

@@ -41,6 +41,7 @@ CONTEXT = 256  # tokens of each sequence, for timing steps
 COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
+_OF_BENCHMARKS = {"M": "D"}  # the form of models whose names begin with another letter: decoders with experts
 _NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders"}
 
 
@@ -125,7 +126,8 @@ class Bench:
             info = workers[OURS].info
             if "unable" in info:
                 return self._keep([Row(name, OURS, "", unable=info["unable"])])
-            form = (benchmark or _FORMS[info["form"]])[0]
+            letter = (benchmark or _FORMS[info["form"]])[0]
+            form = _OF_BENCHMARKS.get(letter, letter)
             for peer in self.arguments.peer if benchmark else ():
                 if form in PEERS[peer].forms:
                     workers[peer] = EngineProcess(peer, path, {"dtype": info["dtype"], "form": form})
