@@ -1,8 +1,9 @@
 """The roofline model of a workload: its least time, from measured memory bandwidth and matrix rate.
 
 A decode step reads once all weights but those of experts that none of its tokens takes, and the keys and values of its
-sequences; a matrix product takes two FLOPs per weight and row. The roofline of a workload assumes an ideal engine: all requests run from the start, nothing is computed
-twice, and each step takes the larger of its memory time and its arithmetic time. Source: Williams et al. 2009.
+sequences; a matrix product takes two FLOPs per weight and row. The roofline of a workload assumes an ideal engine: all
+requests run from the start, nothing is computed twice, and each step takes the larger of its memory time and its
+arithmetic time. Source: Williams et al. 2009.
 """
 
 from __future__ import annotations

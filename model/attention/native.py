@@ -31,8 +31,6 @@ class NativeBackend:
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
         if isinstance(layer.position, XLNetRelativeConfig):  # DeBERTa's stacks run in C as a whole
             return "the native kernels add no bias that depends on the query"
-        if layer.sinks:
-            return "the native kernels know no sinks"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"
         return None
@@ -49,9 +47,11 @@ class NativeBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         refuse_gradients(self, query)
-        assert sinks is None, "the native kernels know no sinks"
         shape, segments = shape_of(config), Segments()
         kept = list(fill_segments(segments, metadata, cache))
+        if sinks is not None:
+            kept.append(sinks.float().contiguous())
+            shape.sinks = kept[-1].data_ptr()
         rows = [None if tensor is None else tensor.float().contiguous() for tensor in (query, key, value)]
         if cache is not None and metadata.block_tables is not None:
             pages = kv_pages(cache)

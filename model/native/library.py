@@ -47,6 +47,7 @@ ACTIVATIONS = {
     Activation.SILU: 4,
     Activation.TANH: 5,
 }
+CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 
 
 _SCRATCH_CALLS = 256  # after so many calls, scratch memory that none of them needed is given back

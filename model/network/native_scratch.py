@@ -12,6 +12,7 @@ from model.linear.native import kernel_of
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments
 from model.native.structures import Step as StepData
+from model.network.native_experts import plan_feed_forward
 from model.network.native_relative import relative_bytes
 from model.network.native_stack import NativeStack, layer_structure, stack_structure
 
@@ -55,17 +56,13 @@ def _of_stack(
 def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> Layer:
     """A layer whose matrices have sizes and no data."""
     hidden, query, kv = stack.hidden_size, config.mixer.query_size, config.mixer.kv_size
-    inner = config.mlp.intermediate_size
 
     def matrix(n: int, k: int) -> PackedMatrix:
         return PackedMatrix(int(kind), n, k, group=group)
 
     layer = layer_structure(config, stack)
     layer.self.input, layer.self.output = matrix(query + 2 * kv, hidden), matrix(hidden, query)
-    layer.mlp.up, layer.mlp.down = (
-        matrix(inner * (2 if config.mlp.gated else 1), hidden),
-        matrix(hidden, inner),
-    )
+    plan_feed_forward(layer.mlp, config.feed_forward, hidden, matrix)
     if config.cross is not None:
         query = config.cross.query_size
         layer.cross.input, layer.cross.output = matrix(query, hidden), matrix(hidden, query)

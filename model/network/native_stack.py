@@ -23,7 +23,6 @@ from model.config.layer import (
     AlibiConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    ExpertsConfig,
     LayerConfig,
     NormConfig,
     NormKind,
@@ -34,11 +33,10 @@ from model.config.layer import (
 from model.config.model import ModelConfig, StackConfig
 from model.linear.factory import LinearFactory
 from model.linear.native import packed_matrix
-from model.native.library import ACTIVATIONS, KINDS, Library
+from model.native.library import KINDS, Library
 from model.native.structures import (
     AttentionLayer,
     KVPages,
-    MLPLayer,
     Norm,
     RotaryTable,
     ScoreBias,
@@ -49,7 +47,7 @@ from model.native.structures import Layer as LayerData
 from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
-from model.network.mlp import MLP
+from model.network.native_experts import feed_forward_structure, fill_feed_forward, unsupported_feed_forward
 from model.network.native_relative import NativePositions
 from model.network.norms import HeadsNorm, OffsetRMSNorm
 from model.network.score_bias import AlibiBias, BucketBias
@@ -128,6 +126,8 @@ class NativeStack:
         """Why the stack is not computed in C; None: it is. It is when each of its layers is."""
         if config.position.every_layer:
             return "positions are added before every layer"
+        if not config.causal and any(layer.mixer.sinks for layer in config.layers):
+            return "an encoder's layers have attention sinks"
         reasons = ((index, unsupported_layer(layer)) for index, layer in enumerate(config.layers))
         return next((f"layer {index} has {reason}" for index, reason in reasons if reason is not None), None)
 
@@ -189,11 +189,13 @@ class NativeStack:
     def _layer(self, layer: Layer) -> LayerData:
         data = layer_structure(layer.config, self.stack.config)
         attn, mlp = data.self, data.mlp
-        assert isinstance(layer.mlp, MLP)
         attn.norms = self._norms(layer.attn_norms)
         if layer.config.mixer.qk_norm is not None:
             attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
         attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
+        if layer.attn.sinks is not None:
+            self._kept.append(layer.attn.sinks.detach().float().contiguous())
+            attn.shape.sinks = self._kept[-1].data_ptr()
         if layer.bias is not None:  # of its own
             attn.score_bias = len(self._score_biases)
             self._score_biases.append(layer.bias)
@@ -206,7 +208,7 @@ class NativeStack:
         mlp.norms = self._norms(layer.mlp_norms)
         if layer.config.one_norm:
             mlp.norms.pre = attn.norms.pre
-        mlp.up, mlp.down = packed_matrix(layer.mlp.up), packed_matrix(layer.mlp.down)
+        fill_feed_forward(mlp, layer.mlp)
         return data
 
     def _norms(self, norms: NormModules) -> SublayerNorms:
@@ -260,18 +262,12 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
         return "XLNet's relative positions"
     if isinstance(layer.mixer.position, DisentangledConfig) and layer.mixer.window is not None:
         return "a window beside disentangled positions"
-    if layer.mixer.sinks:
-        return "attention sinks"
-    if isinstance(layer.feed_forward, ExpertsConfig):
-        return "experts"
-    if layer.feed_forward.clamp is not None:
-        return "bounds of a gated unit"
-    return None
+    return unsupported_feed_forward(layer.feed_forward)
 
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
-    attention, mlp, cross = config.mixer, config.mlp, config.cross
+    attention, cross = config.mixer, config.cross
     pools = pool_of_layers(stack)
     pool = pools[stack.layers.index(config)]
     attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE, relative=_NONE)
@@ -282,7 +278,7 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     attn.norm_span = _SPANS[attention.qk_norm_span]
     if isinstance(attention.position, DisentangledConfig):
         attn.relative = 0  # of whichever layer
-    layer = LayerData(mlp=MLPLayer(gated=mlp.gated, activation=ACTIVATIONS[mlp.activation]))
+    layer = LayerData(mlp=feed_forward_structure(config.feed_forward))
     layer.self, layer.parallel, layer.has_cross = attn, config.parallel, cross is not None
     if cross is not None:
         layer.cross = AttentionLayer(

@@ -64,6 +64,7 @@ class Case:
     parallel: bool = False
     cross: Case | None = None
     segments: int = 0
+    sinks: bool = False
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def weight(self, name: str, *shape: int) -> Tensor:
@@ -194,7 +195,10 @@ class Reference:
             if case.window:
                 hidden |= distance.abs() >= case.window
             scores = scores.masked_fill(hidden, -torch.inf)
-        out = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        if case.sinks:
+            sinks = case.weight("sinks", case.heads).double()[:, None, None].expand(-1, q.shape[1], 1)
+            scores = torch.cat((scores, sinks), -1)
+        out = (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1).flatten(1)
         return out @ case.weight("out", HIDDEN, case.heads * case.dim).double().T
 
     def _mlp(self, case: Case, x: Tensor) -> Tensor:
@@ -317,6 +321,8 @@ class InC:
 
     def _attention(self, case: Case, names: str, segments: int) -> AttentionLayer:
         shape = AttentionShape(case.heads, case.kv_heads, case.dim, case.window, case.scale, case.softcap)
+        if case.sinks:
+            shape.sinks = self._at(case.weight("sinks", case.heads))
         layer = AttentionLayer(
             self._norms(case, "attn"), shape, segments=segments, rotary=case.rotary, score_bias=-1, relative=-1
         )
