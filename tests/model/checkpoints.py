@@ -34,7 +34,7 @@ from model.network.build import plain_parameters
 from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from tests.model.decoder_rows import BLOOM, DENSE_DECODERS, LLAMA, SIZES, T5GEMMA, VOCAB, Rows, random_model
+from tests.model.decoder_rows import BLOOM, DENSE_DECODERS, EXPERTS, LLAMA, SIZES, T5GEMMA, VOCAB, Rows, random_model
 
 torch.set_num_threads(1)
 
@@ -286,6 +286,9 @@ _NER = dict(id2label=dict(enumerate(("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))))
 # Heads that only tests of their outputs read; the networks below them are those of `KINDS`.
 HEADS: Rows = {
     "bert-masked": random_model("BertForMaskedLM", BERT),
+    # With experts in every layer, as GGUF has them.
+    "qwen2-moe-every": random_model("Qwen2MoeForCausalLM", LLAMA, **EXPERTS, shared_expert_intermediate_size=28),
+    "qwen3-moe-every": random_model("Qwen3MoeForCausalLM", LLAMA, **EXPERTS, norm_topk_prob=True),
     "bert-masked-untied": random_model("BertForMaskedLM", BERT, tie_word_embeddings=False),
     "roberta-masked": random_model("RobertaForMaskedLM", ROBERTA),
     "xlm-roberta-masked": random_model("XLMRobertaForMaskedLM", ROBERTA),

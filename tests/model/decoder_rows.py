@@ -47,7 +47,7 @@ _LONGROPE = dict(
     ),
 )
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
-_EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 # Windows that prompts cross, gates that reach their bound, YaRN.
 _GPT_OSS: dict[str, Any] = dict(num_local_experts=5, num_experts_per_tok=3, head_dim=12, sliding_window=5)
 _GPT_OSS |= dict(intermediate_size=20, swiglu_limit=0.7, attn_implementation="eager", num_hidden_layers=3)
@@ -149,11 +149,11 @@ DENSE_DECODERS: Rows = {
         LLAMA,
         num_hidden_layers=3,
         mlp_only_layers=[0],
-        **_EXPERTS,
+        **EXPERTS,
         shared_expert_intermediate_size=28,
     ),
     "qwen3-moe": random_model(
-        "Qwen3MoeForCausalLM", LLAMA, num_hidden_layers=3, decoder_sparse_step=2, norm_topk_prob=True, **_EXPERTS
+        "Qwen3MoeForCausalLM", LLAMA, num_hidden_layers=3, decoder_sparse_step=2, norm_topk_prob=True, **EXPERTS
     ),
     "olmoe": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3),
     "granitemoe": random_model("GraniteMoeForCausalLM", LLAMA, num_local_experts=3, **_MULTIPLIERS),

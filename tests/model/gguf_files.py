@@ -88,7 +88,11 @@ def converted(kind: str, into: Path, **changes: tuple[str, Any]) -> Path:
             continue
         layers = [""] if "{}" not in name else [str(layer) for layer in range(16)]
         for layer in layers:
-            if (theirs := source[0].replace("{}", layer)) in stored:
+            theirs = source[0].replace("{}", layer)
+            experts = [one for expert in range(16) if (one := theirs.replace("*", str(expert))) in stored]
+            if "*" in theirs and experts:
+                tensors[name.replace("{}", layer)] = torch.stack([stored[one] for one in experts])
+            elif theirs in stored:
                 tensors[name.replace("{}", layer)] = _changed(stored[theirs], *source[1:])
     return write_gguf(into / f"{kind}.gguf", metadata, tensors)
 
@@ -98,4 +102,6 @@ def _changed(tensor: Tensor, how: str = "") -> Tensor:
     if how.endswith("heads in turns"):
         heads = int(how.split()[0])
         return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    if how in ("first half", "second half"):  # of each expert's rows
+        return tensor.chunk(2, dim=1)[how == "second half"]
     return {"": tensor, "plus one": tensor.float() + 1, "last rows": tensor[2:]}[how]

@@ -181,7 +181,7 @@ def test_which_file_a_path_means(file: Path, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {
-    "experts": ({"expert_count": ("UINT32", 8)}, r"llama\.expert_count is not served: 8"),
+    "experts": ({"expert_weights_scale": ("FLOAT32", 2.5)}, r"llama\.expert_weights_scale is not served: 2\.5"),
     "widths of values": ({"attention__value_length": ("UINT32", 4)}, r"llama\.attention\.value_length 4 must be"),
     "layers that differ": (
         {"attention__head_count_kv": ("ARRAY", [2, 4])},

@@ -225,6 +225,40 @@ _PHI_NAMES = {
 }
 _BERT_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
 
+
+def _with_experts(within: str, router: str, experts: tuple[str, str, str]) -> dict[str, str]:
+    """Names of Llama's layers with experts, of which one tensor has all: `{}` stays in a name for the expert's number.
+
+    `within` is what holds the experts, `experts` are the names of a gate, an up and a down projection.
+    """
+    parts = zip(("gate", "up", "down"), experts, strict=True)
+    names = {f"ffn_{part}_exps": f"{within}.experts.{{{{}}}}.{name}" for part, name in parts}
+    shared = {f"ffn_{part}_shexp": f"{within}.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+    routers = {"ffn_gate_inp": f"{within}.{router}", "ffn_gate_inp_shexp": f"{within}.shared_expert_gate"}
+    return {**_LLAMA_NAMES, **_layers("model.layers.{}", {**names, **shared, **routers})}
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_CHOSEN = {"expert_used_count": "num_experts_per_tok"}
+_LLAMA_EXPERTS = {**_LLAMA_KEYS, **_CHOSEN, "expert_count": "num_local_experts"}
+_QWEN_EXPERTS = {
+    **{**_LLAMA_KEYS, **_CHOSEN, "expert_count": "num_experts"},
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GRANITE_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+MIXTRAL = Architecture(  # which calls itself llama
+    "mixtral",
+    _LLAMA_EXPERTS,
+    _with_experts("block_sparse_moe", "gate", ("w1", "w3", "w2")),
+    rope=Rope.PLAIN,
+    paired=("attn_q", "attn_k"),
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "qwen2": _QWEN2,
@@ -234,16 +268,39 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granite": Architecture(
         "granite",
-        {
-            **_LLAMA_KEYS,
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        {**_LLAMA_KEYS, **_GRANITE_SCALES},
         _LLAMA_NAMES,
         rope=Rope.PLAIN,
         paired=("attn_q", "attn_k"),
+    ),
+    "granitemoe": Architecture(
+        "granitemoe",
+        {**_LLAMA_EXPERTS, **_GRANITE_SCALES},
+        _with_experts("block_sparse_moe", "router.layer", _PROJECTIONS),
+        rope=Rope.PLAIN,
+        paired=("attn_q", "attn_k"),
+    ),
+    # Whether scores are divided by the sum of the chosen ones stands in llama.cpp's code.
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        {**_QWEN_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        _with_experts("mlp", "gate", _PROJECTIONS),
+        constants={"norm_topk_prob": False},
+        rope=Rope.PLAIN,
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        _QWEN_EXPERTS,
+        _with_experts("mlp", "gate", _PROJECTIONS),
+        constants={"norm_topk_prob": True},
+        rope=Rope.PLAIN,
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        {**_LLAMA_KEYS, **_CHOSEN, "expert_count": "num_experts"},
+        _with_experts("mlp", "gate", _PROJECTIONS),
+        constants={"norm_topk_prob": False},
+        rope=Rope.PLAIN,
     ),
     "smollm3": Architecture("smollm3", _LLAMA_KEYS, _LLAMA_NAMES, rope=Rope.PLAIN, paired=("attn_q", "attn_k")),
     "olmo2": Architecture("olmo2", _LLAMA_KEYS, _OUTPUT_NORM_NAMES, known=_WINDOWS, rope=Rope.PLAIN),

@@ -52,15 +52,28 @@ def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
     file has it, while the table is read as floats.
     """
     architecture = architecture_of(model)
-    found = {}
+    found: dict[str, Origin] = {}
     for name, tensor in model.tensors.items():
-        if name not in DROPPED_TENSORS:
-            found[published_name(architecture, model, name)] = _origin(architecture, model, raw, name, tensor)
+        if name in DROPPED_TENSORS:
+            continue
+        published = published_name(architecture, model, name)
+        if "{}" in published and len(tensor.shape) == 3:
+            experts = _each_expert(tensor)
+            found |= {published.format(at): _origin(architecture, model, raw, name, one) for at, one in experts}
+        else:
+            found[published] = _origin(architecture, model, raw, name, tensor)
     table = model.tensors.get("token_embd.weight")
     head = architecture.names.get("output")
     if head and f"{head}.weight" not in found and table is not None and _unties(architecture) and table.type.block > 1:
         found[f"{head}.weight"] = Origin(table)
     return found
+
+
+def _each_expert(tensor: GGUFTensor) -> Iterator[tuple[int, GGUFTensor]]:
+    """Yield each expert's matrix of a tensor that has all of a layer."""
+    count, *shape = tensor.shape
+    for expert in range(count):
+        yield expert, replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * tensor.nbytes // count)
 
 
 def _unties(architecture: Architecture) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model.api.request import Pooling
-from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, Architecture, Rope
+from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, MIXTRAL, Architecture, Rope
 from model.checkpoint.gguf.rope_factors import llama3_settings, read_floats
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, shown
@@ -33,7 +33,7 @@ def architecture_of(model: GGUFModel) -> Architecture:
         raise ConfigError(
             f"{model.name}: general.architecture {name!r} is not served; served are {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[name]
+    return MIXTRAL if name == "llama" and model.get("llama.expert_count") else ARCHITECTURES[name]
 
 
 def raw_settings(model: GGUFModel) -> dict[str, Any]:
