@@ -47,6 +47,9 @@ install: .venv/.service
 serve: .venv/.service
 	$(BIN)/triptych serve $(ARGS)
 
+# The tests start hundreds of processes: what Python compiles is kept for them, also where the environment says otherwise.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 # In three processes, as a third of the time is waiting (tests/workers.py); a few files are quicker with pytest alone.
 test: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)

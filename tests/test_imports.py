@@ -9,6 +9,8 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("model", "service", "loadtest")
 
@@ -181,9 +183,6 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return found
 
 
-GRAPH = import_graph(ROOT)
-
-
 def violations(graph: Mapping[str, Iterable[str]]) -> set[tuple[str, str]]:
     """Return the pairs of modules of which the first imports the second although the table does not allow it."""
     found = set()
@@ -195,9 +194,15 @@ def violations(graph: Mapping[str, Iterable[str]]) -> set[tuple[str, str]]:
     return found
 
 
-def test_every_module_has_a_row() -> None:
-    assert {module for module in GRAPH if row_of(module) is None} == set(PACKAGES)
-    assert {row for row in TABLE if row not in map(row_of, GRAPH)} == set(), "rows without modules"
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Of this project; each worker collects this file, and one runs it."""
+    return import_graph(ROOT)
+
+
+def test_every_module_has_a_row(graph: dict[str, set[str]]) -> None:
+    assert {module for module in graph if row_of(module) is None} == set(PACKAGES)
+    assert {row for row in TABLE if row not in map(row_of, graph)} == set(), "rows without modules"
 
 
 def test_rows_name_only_rows_above_them() -> None:
@@ -206,14 +211,14 @@ def test_rows_name_only_rows_above_them() -> None:
         assert TABLE[row] <= set(rows[:at]), row
 
 
-def test_modules_import_only_what_their_row_allows() -> None:
-    found = violations(GRAPH)
+def test_modules_import_only_what_their_row_allows(graph: dict[str, set[str]]) -> None:
+    found = violations(graph)
     assert found - EXCEPTIONS == set(), "imports that the table does not allow"
     assert EXCEPTIONS - found == set(), "exceptions that are not needed any more: delete them"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    found = {frozenset(circle) for circle in circles(GRAPH)}
+def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+    found = {frozenset(circle) for circle in circles(graph)}
     assert found - CIRCULAR == set(), "circles"
     assert CIRCULAR - found == set(), "exceptions that are not needed any more: delete them"
 

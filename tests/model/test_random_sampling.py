@@ -6,7 +6,7 @@ from collections import Counter
 from importlib.util import find_spec
 from itertools import product
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -142,28 +142,27 @@ class TestKernel:
             rows = rows.bfloat16()  # with equals among them
         assert self.drawn(rows, params, uniforms) == sample_rows(rows.float(), params, uniforms).tolist()
 
-    @pytest.mark.parametrize(
-        "row",
-        [
-            [0.0] * 9,
-            [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, -2.0, 1.0],
-            [float("-inf")] * 3 + [0.25, float("-inf"), 0.25, 3.0],
-            [float("-inf")] * 2 + [5.0],
-            [-1e4, 0.0, -1e4, -90.0, -1e-30, -104.0],
-            [1e-3 * i for i in range(50)],
-            [1e38, -1e38, 0.0],
-        ],
-        ids=["equal", "ties", "banned", "one left", "far apart", "close", "extreme"],
-    )
-    @pytest.mark.parametrize(
-        "cut",
-        [{}, {"top_k": 1}, {"top_k": 2}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 1e-6}, {"min_p": 0.7}],
-        ids=str,
-    )
-    def test_it_keeps_what_is_as_likely(self, row: list[float], cut: dict[str, Any]) -> None:
+    ROWS: ClassVar = {
+        "ties": [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, -2.0, 1.0],
+        "banned": [float("-inf")] * 3 + [0.25, float("-inf"), 0.25, 3.0],
+        "equal": [0.0] * 9,
+        "one left": [float("-inf")] * 2 + [5.0],
+        "far apart": [-1e4, 0.0, -1e4, -90.0, -1e-30, -104.0],
+        "close": [1e-3 * i for i in range(50)],
+        "extreme": [1e38, -1e38, 0.0],
+    }
+    CUTS: ClassVar = [
+        *({}, {"top_k": 5, "top_p": 0.9}),
+        *({"top_k": 1}, {"top_k": 2}, {"top_p": 0.5}, {"top_p": 1e-6}, {"min_p": 0.7}),
+    ]
+    EACH: ClassVar = [("ties", cut) for cut in CUTS] + [("banned", cut) for cut in CUTS]
+    EACH += product(list(ROWS)[2:], CUTS[:2])
+
+    @pytest.mark.parametrize(("name", "cut"), EACH, ids=str)
+    def test_it_keeps_what_is_as_likely(self, name: str, cut: dict[str, Any]) -> None:
         uniforms = [0.0, 0.55, 1 - 2**-53]
         params = [SamplingParams(temperature=1.0, **cut)] * len(uniforms)
-        rows = torch.tensor([row] * len(uniforms))
+        rows = torch.tensor([self.ROWS[name]] * len(uniforms))
         assert self.drawn(rows, params, uniforms) == sample_rows(rows, params, uniforms).tolist()
 
     def test_rows_among_others_are_filled_in_and_the_others_left_alone(self) -> None:

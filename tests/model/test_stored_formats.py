@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -231,6 +230,8 @@ def test_fp8_becomes_the_floats_that_it_stands_for(name: str, dtype: torch.dtype
 
 def test_blocks_become_the_floats_that_transformers_makes_of_them(tmp_path: Path) -> None:
     """Scales called inverse are multiplied with."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # takes 2 s, in each worker that collects this
+
     stored, _ = in_fp8(*FP8["deepseek"], tmp_path)
     tensors = load_file(stored / "model.safetensors")
     model = load_model(read_checkpoint(stored), SdpaBackend())

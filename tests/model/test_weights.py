@@ -26,7 +26,7 @@ from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.system.host_memory import available_memory
 from tests.model.checkpoints import KINDS, copied, copy_weights, load_native, native_backends, saved
-from tests.model.parity import hidden_states
+from tests.model.parity import MECHANISMS, hidden_states
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, qwen3, sparse_checkpoint
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -47,12 +47,13 @@ def stored_as(dtype: torch.dtype, kind: str, into: Path) -> Path:
     return folder
 
 
+EXTREMES = ((torch.float32, None), (torch.bfloat16, Kind.INT8))
+OTHERS = ((torch.bfloat16, None), (torch.float32, Kind.INT8))
+EACH = [(kind, *how) for kind in KINDS for how in (*EXTREMES, *(OTHERS if kind in MECHANISMS else ()))]
+
+
 @needs_native
-@pytest.mark.parametrize(
-    ("dtype", "how"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, Kind.INT8), (torch.bfloat16, Kind.INT8)],
-)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "how"), EACH)
 def test_packed_as_they_are_read_or_afterwards_weights_are_the_same(
     kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,9 +38,10 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield started
 
 
-def test_every_answer_is_as_documented(service: ServiceProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("examples", ["4", pytest.param("10", marks=pytest.mark.slow)])
+def test_every_answer_is_as_documented(service: ServiceProcess, examples: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS)]
-    command += ["run", f"{service.url}/openapi.json", "--max-examples", "10"]
+    command += ["run", f"{service.url}/openapi.json", "--max-examples", examples]
     command += ["--phases", "examples,coverage,fuzzing", "--workers", "2"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
