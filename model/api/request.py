@@ -156,6 +156,8 @@ class TokenOutput:
     score: float | None = None  # of a beam hypothesis
     scheduled_time: float | None = None  # start of its prefill; set in the first output
     cached_tokens: int = 0
+    drafted_tokens: int = 0  # by the steps that these tokens are of
+    accepted_tokens: int = 0  # of those, right
     error: str | None = None
 
 

@@ -245,6 +245,8 @@ def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:
     """Add a sequence's later output to `output`, which is changed and returned."""
     output.token_ids += later.token_ids
     output.text += later.text
+    output.drafted_tokens += later.drafted_tokens
+    output.accepted_tokens += later.accepted_tokens
     if later.finish_reason is None and later.scheduled_time is None and later.logprobs is None:
         return output  # a token in the middle, which has nothing else
     if output.logprobs is None:

@@ -370,6 +370,8 @@ class GenerateEngine:
         self.num_drafts += 1
         self.num_draft_tokens += len(step.drafts)
         self.num_accepted_tokens += accepted
+        output = self._outputs[-1]  # of this sequence
+        output.drafted_tokens, output.accepted_tokens = len(step.drafts), accepted
         if is_computed and not sequence.finished:
             self.block_manager.trim(sequence)
 

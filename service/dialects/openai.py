@@ -15,18 +15,27 @@ from service.chat.tools import Tool, ToolUse, tool_use
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
-from service.dialects.openai_bodies import ChatBody, CompletionBody, Format, Message, NamedTool, Sampling, ToolBody
+from service.dialects.openai_bodies import (
+    ChatBody,
+    CompletionBody,
+    Format,
+    Message,
+    NamedTool,
+    Sampling,
+    TextPart,
+    ToolBody,
+)
 from service.http.json_replies import Json
 from service.schemas.bodies import GenerateBody
 
 COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}
-CHAT_NAMES = {**COMPLETION_NAMES, "prompt": "messages", "logprobs": "top_logprobs"}
+CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}
 DEFAULT_MAX_TOKENS = 16  # of completions; chats have the model's default
 
 _SAME = (
     *("model", "timeout_s", "request_id", "stream", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
-    *("skip_special_tokens", "priority", "cache_salt"),
+    *("skip_special_tokens", "priority", "cache_salt", "num_speculative_tokens"),
 )
 
 
@@ -97,6 +106,7 @@ def chat(body: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBody
         "prompt": prompt,
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "prediction": None if body.prediction is None else joined(body.prediction.content),
     }
     return native(GenerateBody, fields)
 
@@ -114,11 +124,16 @@ def message(one: Message, param: str) -> Json:
     if one.content is None and not one.tool_calls:
         raise invalid(f"{param}.content is missing", f"{param}.content", "missing_field")
     found = one.model_dump(exclude_none=True)
-    if isinstance(one.content, list):
-        found["content"] = "\n".join(part.text for part in one.content)
+    if one.content is not None:
+        found["content"] = joined(one.content)
     for call in found.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return found
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """Return content as one text."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Sampling(Extended):
     skip_special_tokens: bool | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[True])
     priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
     cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
+    num_speculative_tokens: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[8])
 
     response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
     structured_outputs: StructuredOutputs | None = Field(None, description="The same, as vLLM has it. Not OpenAI's.")
@@ -129,6 +130,13 @@ Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<parts>")],
     Discriminator(_content_shape),
 ]
+
+
+class Prediction(DialectBody):
+    """A text that much of the answer is expected to repeat."""
+
+    type: Literal["content"] = Field(description="Only content is predicted.", examples=["content"])
+    content: Content = Field(description="The text.", examples=["def add(a, b):\n    return a + b\n"])
 
 
 class FunctionCall(DialectBody):
@@ -217,6 +225,9 @@ class ChatBody(Sampling):
     )
     continue_final_message: bool | None = Field(
         None, description="Continue the last message instead. Not OpenAI's.", examples=[False]
+    )
+    prediction: Prediction | None = Field(
+        None, description="A text that the answer is drafted from; the answer is the same, and comes sooner."
     )
     tools: list[ToolBody] | None = Field(None, description="The functions that the model may call.")
     tool_choice: ToolChoice | None = Field(

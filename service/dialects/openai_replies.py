@@ -15,6 +15,8 @@ from service.http.json_replies import DataEvents, Generation, Json
 
 _FINISH = {"stop": "stop", "length": "length", "deadline": "abort", "cancelled": "abort", "error": "error"}
 
+_PREDICTED = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+
 
 class _Rendering(DataEvents):
     """Renders what completions and chat completions share: ids, usage, the order of events."""
@@ -51,7 +53,9 @@ class _Rendering(DataEvents):
 
     def _usage(self, native: Json) -> Json:
         usage = dict(native["usage"])
-        return usage | {"prompt_tokens_details": {"cached_tokens": usage.pop("cached_tokens")}}
+        predicted = {name: usage.pop(name) for name in _PREDICTED if name in usage}
+        details: Json = {"prompt_tokens_details": {"cached_tokens": usage.pop("cached_tokens")}}
+        return usage | details | ({"completion_tokens_details": predicted} if predicted else {})
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
         raise NotImplementedError

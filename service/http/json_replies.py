@@ -38,6 +38,7 @@ class Generation:
         self._reasons: dict[int, FinishReason] = {}
         self._cached: dict[str, int] = {}
         self.completion_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         self.failure: ApiError | None = None  # the reason if an output could not match its constraint
 
     @property
@@ -102,6 +103,9 @@ class Generation:
     def tail(self) -> Json:
         """Return usage and timings, for the reply or a stream's last event."""
         usage = _usage(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
+        if self._drafted_tokens:
+            usage["accepted_prediction_tokens"] = self._accepted_tokens
+            usage["rejected_prediction_tokens"] = self._drafted_tokens - self._accepted_tokens
         return {"usage": usage, "timings": _timings(self._job.timings())}
 
     def joined(self, deltas: Sequence[Json]) -> list[Json]:
@@ -120,6 +124,8 @@ class Generation:
             self._job.observe(output.scheduled_time, now)
         self._last_seen[index] = now
         self.completion_tokens += tokens
+        self._drafted_tokens += output.drafted_tokens
+        self._accepted_tokens += output.accepted_tokens
         self._job.context.tokens_out = self.completion_tokens
         if output.cached_tokens:
             self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.cached_tokens)

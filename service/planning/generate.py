@@ -159,10 +159,13 @@ class GeneratePlanner:
             _check_end(body, served, constraint)
             await self._grammars.check(constraint, served)
         grammar = "" if constraint is None else constraint.grammar
+        prediction = await self._prediction(body, served, info)
         requests = [
             self._request(body, served, info, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
             for prompt, prompt_ids in zip(prompts, ids, strict=True)
         ]
+        if prediction:
+            requests = [replace(request, prediction=prediction) for request in requests]
         if shape is not None:
             requests = [shape.put_on(request) for request in requests]
         check_logprobs(body, requests, self._limits)
@@ -244,6 +247,13 @@ class GeneratePlanner:
                 raise invalid(f"{prompt.param} is empty: it has no tokens", prompt.param, "empty_prompt")
             check_vocabulary(ids, served.vocab_size, prompt.param)
         return found
+
+    async def _prediction(self, body: GenerateBody, served: ServedModel, info: ModelInfo) -> tuple[int, ...]:
+        """Return the ids of what the output is expected to repeat, as far as an output can be."""
+        if not body.prediction:
+            return ()
+        [ids] = await self._tokenise([PromptInput(body.prediction, "prediction")], served, info, special=False)
+        return ids[: info.max_model_len]
 
     async def _decoder_ids(
         self, prefix: PromptInput | None, language: tuple[int, ...], served: ServedModel, info: ModelInfo

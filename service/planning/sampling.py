@@ -23,7 +23,18 @@ _SAMPLING_FIELDS = (
     "min_tokens",
 )
 _BEAM_FIELDS = ("num_beams", "length_penalty", "early_stopping")
-_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "typical_p", "seed", "stop", "logprobs", "prompt_logprobs")
+_NOT_WITH_BEAMS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "stop",
+    "logprobs",
+    "prompt_logprobs",
+    "num_speculative_tokens",
+    "prediction",
+)
 
 
 def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, grammar: str = "") -> SamplingParams:

@@ -242,6 +242,12 @@ class GenerateBody(Body):
         "or itself (n-gram speculation); 0: off. The output is the same. Default: the server's setting.",
         examples=[8],
     )
+    prediction: TextOrIds | None = Field(
+        None,
+        description="A text that much of the output is expected to repeat, such as the one that it edits: drafts come "
+        "from it too, at most `num_speculative_tokens` a step, then 8 by default. The output is the same.",
+        examples=["def add(a, b):\n    return a + b\n"],
+    )
     logprobs: int | None = Field(
         None,
         ge=0,

@@ -29,11 +29,19 @@ class OpenAIPromptDetails(Reply):
     cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.", examples=[0])
 
 
+class OpenAICompletionDetails(Reply):
+    accepted_prediction_tokens: int = Field(description="Drafted tokens that were right.", examples=[12])
+    rejected_prediction_tokens: int = Field(description="Drafted tokens that were wrong.", examples=[3])
+
+
 class OpenAIUsage(Reply):
     prompt_tokens: int = _PROMPT_TOKENS
     completion_tokens: int = _COMPLETION_TOKENS
     total_tokens: int = _TOTAL_TOKENS
     prompt_tokens_details: OpenAIPromptDetails = Field(description="Details of the prompt tokens.")
+    completion_tokens_details: OpenAICompletionDetails | None = Field(
+        None, description="With speculation or a prediction, if any tokens were drafted."
+    )
 
 
 class OpenAICompletionLogprobs(Reply):

@@ -29,6 +29,12 @@ class Usage(Reply):
     completion_tokens: int = Field(description="Generated, over all choices.", examples=[16])
     total_tokens: int = Field(description="The sum.", examples=[21])
     cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.", examples=[0])
+    accepted_prediction_tokens: int | None = Field(
+        None, description="With speculation, if any were drafted: tokens of the output that were.", examples=[12]
+    )
+    rejected_prediction_tokens: int | None = Field(
+        None, description="The same: drafted tokens that were wrong.", examples=[3]
+    )
 
 
 class TimingsReply(Reply):

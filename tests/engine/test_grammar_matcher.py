@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -224,6 +225,25 @@ def test_output_is_the_same_alone_in_a_batch_preempted_and_in_chunks(kind: str) 
     finish(crowd)
     assert crowd.engine.scheduler.num_preemptions
     assert {number: [crowd.ids(f"r{number}", index) for index in range(2)] for number in range(8)} == alone
+
+
+def test_drafts_end_where_the_grammar_refuses() -> None:
+    """The output is the same with drafts that are right, refused, wrong, and beyond its end."""
+    grammar = json_grammar({"type": "array", "items": {"enum": ["ab", "ba"]}, "minItems": 4, "maxItems": 9})
+    plain, drafted = engine("llama"), engine("llama")
+    for seed in range(6):
+        one = request("llama", f"r{seed}", 9, 1, grammar=grammar, temperature=1.0, seed=seed, max_tokens=60, logprobs=0)
+        plain.engine.add(one)
+        finish(plain)
+        said = plain.ids(f"r{seed}")
+        expected = [0 if at % 9 == 8 else said[at - 1] if at % 7 == 6 else token for at, token in enumerate(said)]
+        drafted.engine.add(replace(one, prediction=(*expected, *expected)))
+    finish(drafted)
+    for seed in range(6):
+        assert drafted.ids(f"r{seed}") == plain.ids(f"r{seed}")
+        assert end(drafted.outputs, f"r{seed}").finish_reason == end(plain.outputs, f"r{seed}").finish_reason
+    stats = drafted.engine.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > 20
 
 
 def test_tool_calls_with_special_tokens_as_marks() -> None:

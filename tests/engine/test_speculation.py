@@ -15,6 +15,8 @@ from model.api.messages import ModelSpec
 from model.api.request import Request, TokenOutput
 from model.config.cache import PoolSize
 from model.engine.builder import LoadedModel, load
+from model.engine.scheduling.ngram_drafts import NgramDrafts
+from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
 from tests.engine.scripted import Harness
 from tests.engine.support import request
 from tests.model.checkpoints import native_backends, saved
@@ -155,3 +157,54 @@ def test_results_have_the_same_bits_with_and_without(kind: str, dtype: str, quan
     assert found == plain
     stats = model.generate.stats()
     assert stats.draft_tokens > stats.accepted_tokens > 100
+
+
+def test_drafts_cease_where_they_are_wrong_and_begin_again() -> None:
+    rng = random.Random(1)
+    tokens, drafts, counts = [rng.randrange(30) for _ in range(200)], NgramDrafts(8), []
+    begin = len(tokens)
+    for at in range(400):
+        tokens.append(rng.randrange(30) if at < 300 else tokens[at - 300])
+        counts.append(len(drafts.propose(tokens, begin)))
+    assert 0 < sum(counts[:30]) < 30
+    assert sum(counts[100:300]) < 30  # of 200 tokens, each of which was seen before, and one in 30 is right by chance
+    assert sum(counts[300:310]) > 10 and min(counts[320:]) == 8
+
+
+def test_a_run_that_repeats_itself_is_drafted_beyond_its_first_copy() -> None:
+    assert NgramDrafts(10).propose([9, *(5, 6, 7) * 4], 5) == [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
+
+
+def test_a_long_prompt_is_read_over_several_steps() -> None:
+    drafts, prompt = NgramDrafts(4), [*range(10_000), 1, 2, 3, 4]
+    found = [drafts.propose(prompt, len(prompt)) for _ in range(3)]
+    assert found == [[], [], [5, 6, 7, 8]]
+
+
+def test_an_encoder_decoder_drafts_from_its_source() -> None:
+    drafts = NgramDrafts(4, source=range(50, 60))
+    assert drafts.propose([1], 1) == []
+    assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]  # two agree, of which half are expected to be right
+
+
+def test_drafts_take_only_what_is_left() -> None:
+    """Blocks for five tokens of each sequence and no draft: nobody is preempted, and all blocks come back."""
+    harness = Harness(num_blocks=6, block_size=4, script=lambda source, tokens: 7, num_speculative_tokens=8)
+    made = [harness.add(f"r{number}", [7] * 6, max_tokens=7) for number in range(2)]
+    harness.run()
+    assert harness.engine.stats().preemptions == 0
+    assert [harness.tokens(one.request_id) for one in made] == [[7] * 7] * 2
+    drafted = [len(s.drafts) for step in harness.runner.steps for s in step.scheduled]
+    assert 0 < max(drafted) <= 6
+
+
+def test_a_full_batch_has_no_drafts() -> None:
+    harness = Harness(num_blocks=400, max_num_seqs=40, budget=400, script=lambda source, tokens: 7)
+    for number in range(40):
+        harness.add(f"r{number}", [7] * 6, max_tokens=5 + number, num_speculative_tokens=8)
+    harness.run()
+    steps = [step.scheduled for step in harness.runner.steps[1:]]
+    rows = [sum(s.num_tokens for s in step) for step in steps if any(s.drafts for s in step)]
+    assert max(rows) == MAX_VERIFIED_ROWS
+    assert max(len(step) for step in steps) == 40
+    assert harness.engine.stats().accepted_tokens > 100

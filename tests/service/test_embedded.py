@@ -150,6 +150,37 @@ def test_a_prompt_that_comes_again_is_found_within_its_salt(url: str) -> None:
     assert cached == [(False, text), (True, text), (False, text)]
 
 
+def test_drafts_change_nothing_but_the_number_of_steps(url: str) -> None:
+    prompt = pieces(corpus.held_out_sample(), 600)[3]
+    body: dict[str, object] = {
+        "model": "code",
+        "prompt": prompt,
+        "max_tokens": 64,
+        "logprobs": 1,
+        "temperature": 0.5,
+        "seed": 1,
+    }
+    [plain] = post_all(url, "/generate", [body])
+    text: str = plain["choices"][0]["text"]  # type: ignore[index]
+    [drafted] = post_all(url, "/generate", [{**body, "prediction": text}])
+    assert drafted["choices"] == plain["choices"]
+    assert drafted["usage"]["accepted_prediction_tokens"] > 40  # type: ignore[index]
+    assert drafted["usage"]["rejected_prediction_tokens"] < 20  # type: ignore[index]
+    assert "accepted_prediction_tokens" not in plain["usage"]  # type: ignore[operator]
+    stopped = {**body, "stop": text[40:44], "return_token_ids": True}  # drafts behind it count for nothing
+    cut, drafted_cut = post_all(url, "/generate", [stopped, {**stopped, "prediction": text}])
+    assert drafted_cut["choices"] == cut["choices"]
+    assert drafted_cut["usage"]["completion_tokens"] == cut["usage"]["completion_tokens"]  # type: ignore[index]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    reply = client.completions.create(
+        model="code", prompt="x = 1\n" * 20, max_tokens=40, temperature=0, extra_body={"num_speculative_tokens": 4}
+    )
+    details = reply.usage.completion_tokens_details if reply.usage is not None else None
+    assert details is not None and (details.accepted_prediction_tokens or 0) > 10
+    metrics = httpx.get(f"{url}/metrics").text
+    assert 'triptych_spec_decode_num_accepted_tokens_total{model="code"}' in metrics
+
+
 def test_beam_search_returns_its_best_hypotheses_at_its_end(url: str) -> None:
     spoken, written = HELD_OUT[0]
     body = {"model": "normalize", "prompt": spoken, "num_beams": 4, "n": 2}

@@ -189,6 +189,16 @@ def test_a_chat(client: openai.OpenAI, app: App) -> None:
     assert tokenizer.decode(ids) == "<|turn|>user\nHi<|end|>\n<|turn|>assistant\n"
 
 
+@pytest.mark.parametrize("content", ["world", [{"type": "text", "text": "world"}]])
+def test_a_predicted_answer_is_drafted_from(content: Any, client: openai.OpenAI, app: App) -> None:
+    prediction: Any = {"type": "content", "content": content}
+    client.chat.completions.create(model="chat", messages=HELLO, max_completion_tokens=5, prediction=prediction)
+    tokenizer = app.served["gen"].tokenizer
+    assert tokenizer is not None
+    assert tokenizer.decode(app.client.submitted[0].prediction) == "world"
+    assert app.client.submitted[0].params.num_speculative_tokens is None
+
+
 def test_content_in_parts(client: openai.OpenAI, app: App) -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     client.chat.completions.create(model="chat", messages=parts, max_tokens=1)
