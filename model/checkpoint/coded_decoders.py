@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from model.checkpoint.coded_layouts import CodedLayout, E2M1Layout, Int8RowsLayout, TableLayout
-from model.checkpoint.tensor_files import DecodedTensor, Decoder, StoredTensor, TensorReader
+from model.checkpoint.matrix_decoders import decoded
+from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader
 from model.config.formats import Storage
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
@@ -31,20 +32,7 @@ def coded(
         tensors[name] = stored[f"{stem}.{name}"]
     make = next(make for kind, make in _MATRICES.items() if isinstance(layout, kind))
     matrix: _Matrix = make(layout, tensors)
-    outputs, inputs = matrix.shape
-
-    def decoded(name: str, kind: str, shape: Shape, decoder: Decoder) -> DecodedTensor:
-        return DecodedTensor(name=f"{stem}.{name}", kind=kind, shape=shape, decoder=decoder)
-
-    if storage.scale is None:
-        yield decoded("weight", "F32", (outputs, inputs), Floats(matrix))
-        return
-    groups = storage.block[1]
-    factors = (outputs, storage.scales_of(inputs))
-    yield decoded("weight", "I8", (outputs, inputs), Integers(matrix))
-    yield decoded(storage.scale, "F32", factors, Scales(matrix, groups))
-    if storage.offset is not None:  # of a projection that is fused with this one
-        yield decoded(storage.offset, "F32", factors, NoOffsets(matrix, groups))
+    yield from decoded(stem, matrix, storage)
 
 
 class _Matrix:
@@ -71,6 +59,10 @@ class _Matrix:
     def scales(self, reader: TensorReader, first: int, last: int) -> Tensor:
         """Their scales, float32 `[last - first, groups]`."""
         raise NotImplementedError
+
+    def offsets(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        """None, for a projection that is fused with one that has them: zeros, float32 `[last - first, groups]`."""
+        return torch.zeros(last - first, -(-self.shape[1] // self.group))
 
     def rows(self, reader: TensorReader, name: str, first: int, last: int) -> Tensor:
         """Rows of a stored tensor."""
@@ -181,46 +173,3 @@ _MATRICES: Mapping[type[CodedLayout], Callable[..., _Matrix]] = {
     Int8RowsLayout: _Int8Rows,
     E2M1Layout: _E2M1,
 }
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _Decoder:
-    matrix: _Matrix
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.matrix.layout})"
-
-
-class Floats(_Decoder):
-    """Decodes rows of the numbers that are meant."""
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        return self.matrix.floats(reader, first, last)
-
-
-class Integers(_Decoder):
-    """Decodes rows of integers."""
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        return self.matrix.integers(reader, first, last)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Scales(_Decoder):
-    """Decodes rows of scales, each as often as its inputs have groups of the storage."""
-
-    group: int
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.matrix.layout}, {self.group})"
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        begins = torch.arange(0, self.matrix.shape[1], self.group)
-        return self.matrix.scales(reader, first, last)[:, begins // self.matrix.group]
-
-
-class NoOffsets(Scales):
-    """Decodes rows of offsets of integers that have none."""
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        return torch.zeros(last - first, -(-self.matrix.shape[1] // self.group))

@@ -15,6 +15,7 @@ from torch import Tensor
 from model.checkpoint.coded_decoders import coded
 from model.checkpoint.coded_layouts import CodedLayout
 from model.checkpoint.layouts import Along, IntegerLayout, Packed
+from model.checkpoint.matrix_decoders import decoded
 from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
 from model.config.formats import Storage
 from model.errors import CheckpointError
@@ -38,10 +39,10 @@ def unpacked(stored: Mapping[str, StoredTensor], packed: Mapping[str, Packed]) -
         for name in one.layout.names:
             tensors.pop(f"{stem}.{name}", None)
         if isinstance(one.layout, CodedLayout):
-            decoded = coded(stem, one.layout, one.storage, stored)
+            found = coded(stem, one.layout, one.storage, stored)
         else:
-            decoded = _decoded(stem, one.layout, one.storage, stored)
-        tensors |= {tensor.name: tensor for tensor in decoded}
+            found = _decoded(stem, one.layout, one.storage, stored)
+        tensors |= {tensor.name: tensor for tensor in found}
     return tensors
 
 
@@ -63,23 +64,9 @@ def _decoded(
     zeros = find(layout.zeros, ("I8",) if layout.zero_words is None else ("I32",))
     matrix = _Matrix(layout, weight, scale, zeros, find(layout.order, ("I32", "I64")))
     matrix.check(stem)
-    outputs, inputs = matrix.shape
+    outputs = matrix.shape[0]
     least = min(outputs, _LEAST_LINE * (layout.per_word if layout.words is Along.OUTPUTS else 1))
-    least = least if layout.inputs_first else 1
-    if storage.scale is None:
-        yield DecodedTensor(
-            name=f"{stem}.weight", kind="F32", shape=(outputs, inputs), decoder=Products(matrix), least_rows=least
-        )
-        return
-    factors = (outputs, storage.scales_of(inputs))
-    yield DecodedTensor(
-        name=f"{stem}.weight", kind="I8", shape=(outputs, inputs), decoder=Integers(matrix), least_rows=least
-    )
-    yield DecodedTensor(name=f"{stem}.{storage.scale}", kind="F32", shape=factors, decoder=Scales(matrix, storage))
-    if storage.offset is not None:
-        yield DecodedTensor(
-            name=f"{stem}.{storage.offset}", kind="F32", shape=factors, decoder=Offsets(matrix, storage)
-        )
+    yield from decoded(stem, matrix, storage, least_rows=least if layout.inputs_first else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +89,12 @@ class _Matrix:
         return outputs, layout.inputs if inputs - layout.per_word < layout.inputs < inputs else inputs
 
     @property
+    def group(self) -> int:
+        return self.layout.group or self.shape[1]
+
+    @property
     def groups(self) -> int:
-        return -(-self.shape[1] // self.layout.group) if self.layout.group else 1
+        return -(-self.shape[1] // self.group)
 
     def check(self, stem: str) -> None:
         """Raise `CheckpointError` unless scales, zero points and order fit the integers."""
@@ -133,7 +124,9 @@ class _Matrix:
         layout, width = self.layout, self.weight.shape[1]
         if not layout.inputs_first:
             words = reader.region(self.weight, width, slice(0, width), first, last)
-            return words if layout.words is None else _around_zero(_numbers(words, layout), layout)[:, : self.shape[1]]
+            if layout.words is None:
+                return self._checked(words)
+            return _around_zero(_numbers(words, layout), layout)[:, : self.shape[1]]
         below = layout.words is Along.OUTPUTS
         columns, begins, inputs = slice(first, last), first, layout.per_word
         if below:
@@ -148,6 +141,14 @@ class _Matrix:
                 found[:, at : at + numbers.shape[1]] = numbers[first - begins : last - begins]
                 give_way()
         return found
+
+    def _checked(self, integers: Tensor) -> Tensor:
+        """Bytes, in which there is room for more than so many bits: what is beyond these would be cut off."""
+        midst = self.layout.midst
+        if self.layout.bits < 8 and len(integers) and not -midst <= int(integers.min()) <= int(integers.max()) < midst:
+            found = f"integers from {int(integers.min())} to {int(integers.max())}"
+            raise CheckpointError(f"{self.weight.name}: found {found}, expected {self.layout.bits} bits")
+        return integers
 
     def scales(self, reader: TensorReader, first: int, last: int) -> Tensor:
         """Return the scales of rows, float32 `[last - first, groups]`."""
@@ -175,59 +176,11 @@ class _Matrix:
             return reader.region(tensor, tensor.shape[1], slice(first, last), 0, tensor.shape[0]).t()
         return reader.region(tensor, tensor.shape[1], slice(0, tensor.shape[1]), first, last)
 
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Integers:
-    """Decodes rows of integers."""
-
-    matrix: _Matrix
-
-    def __repr__(self) -> str:
-        return f"Integers({self.matrix.layout})"
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        return self.matrix.integers(reader, first, last)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Scales:
-    """Decodes rows of scales, each as often as its group has groups of the storage."""
-
-    matrix: _Matrix
-    storage: Storage
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.matrix.layout}, {self.storage.block})"
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        return self._spread(self.matrix.scales(reader, first, last))
-
-    def _spread(self, factors: Tensor) -> Tensor:
-        group, inputs = self.storage.block[1], self.matrix.shape[1]
-        begins = torch.arange(0, inputs, group)
-        return factors[:, begins // (self.matrix.layout.group or inputs)]
-
-
-class Offsets(Scales):
-    """Decodes rows of offsets, as `Scales` does those of scales."""
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        return self._spread(self.matrix.offsets(reader, first, last))
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Products:
-    """Decodes rows of the numbers that integers stand for, in float32."""
-
-    matrix: _Matrix
-
-    def __repr__(self) -> str:
-        return f"Products({self.matrix.layout})"
-
-    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
-        matrix, groups = self.matrix, self._groups(reader)
-        integers, scales = matrix.integers(reader, first, last), matrix.scales(reader, first, last)
-        offsets = None if matrix.zeros is None else matrix.offsets(reader, first, last)
+    def floats(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        """Return rows of the numbers that integers stand for, float32 `[last - first, inputs]`."""
+        groups = self._groups_of_inputs(reader)
+        integers, scales = self.integers(reader, first, last), self.scales(reader, first, last)
+        offsets = None if self.zeros is None else self.offsets(reader, first, last)
         found = torch.empty(integers.shape)
         for begin in range(0, len(found), _FEW_ROWS):
             few = slice(begin, begin + _FEW_ROWS)
@@ -237,14 +190,14 @@ class Products:
             give_way()
         return found
 
-    def _groups(self, reader: TensorReader) -> Tensor:
+    def _groups_of_inputs(self, reader: TensorReader) -> Tensor:
         """The group of each input."""
-        matrix, inputs = self.matrix, self.matrix.shape[1]
-        if matrix.order is None:
-            return torch.arange(inputs) // (matrix.layout.group or inputs)
-        order = reader.region(matrix.order, 1, slice(0, 1), 0, inputs)[:, 0].long()
-        if int(order.min()) < 0 or int(order.max()) >= matrix.groups:
-            raise CheckpointError(f"{matrix.order.name} names groups beyond the {matrix.groups} that there are")
+        inputs = self.shape[1]
+        if self.order is None:
+            return torch.arange(inputs) // self.group
+        order = reader.region(self.order, 1, slice(0, 1), 0, inputs)[:, 0].long()
+        if int(order.min()) < 0 or int(order.max()) >= self.groups:
+            raise CheckpointError(f"{self.order.name} names groups beyond the {self.groups} that there are")
         return order
 
 

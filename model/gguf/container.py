@@ -271,13 +271,28 @@ _OTHER_WEIGHTS = tuple(
 def read_gguf(path: Path) -> GGUFModel:
     """Read the headers of a model, of which `path` is the only or the first file; raises `ConfigError`."""
     try:
-        return _read_cached(path, *((found := path.stat()).st_size, found.st_mtime_ns, found.st_ino))
+        return _read_cached(path, _sign(path), *(_sign(other) for other in _other_parts(path) if other.is_file()))
     except OSError as error:
         raise ConfigError(f"{path.name}: {error.strerror}") from None
 
 
+def _sign(path: Path) -> tuple[int, int, int]:
+    """What differs once a file is another."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _other_parts(path: Path) -> list[Path]:
+    """The files of a model that follow its first one, as its name counts them."""
+    shard = _SHARD.fullmatch(path.name)
+    if shard is None:
+        return []
+    count = min(int(shard["count"]), _MAX_SHARDS)
+    return [path.with_name(f"{shard['stem']}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+
+
 @lru_cache(maxsize=4)  # starting a model reads its header several times
-def _read_cached(path: Path, *signs: int) -> GGUFModel:
+def _read_cached(path: Path, *signs: tuple[int, int, int]) -> GGUFModel:
     first = _read_file(path)
     count = first.integer("split.count", 1) or 1
     if count == 1:
@@ -285,7 +300,7 @@ def _read_cached(path: Path, *signs: int) -> GGUFModel:
     shard = _SHARD.fullmatch(path.name)
     if shard is None or int(shard["number"]) != 1 or int(shard["count"]) != count or count > _MAX_SHARDS:
         raise ConfigError(f"{path.name} is a part of a model in {count} files: give the one that ends in 00001-of-...")
-    others = [path.with_name(f"{shard['stem']}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+    others = _other_parts(path)
     missing = [other.name for other in others if not other.is_file()]
     if missing:
         raise ConfigError(f"{path.name}: files of the model are missing: {', '.join(missing)}")

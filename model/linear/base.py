@@ -159,7 +159,7 @@ class Linear(nn.Module):
         return parameter.detach()
 
     def kept_dtype(self, name: str) -> torch.dtype:
-        """The dtype of its parameter `name`."""
+        """The dtype that its parameter `name` is made in."""
         return self.dtype
 
     def finish(self) -> None:
@@ -168,7 +168,7 @@ class Linear(nn.Module):
     def array_specs(self) -> dict[str, tuple[torch.dtype, Shape]]:
         """The arrays that it keeps once it is filled: dtypes and shapes by name."""
         return {
-            name: (self.kept_dtype(name), tuple(parameter.shape))
+            name: (self._dtype_of(name, parameter), tuple(parameter.shape))
             for name, parameter in self._parameters.items()
             if parameter is not None
         }
@@ -188,7 +188,10 @@ class Linear(nn.Module):
         return sum(self._nbytes(name, parameter) for name, parameter in self.named_parameters(recurse=False))
 
     def _nbytes(self, name: str, parameter: Tensor) -> int:
-        return parameter.numel() * (self.kept_dtype(name) if parameter.is_meta else parameter.dtype).itemsize
+        return parameter.numel() * self._dtype_of(name, parameter).itemsize
+
+    def _dtype_of(self, name: str, parameter: Tensor) -> torch.dtype:
+        return self.kept_dtype(name) if parameter.is_meta else parameter.dtype
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...

@@ -56,7 +56,7 @@ class IntegerLinear(CompiledLinear):
         factors = (groups, spec.num_outputs)
         self.weight = _empty((spec.num_outputs, self._inputs * self.bits // 8), self.kept_dtype("weight"))
         self.weight_scale = _empty(factors, dtype)
-        self.weight_offset = _empty(factors, torch.int8) if storage.offset is not None else None
+        self.weight_offset = _empty(factors, dtype) if storage.offset is not None else None
         self.bias = _empty((spec.num_outputs,), dtype) if spec.bias else None
         self.kernels = unsupported(device) is None  # else torch multiplies, by `reference`
         self._given = None if storage.scale is None else StoredScales(spec, storage, device)
@@ -68,8 +68,9 @@ class IntegerLinear(CompiledLinear):
         return IntegerLinear, self.spec.num_outputs, self.spec.inputs, self.bits, self.group, factors, self.bias is None
 
     def kept_dtype(self, name: str) -> torch.dtype:
-        own = {"weight": torch.uint8 if self.bits == 4 else torch.int8, "weight_offset": torch.int8}
-        return own.get(name, self.dtype)
+        if name in ("weight_scale", "weight_offset") and self._given is not None:
+            return torch.float32  # at most: `finish` keeps what is stored in as few bits as hold it
+        return {"weight": torch.uint8 if self.bits == 4 else torch.int8}.get(name, self.dtype)
 
     def tensors(self) -> Mapping[str, TensorShape]:
         return {**super().tensors(), **self._factors}

@@ -97,12 +97,15 @@ def write_folder(
         raise ConfigError(f"{out} is there already: give the name of a new folder")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder, so {out.name} cannot be written there")
+    copied = _copied_files(checkpoint.path)
     made = None
     try:
         made = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         made.chmod(0o755)
         report = _write_weights(made, tensors, projections, quantizer, progress)
-        _copy_files(checkpoint.path, made)
+        for name, file in copied.items():
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, made / name)
         config = read_json(checkpoint.path / "config.json", required=True)
         config.pop("compression_config", None)
         config["quantization_config"] = describe(projections, tensors, form)
@@ -241,14 +244,25 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _copy_files(folder: Path, out: Path) -> None:
-    """Copy what lies beside the weights: the tokenizer, settings of generation, modules, texts for people."""
+def _copied_files(folder: Path) -> dict[Path, Path]:
+    """What lies beside the weights, by names within the folder: the tokenizer, settings, modules, texts for people.
+
+    Raises `ConfigError` where a link or a module's path leads out of the folder: what it leads to was not meant to be
+    in the new one. A snapshot of the Hub's cache has its files beside it, in `blobs`.
+    """
     others = [file for file in folder.glob("*") if not any(fnmatchcase(file.name, pattern) for pattern in _WEIGHTS)]
+    own = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        own.append(folder.resolve().parents[1] / "blobs")
+    found = {}
     for file in sorted([*others, *_module_files(folder)]):
-        if file.is_file() and not file.name.startswith("."):
-            copy = out / file.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        name = file.relative_to(folder)
+        if ".." in name.parts or not any(file.resolve().is_relative_to(one) for one in own):
+            raise ConfigError(f"{folder.name}/{name} leads out of the folder, so it is not copied: put the file there")
+        found[name] = file
+    return found
 
 
 def _module_files(folder: Path) -> Iterator[Path]:

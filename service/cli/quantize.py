@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,16 +18,24 @@ _WORST = 3  # matrices that are named
 def run(arguments: argparse.Namespace, folder: Path) -> int:
     """Do what the command line says. Raises `ConfigError`."""
     out = Path(arguments.out)
-    report = quantize(
-        folder,
-        out,
-        arguments.format,
-        texts=None if arguments.texts is None else Path(arguments.texts),
-        dtype=arguments.dtype or "auto",
-        progress=_Progress().tell,
-    )
+    before = signal.signal(signal.SIGTERM, _end)  # so that what is half written goes
+    try:
+        report = quantize(
+            folder,
+            out,
+            arguments.format,
+            texts=None if arguments.texts is None else Path(arguments.texts),
+            dtype=arguments.dtype or "auto",
+            progress=_Progress().tell,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _print(report, out)
     return 0
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 class _Progress:

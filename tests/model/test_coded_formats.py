@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -254,6 +255,17 @@ def test_other_tensors_of_torchao_are_refused(kind: str, changes: dict[str, Any]
     folder, _ = in_torchao(tmp_path, kind, **changes)
     with pytest.raises(ConfigError, match=message):
         read_checkpoint(folder)
+
+
+def test_integers_that_do_not_fit_their_bits_are_refused(tmp_path: Path) -> None:
+    folder, _ = in_torchao(tmp_path)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        told = file.metadata()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj._weight_qdata"][5, 3] = 8
+    save_file(tensors, folder / "model.safetensors", told)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj.* integers from -8 to 8, expected 4 bits"):
+        load_model(read_checkpoint(folder), SdpaBackend())
 
 
 def spoil(name: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], None]:

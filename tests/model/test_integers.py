@@ -215,6 +215,13 @@ def test_factors_are_kept_in_the_fewest_bits_that_hold_them() -> None:
     assert whole.weight_offset is not None and whole.weight_offset.dtype is torch.int8
     assert floats.weight_offset is not None and floats.weight_offset.dtype is torch.float32
     assert exact.weight.nbytes == 8 * 32 and exact.weight_scale.shape == (2, 8)
+    for linear in (exact, whole, floats):
+        kept = {name: (array.dtype, tuple(array.shape)) for name, array in linear.filled_arrays().items()}
+        assert linear.array_specs() == kept
+        storage = integers_in_groups(4, 32, offsets=linear.weight_offset is not None)
+        with torch.device("meta"):  # as a plan counts it
+            planned = integer_linear(linear.spec, torch.float32, CPU, integers(NumberKind.INT4, 32), storage)
+        assert planned.nbytes >= linear.nbytes
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,25 @@ def test_folders_of_modules_are_copied_whatever_they_are_called(tmp_path: Path) 
     (original / "after" / "pooling" / "config.json").write_text(json.dumps(pooling))
     quantize(original, tmp_path / "out", "int8")
     assert read_checkpoint(tmp_path / "out").sentences.pooling == (Pooling.MAX,)
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
+    original, secret = copied("llama-gqa", tmp_path / "in"), tmp_path / "secret"
+    secret.write_text("of somebody else")
+    (original / "notes.txt").symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"llama-gqa/notes\.txt leads out of the folder, so it is not copied"):
+        quantize(original, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+    (original / "notes.txt").unlink()
+    (original / "notes.txt").symlink_to("config.json")
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "1", tmp_path / "hub" / "blobs"
+    shutil.copytree(original, snapshot, symlinks=True)
+    blobs.mkdir()
+    (blobs / "abc").write_text("{}")
+    (snapshot / "special.json").symlink_to(blobs / "abc")
+    quantize(snapshot, tmp_path / "out", "int8")
+    assert (tmp_path / "out" / "notes.txt").read_bytes() == (original / "config.json").read_bytes()
+    assert (tmp_path / "out" / "special.json").read_bytes() == (blobs / "abc").read_bytes()
 
 
 def test_what_a_folder_says_of_its_format_is_checked(tmp_path: Path) -> None:

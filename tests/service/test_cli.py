@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 
 from model.errors import EngineDeadError
-from service.cli import main, serve
+from service.cli import main, quantize, serve
 from tests.model.checkpoints import native_backends
 
 
@@ -194,6 +195,24 @@ def test_quantize_writes_a_folder_and_says_what_it_lost(tmp_path: Path) -> None:
     assert again.returncode == 2
     assert again.stderr == f"triptych: {out} is there already: give the name of a new folder\n"
     assert "int4 in groups of 64" in triptych_here("quantize", str(out), str(out) + "2", "--format", "int8").stderr
+
+
+@pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
+def test_quantize_leaves_nothing_when_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: object) -> None:
+        assert [path.name.partition("ut.")[0] for path in tmp_path.iterdir()] == [".o"]  # half written
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(quantize._Progress, "tell", end)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main.main(("quantize", "normalize", str(tmp_path / "out"), "--format", "int4"))
+        assert ended.value.code == 143
+        assert not list(tmp_path.iterdir())
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_inspect_shows_the_anatomy_of_every_embedded_model() -> None:

@@ -74,18 +74,13 @@ class _Decoder:
             found = kind.values(blocks)
             found = found - self.less if self.less else found
         elif self.part is _Part.INTEGERS:
-            found = self._checked(kind.integers(blocks))
+            found = kind.integers(blocks)
             found = found - kind.centre if kind.centre else found
         else:
             found, offset = kind.factors(blocks)
             if self.part is _Part.OFFSET:
                 found = torch.zeros_like(found) if offset is None else offset + kind.centre * found
         return found.reshape(len(rows), -1)
-
-    def _checked(self, integers: Tensor) -> Tensor:
-        if self.type.name == "Q8_0" and bool((integers == -128).any()):
-            raise CheckpointError(f"{self.name} has the integer -128, which no Q8_0 is made with")
-        return integers
 
 
 def gguf_tensors(path: Path, config: ModelConfig) -> dict[str, TensorSource]:
