@@ -37,6 +37,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-g128": {"dtype": "bfloat16", "quantization": "int8-g128"},
+    "int8-g32": {"dtype": "bfloat16", "quantization": "int8-g32"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4-g32": {"dtype": "bfloat16", "quantization": "int4-g32"},
     "int4-g128": {"dtype": "bfloat16", "quantization": "int4-g128"},

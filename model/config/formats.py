@@ -122,6 +122,7 @@ def integers(weight: NumberKind, group: int = 0) -> NumberFormat:
 QUANTIZED_LAYERS: dict[str, tuple[NumberFormat, NumberFormat]] = {
     "int8": (integers(NumberKind.INT8), integers(NumberKind.INT8)),
     "int8-g128": (integers(NumberKind.INT8, 128), integers(NumberKind.INT8, 128)),
+    "int8-g32": (integers(NumberKind.INT8, 32), integers(NumberKind.INT8, 32)),
     "int4": (integers(NumberKind.INT4, 64), integers(NumberKind.INT8, 128)),
     "int4-g32": (integers(NumberKind.INT4, 32), integers(NumberKind.INT8, 128)),
     "int4-g128": (integers(NumberKind.INT4, 128), integers(NumberKind.INT8, 128)),

@@ -21,6 +21,7 @@ _NEAREST = {
 _QUANTIZED = {
     "int8": ", each rounded by at most 1/254 of the largest in its row",
     "int8-g128": ", each rounded by at most 1/254 of the largest in its group",
+    "int8-g32": ", each rounded by at most 1/254 of the largest in its group",
     "int4": ", which loses about 9 % of the norm of weights",
     "int4-g32": ", which loses about 8 % of the norm of weights",
     "int4-g128": ", which loses about 10 % of the norm of weights",
